@@ -5,7 +5,6 @@ others go on, kills one, or has its requests arrive late, twice, or without an a
 It knows nothing of how the protocol works: only what a reader would see, and what must be true.
 """
 
-import copy
 import errno
 import json
 import random
@@ -21,6 +20,7 @@ from reshard.writer import commit, job
 TOP, ITEM, SHARES = "root/1000", "default", 2
 MARKER, META, MANIFEST = "commit_success.txt", "_METADATA", "manifest.ocdbt"
 REPLACED = TOP + commit.REPLACED_SUFFIX
+FIXED = {f"{TOP}/{n}" for n in (commit.RECORD, MARKER, f"{ITEM}/{META}", f"{ITEM}/{MANIFEST}")}
 
 
 class FoulError(Exception):
@@ -161,11 +161,16 @@ def modules(old: str = "", new: str = "") -> list[Any]:
             own = {n for n in shared if getattr(vars(other)[n], "__module__", "") == other.__name__}
             vars(fresh).update({name: vars(other)[name] for name in own})
         vars(fresh).update(disk=disk, concurrent=threads, _check_earlier=lambda place: None)
-        vars(fresh).update(dumped=dict, parsed=lambda place: copy.deepcopy(place.read()))
+        vars(fresh).update(dumped=json.dumps, parsed=parsed)
         made.append(fresh)
     assert found == (1 if old else 2), f"{found} places have: {old}"
     vars(made[1])["value_files"] = value_files
     return made
+
+
+def parsed(place: Place) -> Any:
+    text = place.read()
+    return None if text is None else json.loads(text)
 
 
 def value_files(place: Place, nodes: bool) -> list[str]:
@@ -200,7 +205,8 @@ class World:
         self.files: dict[str, Any] = {}
         self.late: list[tuple[Any, ...]] = []
         self.actors: list[Actor] = []
-        self.record: Any = None
+        self.record: str | None = None
+        self.kept: set[str] = set()  # what the record names
         self.complete = ""
         self.ever: set[str] = set()
         self.calm = False  # nothing goes wrong any more
@@ -377,8 +383,9 @@ class World:
     def _apply(self, request: tuple[Any, ...], actor: Actor | None) -> Any:
         operation, path, *arguments = request
         files = self.files
+        before = files.get(path)
         if operation == "read":
-            return files.get(path)
+            return before
         if operation == "exists":
             return path in files or any(name.startswith(f"{path}/") for name in files)
         if operation == "list":
@@ -409,7 +416,9 @@ class World:
             actor.published = arguments[0] == TOP and path != REPLACED
             self.check()
             return 0
-        self.check()
+        # Other new files change nothing for a reader.
+        if path in FIXED or (before is not None and files.get(path) != before):
+            self.check()
         return True
 
     def check(self) -> None:
@@ -420,8 +429,9 @@ class World:
         record = seen.get(commit.RECORD)
         if self.record not in (None, record):
             raise FoulError("the commit record is gone, or another one")
-        self.record = record
-        if record is not None and not {*record["kept"]} <= seen.keys():
+        if record is not None and self.record is None:
+            self.record, self.kept = record, {*json.loads(record)["kept"]}
+        if not self.kept <= seen.keys():
             raise FoulError("what the commit record names is gone")
         there = MARKER in seen if not self.is_local else bool(seen)
         if not there:

@@ -118,6 +118,7 @@ def without_stored_bytes(output: str) -> str:
     """Orbax deals chunks out to data files in an order of its own, so what can be shared, and with
     it what is copied, differs from one save to the next."""
     output = re.sub(r"(, and|,| and) shares? [\d.]+ \wi?B( with SRC)?", "", output)
+    output = re.sub(r"\d+ data files?|^orbax +[\d.]+", "*", output, flags=re.MULTILINE)
     return re.sub(r"^(read|write|memory)( +)[\d.]+ \wi?B", r"\1\2*", output, flags=re.MULTILINE)
 
 
@@ -153,7 +154,7 @@ def python(name: str, at) -> dict[str, Any]:
             sys.path.insert(0, str(at(block.place)))
             exec(compile(block.text, name, "exec"), names)
         if after is not None and (after.language, after.section) == ("", block.section):
-            assert printed.getvalue() == after.text
+            assert printed.getvalue().replace(str(at(block.place)), block.place) == after.text
     return names
 
 
@@ -272,9 +273,9 @@ def test_shell_blocks_are_for_a_fresh_clone():
 
 def test_the_readme_is_two_screens_that_lead_to_every_topic():
     assert len(README.splitlines()) <= 250
-    assert len(README.encode()) <= 12_000
+    assert len(README.encode()) <= 9_500
     assert "Usage:" not in README
-    links = dict(re.findall(r"^\| \[(\w+)\]\((\S+)\) \|", README, re.MULTILINE))
+    links = dict(re.findall(r"\[(\w+)\]\((\S+\.md)\)", README))
     assert {name: ROOT / link for name, link in links.items()} == TOPICS
 
 

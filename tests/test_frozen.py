@@ -44,7 +44,7 @@ import reshard
 FROZEN = pathlib.Path(__file__).parent / "data" / "frozen"
 WIDTH = 240
 OLDER = older("orbax-checkpoint", "0.12")
-COMMANDS = ("ckpt", "convert", "diff", "digest", "help", "inspect", "verify")
+COMMANDS = ("ckpt", "convert", "diff", "digest", "doctor", "help", "inspect", "verify")
 
 
 @pytest.fixture(scope="session")

@@ -604,6 +604,10 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     assert tab.texts(crumbs) == ["all"]
     tab.write("#search", "params/*/?/kernel")
     assert [row[0] for row in tab.rows()] == [f"params/layers/{i}/kernel" for i in range(3)]
+    dimmed = (
+        "[...document.querySelectorAll('g.group.dim')].map((g) => g.getAttribute('aria-label'))"
+    )
+    assert [name.partition(",")[0] for name in tab.value(dimmed)] == ["opt_state/0/mu"]
     tab.write("#search", "EMBED")
     assert len(tab.rows()) == 2
     assert tab.value(f"{FIND}('[')") == []
@@ -716,6 +720,8 @@ def test_a_diff_in_a_browser_tells_what_has_no_size(chromium, apart, ckpt):
     }
     text = "20 elements differ: 10 NaN or infinite on a side, 7 are 0 and -0."
     assert text in tab.text("#histograms")
+    ticks = tab.texts("#histograms figure:first-of-type .tick")
+    assert ticks[3] == "0" and all(re.fullmatch(r"[1-9]e[+-]\d+", tick) for tick in ticks[:2])
     for found in (reshard.diff(ckpt, ckpt, values=True), reshard.diff(ckpt, ckpt)):
         tab = chromium.open(to_html(found))
         assert tab.texts("#sections h2") == ["Where the bytes are", "What differs", "All leaves"]
@@ -806,8 +812,13 @@ def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned
     rows = [row[:2] for row in tab.rows("conversion")]
     assert rows == [["params/x + params/y", "c/xy/value"], ['params/"a/b"', "c/slash/value"]]
     assert tab.complaints() == []
-    # What is not decided stands in its place.
+    # Leaves that are not decided are in their places, and come first in the table.
     tab = chromium.open(page(ckpt.document() | REFUSED))
+    assert tab.text("#conversion h2") == "3 leaves are not decided"
+    origins = [row[3] for row in tab.rows("conversion")]
+    assert origins == ["▲ ambiguous", "▲ ambiguous", "▲ missing", "path"]
+    meaning = "document.querySelector('#conversion .mark').title"
+    assert tab.value(meaning) == "Several leaves may be its counterpart."
     assert tab.value(TREES) == [
         [["bias", "path"], ["kernel", "▲ ambiguous"]],
         [
@@ -913,10 +924,13 @@ def test_names_are_shown_as_they_are_printed(chromium, pages):
 def test_ten_thousand_leaves_are_searched_sorted_and_shown(chromium, pages):
     tab = chromium.open(pages["large"])
     assert len(tab.rows()) == 100
+    assert tab.text("#leaves .count") == "10000 of 10000 rows, the first 100 shown"
     tab.click("#leaves .more")
     assert len(tab.rows()) == 10_000
     tab.write("#search", "params/layer_7/**")
     assert len(tab.rows()) == 100
+    count, more = tab.text("#leaves .count"), tab.text("#leaves .more")
+    assert (count, more) == ("100 of 10000 rows", "Show all 100 rows")
     assert len(tab.texts("g.cell")) > 200
     assert tab.complaints() == []
 

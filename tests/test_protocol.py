@@ -63,9 +63,12 @@ MUTANTS = {
 }
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(2000), pytest.param(range(2000, 10000), marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_schedule_loses_or_mixes_anything(kind):
-    assert protocol.run(kind, range(1000)) is None
+def test_no_schedule_loses_or_mixes_anything(kind, seeds):
+    assert protocol.run(kind, seeds) is None
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -17,6 +17,7 @@ _COMMANDS = {
     "convert": "Convert a Linen checkpoint to NNX, or back.",
     "diff": "Compare two checkpoints.",
     "digest": "Show the digests of all arrays, and record them.",
+    "doctor": "Show whether a checkpoint is complete, and what to run next.",
     "help": "Show a topic of the reference, or the help of a command.",
     "inspect": "Show the tree, the format, the steps and the saved meshes.",
     "verify": "Check that a checkpoint is complete, undamaged and unchanged.",

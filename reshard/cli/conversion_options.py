@@ -23,10 +23,9 @@ conversion_options = options(
     value(
         "--model",
         "MODULE:NAME",
-        "The model to convert to: an NNX class or a function that returns the model (or a dict of "
-        "`model` and `optimizer`); for Linen, a function that returns variables or a TrainState. "
-        "This runs the code of MODULE, which may be a file: path/to/train.py:NAME, with its folder "
-        "first on the path.",
+        "The model to convert to. For NNX, a class or a function that returns the model, or a dict "
+        "of `model` and `optimizer`. For Linen, a function that returns variables or a TrainState. "
+        "This runs the code of MODULE, which may be a file: path/to/train.py:NAME.",
     ),
     value(
         "--source-model",

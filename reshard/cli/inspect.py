@@ -98,13 +98,7 @@ def _show(ckpt: Checkpoint, leaves: Mapping[Path, Leaf], as_tree: bool) -> None:
 
 def _header(ckpt: Checkpoint) -> list[str]:
     source = ckpt.source
-    kinds = {
-        "item": "a PyTree item",
-        "standalone": "a standalone checkpoint",
-        "step": "a step",
-        "manager": "a CheckpointManager root",
-    }
-    lines = [f"{source.root}: {'v1, ' if source.v1 else ''}{kinds[source.kind]}, {source.format}"]
+    lines = [f"{source.root}: {options.kind_text(source.kind, source.v1)}, {source.format}"]
     if source.steps:
         steps = ", ".join(map(str, source.steps))
         lines.append(f"steps: {steps}; shown: {source.step}")

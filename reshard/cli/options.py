@@ -175,6 +175,17 @@ def wants_text(flags: Mapping[str, Any], document: Callable[[], Mapping[str, Any
     return False
 
 
+def kind_text(kind: str, v1: bool) -> str:
+    """What was opened, in words; `kind` and `v1` are those of its `Item`."""
+    words = {
+        "item": "a PyTree item",
+        "standalone": "a standalone checkpoint",
+        "step": "a step",
+        "manager": "a CheckpointManager root",
+    }
+    return f"v1, {words[kind]}" if v1 else words[kind]
+
+
 def latest_text(source: Source, step: int | None) -> str:
     """Which step of a root was read, if none was asked for by its number."""
     text = f"step {source.number} is the latest of {len(source.steps)}: --step all reads each\n"

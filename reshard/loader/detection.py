@@ -47,6 +47,16 @@ _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY = re.compile(r"checkpoint(_\d+)?")
 MSGPACK = "a Flax msgpack checkpoint, which is recognised but not read yet"
 _PICKLE = "a pickle, which is never opened: to read it can run any code"
+# How files of other programs begin.
+_FOREIGN = {
+    b"GGUF": "a GGUF file, which is not supported",
+    b"\x89HDF": "an HDF5 file, which is not supported",
+    b"PK\3\4": "a zip file, as PyTorch and NumPy write them, which is not supported",
+}
+_UNKNOWN = "a file, and not a checkpoint directory"
+# Names of files that may hold weights in another format, and how many of them are looked at.
+_WEIGHTS = (".safetensors", ".gguf", ".h5", ".bin", ".pt", ".pth", ".npz", ".pkl", ".pickle")
+_LOOKED_AT = 20
 # Directories in a bucket, but for steps, that are looked into to see whether they are arrays.
 _SOME = 8
 # Names that a hint lists.
@@ -338,7 +348,8 @@ def check_committed(directory: Location, marked: bool = False) -> None:
 
 
 def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Exception:
-    found = {n: describe_file(directory / n) for n in directory.names() if _LEGACY.fullmatch(n)}
+    looked_at = [n for n in directory.names() if _LEGACY.fullmatch(n) or n.endswith(_WEIGHTS)]
+    found = {n: describe_file(directory / n) for n in looked_at[:_LOOKED_AT]}
     files = [name for name, what in found.items() if what == MSGPACK]
     if files:
         return CheckpointFormatError(
@@ -360,7 +371,7 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
     return CheckpointFormatError(
         f"`{directory}` is not a checkpoint",
         [f"no {TREE_FILE}, no {CHECKPOINT_FILE}, no step directories, no zarr arrays"]
-        + [f"`{name}` is {what}" for name, what in found.items() if what == _PICKLE],
+        + [f"`{name}` is {what}" for name, what in found.items() if what != _UNKNOWN],
         [] if directory.is_local else [_some_names(directory, directory.names())],
     )
 
@@ -368,14 +379,18 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
 def describe_file(path: Location) -> str:
     """What a file is, by its name and its first bytes."""
     # Not of a pipe, which may never say anything.
-    start = path.beginning(2) if path.is_file() else b""
+    start = path.beginning(8) if path.is_file() else b""
+    if foreign := next((_FOREIGN[magic] for magic in _FOREIGN if start.startswith(magic)), None):
+        return foreign
+    if path.name.endswith(".safetensors"):
+        return "a safetensors file, which is recognised but not read yet"
     # A version follows, where an empty msgpack map ends.
     if path.name.endswith((".pkl", ".pickle")) or (start[:1] == b"\x80" and start[1:]):
         return _PICKLE
     # A msgpack map: fixmap, map16 or map32.
     if start and (0x80 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
         return MSGPACK
-    return "a file, and not a checkpoint directory"
+    return _UNKNOWN
 
 
 def _siblings(path: Location) -> list[str]:

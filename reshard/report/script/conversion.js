@@ -3,6 +3,20 @@
 
 const UNDECIDED = ["missing", "unexpected", "mismatch", "ambiguous", "undecided"];
 const ORIGINS = { path: "k1", map: "k0", structure: "k3", record: "k4", initial: "k5" };
+const MEANINGS = {
+  path: "Equal paths, after the standard conversions of layers and containers.",
+  map: "A rule of the map file.",
+  structure: "Only the order in which modules of one class are defined. Check these pairs.",
+  record: "The record of the conversion from the other API.",
+  initial: "The model's own initial value, as --init asked.",
+  zeros: "Zeros, as the other API stores nothing here.",
+  dropped: "Left out, as --drop asked.",
+  missing: "The model needs this leaf, and the checkpoint has none for it.",
+  unexpected: "The checkpoint has this leaf, and the model has no place for it.",
+  mismatch: "The shapes or dtypes of the two leaves differ.",
+  ambiguous: "Several leaves may be its counterpart.",
+  undecided: "Neither names nor classes identify its counterpart.",
+};
 const OPEN = 200; // leaves of a tree up to which all of it is open at first
 const originKind = (origin) => (UNDECIDED.includes(origin) ? "glare" : ORIGINS[origin] || "grey");
 
@@ -43,7 +57,8 @@ function badge(origin, count) {
   const wrong = UNDECIDED.includes(origin);
   const text = count === undefined ? origin : `${count} ${origin}`;
   const swatch = el("span", { class: `swatch ${originKind(origin)}` });
-  return el("span", { class: wrong ? "origin mark" : "origin" }, swatch, wrong ? `▲ ${text}` : text);
+  const about = { class: wrong ? "origin mark" : "origin", title: MEANINGS[origin] };
+  return el("span", about, swatch, wrong ? `▲ ${text}` : text);
 }
 
 function drawConversion() {
@@ -52,9 +67,10 @@ function drawConversion() {
     const [origin, operation, problem] = data.told[told];
     return { from, to, origin, operation, problem };
   });
+  const open = rows.filter(({ origin }) => UNDECIDED.includes(origin)).length;
   const node = section(
     "conversion",
-    "What becomes of each leaf",
+    open ? `${counted(open, "leaf is", "leaves are")} not decided` : "What becomes of each leaf",
     "The source's tree and the model's, each leaf with what decided: its path, the map, or structure, " +
       "which is the order of modules of one class. Click a leaf to see it in the other tree.",
   );
@@ -150,7 +166,8 @@ function drawConversion() {
     { title: "operation", value: (row) => row.operation || "" },
     { title: "decided by", value: (row) => row.origin, cell: (row) => badge(row.origin) },
   ];
-  const { node: body, draw } = table("Map of the conversion", columns, rows, 12);
+  const openFirst = [...rows].sort((a, b) => UNDECIDED.includes(b.origin) - UNDECIDED.includes(a.origin));
+  const { node: body, draw } = table("Map of the conversion", columns, openFirst, 12);
   const names = counts(rows).map(([name, n]) => [name, String(n), originKind(name)]);
   const press = (name) => {
     kept = (row) => name === null || row.origin === name;

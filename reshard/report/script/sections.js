@@ -149,10 +149,21 @@ function histogram(bins, title) {
     return svg("rect", { class: "kept", ...place }, svg("title", null, `${power(k)} to ${power(k + 1)}: ${count}`));
   });
   const text = `${title}: ${bins.map(([k, count]) => `${count} from ${power(k)}`).join(", ")}`;
-  const view = { class: "array", viewBox: `-1 -1 ${width + 2} 123`, width: width + 2, height: 123 };
-  box.append(svg("svg", { ...view, role: "img", "aria-label": text }, ...bars));
+  const label = (x, y, anchor, words) => svg("text", { class: "tick", x, y, "text-anchor": anchor }, words);
+  const axes = [
+    svg("line", { class: "axis", x1: 0, x2: width, y1: 120, y2: 120 }),
+    svg("line", { class: "axis", x1: 0, x2: 0, y1: 0, y2: 120 }),
+    label(0, 134, "start", power(low)),
+    label(Math.max(width, 120), 134, "end", power(high + 1)),
+    label(-4, 10, "end", String(most)),
+    label(-4, 120, "end", "0"),
+  ];
+  const margin = 12 + 7 * String(most).length;
+  const size = { width: Math.max(width, 120) + margin + 2, height: 140 };
+  const view = { class: "array", viewBox: `${-margin} -1 ${size.width} ${size.height}`, ...size };
+  box.append(svg("svg", { ...view, role: "img", "aria-label": text }, ...bars, ...axes));
   const all = bins.reduce((sum, [, count]) => sum + count, 0);
-  box.append(el("p", { class: "note" }, `${power(low)} to ${power(high + 1)}; ${counted(all, "element")}, a bar for each power of two`));
+  box.append(el("p", { class: "note" }, `${counted(all, "element")}: a bar for each power of two, as high as its number of elements`));
   return box;
 }
 

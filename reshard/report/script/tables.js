@@ -54,7 +54,8 @@ function table(name, columns, rows, most = ROWS) {
     body.replaceChildren(...drawn);
     more.hidden = order.length <= limit;
     more.textContent = `Show all ${order.length} rows`;
-    count.textContent = `${Math.min(order.length, limit)} of ${rows.length} rows`;
+    const first = order.length > limit ? `, the first ${limit} shown` : "";
+    count.textContent = `${order.length} of ${rows.length} rows${first}`;
     count.hidden = rows.length <= 12;
   }
   const head = el("thead", null, el("tr", null, ...heads));

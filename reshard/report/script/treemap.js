@@ -120,6 +120,9 @@ function drawMap() {
   }
 
   function redraw(shown) {
+    const hits = leaves.filter(shown);
+    const live = new Set(); // groups with a leaf that is found
+    for (const leaf of hits) for (let above = leaf.parent; above && !live.has(above); above = above.parent) live.add(above);
     const width = Math.max(Math.floor(node.clientWidth), 280);
     const height = Math.round(Math.min(Math.max(width * 0.38, 280), 460));
     cells = [];
@@ -151,7 +154,8 @@ function drawMap() {
       const tight = w < 14 || h < 14;
       // What is too small for its leaves has the colour of most of its bytes.
       const most = tight ? [...item.by].sort((a, b) => b[1] - a[1])[0][0] : "";
-      if (depth) cell(item, tight ? `leaf ${most}` : "group", box, h >= 30 && w >= 40 ? name : "");
+      const dim = live.has(item) ? "" : " dim";
+      if (depth) cell(item, (tight ? `leaf ${most}` : "group") + dim, box, h >= 30 && w >= 40 ? name : "");
       if (tight) return;
       const top = depth && h >= 30 && w >= 40 ? 17 : depth ? 2 : 0;
       const side = depth ? 2 : 0;
@@ -179,7 +183,6 @@ function drawMap() {
       }),
       el("span", { class: "count" }, ` ${bytes(state.root.nbytes)}`),
     );
-    const hits = leaves.filter(shown);
     const sum = hits.reduce((total, leaf) => total + (leaf.nbytes || 0), 0);
     const all = hits.length === leaves.length;
     found.textContent = all ? "" : `${counted(hits.length, "leaf", "leaves")}, ${bytes(sum)}`;

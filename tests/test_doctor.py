@@ -1,0 +1,264 @@
+"""`reshard doctor` on every state that a checkpoint may be in."""
+
+import json
+import pickle
+import shutil
+from importlib.metadata import version
+
+import layouts
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from in_process import reshard_in
+from test_loader import uncommit
+
+import reshard
+from reshard.units import count_of
+
+ORBAX = version("orbax-checkpoint")
+DEVICES = f"orbax    {ORBAX} is installed; without a target, it needs 8 devices"
+VARIABLES = "model    linen-variables: collections at the top: `params`, `batch_stats`, ..."
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory):
+    """A directory with `run`, a root of two steps."""
+    folder = tmp_path_factory.mktemp("at").resolve()
+    put = layouts.random_on(layouts.mesh((2, 4)))
+    with ocp.CheckpointManager(folder / "run") as manager:
+        for step in (3, 20):
+            tree = {"params": {"Dense_0": {"kernel": put((256, 128), "data", "model")}}}
+            manager.save(step, args=ocp.args.StandardSave(tree))
+    return folder
+
+
+@pytest.fixture
+def copy(at, tmp_path):
+    return shutil.copytree(at / "run", tmp_path.resolve() / "run")
+
+
+def doctor(folder, *words):
+    """The exit status, and the lines."""
+    status, out, err = reshard_in(folder, "doctor", *words)
+    assert err == ""
+    return status, out.splitlines()
+
+
+def data_files(path):
+    """The files that hold the kernel's chunks."""
+    chunks = reshard.open(path).source.store.values["params.Dense_0.kernel"].values()
+    return {chunk.file for chunk in chunks} - {None}
+
+
+def next_steps(path, *first):
+    return [
+        *(f"next     {command}" for command in first),
+        f"next     reshard ckpt {path} DST --to MESH",
+        f"next     reshard convert {path} DST --to nnx --model MODULE:NAME",
+    ]
+
+
+def test_a_complete_root(at):
+    path = at / "run" / "20"
+    files = data_files(path)
+    assert doctor(at, "run") == (
+        0,
+        [
+            f"{path}: complete",
+            f"holds    1 array, 128.00 KiB in {count_of(len(files), 'data file')}",
+            "format   a CheckpointManager root, OCDBT, zarr2",
+            VARIABLES,
+            "mesh     data=2,model=4",
+            "steps    3, 20; this is 20",
+            "items    default; this is default",
+            "digests  recorded for 0 of 1 arrays",
+            DEVICES,
+            *next_steps(path, f"reshard digest {path} --write"),
+        ],
+    )
+    status, lines = doctor(at, "run", "--step", "all")
+    assert status == 0
+    assert [line for line in lines if line.endswith(": complete")] == [
+        f"{at / 'run' / step}: complete" for step in ("3", "20")
+    ]
+
+
+def test_the_document_of_a_whole_item_with_digests(copy):
+    item = copy / "3" / "default"
+    reshard.digest(copy / "3", write=True)
+    status, out, _ = reshard_in(copy, "doctor", str(item), "--json")
+    document = json.loads(out)
+    assert (status, document["state"], document["path"]) == (0, "complete", str(item))
+    [tree] = document["trees"]
+    why = [
+        "collections are at the top: `params`",
+        "`params/Dense_0` has a name as Linen gives them",
+    ]
+    assert tree == {
+        "path": str(item),
+        "state": "complete",
+        "kind": "item",
+        "v1": False,
+        "format": "OCDBT, zarr2",
+        "api": "linen",
+        "layout": "linen-variables",
+        "why": why,
+        "meshes": [{"data": 2, "model": 4}],
+        "steps": [],
+        "step": None,
+        "uncommitted": [],
+        "items": [],
+        "item": None,
+        "arrays": 1,
+        "bytes": 1 << 17,
+        "files": len(data_files(item)),
+        "recorded_digests": 1,
+        "orbax": DEVICES.removeprefix("orbax    "),
+        "problems": [],
+        "hints": [line.removeprefix("next     ") for line in next_steps(item)],
+    }
+
+
+def test_an_uncommitted_step(copy):
+    uncommit(copy / "20")
+    status, lines = doctor(copy, str(copy))
+    assert (status, lines[0]) == (0, f"{copy / '3'}: complete")
+    assert "steps    3; this is 3; never committed: 20" in lines
+    reason = "was never committed: its _CHECKPOINT_METADATA has no time of a commit"
+    assert doctor(copy, "20") == (
+        1,
+        [
+            "20: uncommitted",
+            f"problem  `{copy / '20'}` {reason}",
+            "next     use an earlier step: its writer stopped before this one was complete",
+        ],
+    )
+
+
+def test_missing_and_truncated_data_files(copy):
+    files = (copy / "20" / "default" / "ocdbt.process_0" / "d").iterdir()
+    file = max(files, key=lambda file: file.stat().st_size)
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    status, lines = doctor(copy, str(copy))
+    assert (status, lines[0]) == (1, f"{copy / '20'}: damaged")
+    problems = [line for line in lines if line.startswith("problem")]
+    assert len(problems) == 1
+    assert "params/Dense_0/kernel: its data file" in problems[0]
+    assert str(file) in problems[0]
+    path = copy / "20"
+    assert lines[-2:] == [
+        f"next     reshard verify {path}",
+        f"next     reshard doctor {copy} --step 3",
+    ]
+    file.unlink()
+    assert doctor(copy, "20")[1][-2:] == [
+        f"problem  the data file `{file}` is missing",
+        f"next     reshard verify {path}",
+    ]
+
+
+def test_many_problems_are_capped_on_the_terminal_alone(tmp_path):
+    put = layouts.random_on(layouts.mesh((2, 4)))
+    tree = {f"a{n}": put((16, 8), "data", "model") for n in range(12)}
+    path = layouts.save_pytree(tmp_path / "saved", tree, use_ocdbt=False)
+    for name in tree:
+        (path / name / "0.0").unlink()
+    status, lines = doctor(tmp_path, "saved")
+    assert status == 1
+    problems = [line for line in lines if line.startswith("problem")]
+    assert problems[-1] == "problem  ... and 2 more"
+    assert problems[0] == "problem  a0: 1 of its 8 stored chunks are missing"
+    document = json.loads(reshard_in(tmp_path, "doctor", "saved", "--json")[1])
+    assert len(document["trees"][0]["problems"]) == 12
+
+
+def test_a_tree_of_a_newer_orbax(copy):
+    file = copy / "20" / "default" / "_METADATA"
+    file.write_text(file.read_text().replace('"jax.Array"', '"jax.Array3"'))
+    place = copy / "20" / "default"
+    assert doctor(copy, "20") == (
+        1,
+        [
+            "20: damaged",
+            f"problem  `{place}` is not whole: leaves of its tree cannot be found or read",
+            "problem  params/Dense_0/kernel: unknown value type 'jax.Array3'",
+            "next     a newer Orbax may have written it: pip install -U orbax-checkpoint reshard",
+        ],
+    )
+
+
+def test_each_item_of_a_step(tmp_path):
+    folder = tmp_path.resolve()
+    tree = {"w": np.arange(6.0)}
+    items = ocp.args.Composite(state=ocp.args.StandardSave(tree), ema=ocp.args.StandardSave(tree))
+    with ocp.CheckpointManager(folder / "run", item_names=("state", "ema")) as manager:
+        manager.save(1, args=items)
+    status, lines = doctor(folder, "run")
+    assert status == 0
+    assert [
+        line for line in lines if ": complete" in line or line.startswith(("items", "mesh"))
+    ] == [
+        f"{folder / 'run' / '1' / 'ema'}: complete",
+        "mesh     none",
+        "items    ema, state; this is ema",
+        f"{folder / 'run' / '1' / 'state'}: complete",
+        "mesh     none",
+        "items    ema, state; this is state",
+    ]
+    shutil.rmtree(folder / "run" / "1" / "state" / "d")
+    document = json.loads(reshard_in(folder, "doctor", "run", "--json")[1])
+    assert document["state"] == "damaged"
+
+
+FOREIGN = {
+    "model.gguf": (b"GGUF\3\0\0\0", "a GGUF file, which is not supported"),
+    "model.h5": (b"\x89HDF\r\n\x1a\n", "an HDF5 file, which is not supported"),
+    "model.bin": (
+        b"PK\3\4\0\0\0\0",
+        "a zip file, as PyTorch and NumPy write them, which is not supported",
+    ),
+    "model.safetensors": (
+        b"\x10\0\0\0\0\0\0\0{",
+        "a safetensors file, which is recognised but not read yet",
+    ),
+    "model.pkl": (pickle.dumps(1), "a pickle, which is never opened: to read it can run any code"),
+}
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    folder = tmp_path.resolve()
+    (folder / "weights").mkdir()
+    for name, (data, what) in FOREIGN.items():
+        (folder / name).write_bytes(data)
+        said = [f"{name}: not a checkpoint", f"problem  `{name}` is {what}"]
+        assert doctor(folder, name) == (2, said)
+        (folder / "weights" / name).write_bytes(data)
+    nothing = "no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays"
+    assert doctor(folder, "weights") == (
+        2,
+        [
+            "weights: not a checkpoint",
+            f"problem  `{folder / 'weights'}` is not a checkpoint",
+            f"problem  {nothing}",
+            *(f"problem  `{name}` is {what}" for name, (_, what) in sorted(FOREIGN.items())),
+        ],
+    )
+    status, lines = doctor(folder, "nowhere")
+    assert (status, lines[0]) == (2, "nowhere: not a checkpoint")
+
+
+@pytest.mark.parametrize("kind", ["s3", "conditional"])
+def test_a_bucket(at, stores, kind):
+    url = f"{stores.bucket(kind)}/run/3"
+    reshard.save(reshard.to_mesh(reshard.open(at / "run" / "3"), "1x8"), url)
+    stores.reset()
+    status, lines = doctor(at, url)
+    assert status == 0
+    assert lines[0] == f"{url}: complete"
+    assert "mesh     data=1,model=8" in lines
+    assert "digests  recorded for 1 of 1 arrays" in lines
+    s3 = "orbax    it cannot read s3://: copy the checkpoint to a disk or to gs://"
+    assert (s3 if kind == "s3" else DEVICES) in lines
+    assert stores.answered("write") == []
+    assert sum(r.received for r in stores.requests) < 1 << 16, "metadata alone"

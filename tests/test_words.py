@@ -1,0 +1,70 @@
+"""README, topics and `--help` in plain English: short sentences, and no phrase of a kind that made
+readers stumble."""
+
+import pathlib
+import re
+
+import click
+import pytest
+
+from reshard.cli import command as program
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "reshard" / "cli" / "topics").glob("*.md"))]
+MOST_WORDS = 25
+# Phrases that a reader has to read twice.
+ODD = re.compile(
+    r"\b(tells|(is|are) told|is said|goes without|goes by|for one\b[.,)]|but for|of which"
+    r"|so much as|in one another|would have to have|is of no use|has it that|as many as there"
+    r"|what is there|than it is|in want of|on the way of|has no part in)",
+    re.IGNORECASE,
+)
+
+
+def prose(text: str) -> list[str]:
+    """Sentences, list items and table cells of Markdown, with a word for each piece of code."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`]*`", "Code", text)
+    found = []
+    for block in re.split(r"\n\s*\n", text):
+        if block.startswith(("    ", "#", "!")):
+            continue
+        pieces = re.split(r"^\s*(?:- |\d+\. )", block, flags=re.MULTILINE)
+        if block.startswith("|"):
+            pieces = [cell for row in block.splitlines() for cell in row.split("|")]
+        for piece in pieces:
+            words = " ".join(piece.replace("**", "").split())
+            found += [s for s in re.split(r"(?<=[.!?:])\s+(?=[A-Za-z(\[])", words) if s]
+    return found
+
+
+def helps() -> list[tuple[str, str]]:
+    """Each help text of the command line, with its command or option."""
+    found = []
+    context = click.Context(program)
+    for name in program.list_commands(context):
+        command = program.get_command(context, name)
+        assert command is not None
+        found.append((name, command.help or ""))
+        options = (each for each in command.params if isinstance(each, click.Option))
+        found += [(f"{name} {option.opts[0]}", option.help or "") for option in options]
+    return found
+
+
+def problems(text: str) -> list[str]:
+    found = [f"odd: {match[0]}" for match in ODD.finditer(" ".join(prose(text)))]
+    return found + [f"long: {s}" for s in prose(text) if len(s.split()) > MOST_WORDS]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_documents(path):
+    assert problems(path.read_text()) == []
+
+
+def test_help():
+    assert [(name, said) for name, text in helps() if (said := problems(text))] == []
+
+
+def test_a_long_sentence_and_an_odd_phrase_are_found():
+    text = "- A job, of which `x` is\n  told.\n\n| a | " + "word " * 26 + "|\n"
+    assert [each.partition(":")[0] for each in problems(text)] == ["odd", "odd", "long"]
