@@ -318,7 +318,7 @@ def _axis_hints(
         if len(spec_problems(shape, target, rename_axes(spec, {axis: ""}))) < count
     }
     lacking = [axis for axis in sizes if axis in helpful and axis not in target.axis_names]
-    near = {n: get_close_matches(n, lacking, 1) for n in target.axis_names if n not in sizes}
+    near = {n: get_close_matches(n, lacking, 1, 0.5) for n in target.axis_names if n not in sizes}
     names = tuple("".join(near.get(name) or name) for name in target.axis_names)
     hints: list[str] = []
     if names != target.axis_names and len({*names}) == len(names):
@@ -351,7 +351,7 @@ def _spec_hints(ckpt: Checkpoint, misfits: Sequence[_Misfit], target: Mesh) -> l
     for array, spec, _, given in misfits:
         lacking = {axis for entry in spec or () for axis in entry} - {*target.axis_names}
         if given:  # no hint for saved axes is about it
-            near = (get_close_matches(axis, target.axis_names, 1) for axis in lacking)
+            near = (get_close_matches(axis, target.axis_names, 1, 0.5) for axis in lacking)
             spec = rename_axes(spec or (), dict(zip(lacking, map("".join, near), strict=True)))
         elif lacking:
             continue

@@ -240,6 +240,11 @@ def nearest(name: str, paths: Iterable[Path]) -> list[str]:
     return close
 
 
+def nearest_to_regex(pattern: str, paths: Iterable[Path]) -> list[str]:
+    """The printed path, if any, that resembles a regex less its operators."""
+    return nearest(re.sub(r"[\\^$.*+?()|\[\]{}]", "", pattern), paths)[:1]
+
+
 def shell_quoted(text: str) -> str:
     """Text as it is typed into a shell, always in quotes."""
     return "'" + text.replace("'", "'\"'\"'") + "'"
@@ -278,7 +283,7 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
         raise ArgumentError("a rename is a regex and a replacement", wrong, [example])
     printed = {path: format_path(path) for path in paths}
     texts = dict(printed)
-    problems = []
+    problems, hints = [], []
     for pattern, replacement in pairs:
         try:
             regex = re.compile(pattern)
@@ -287,9 +292,11 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
             raise ArgumentError(f"rename `{pattern}={replacement}`: {error}") from error
         if changed == texts:
             problems.append(f"`{pattern}` matches no leaf")
+            near = nearest_to_regex(pattern, paths)
+            hints += [f"the nearest leaf is `{name}`" for name in near]
         texts = changed
     if problems:
-        raise TreeMismatchError("a rename changes nothing", problems)
+        raise TreeMismatchError("a rename changes nothing", problems, hints)
     renamed = {
         path: path if text == printed[path] else _with_positions(split_path(text), path)
         for path, text in texts.items()

@@ -56,6 +56,8 @@ def parse_bytes(
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
         if match is not None and match[2] in _UNITS:
             size = float(match[1]) * _UNITS[match[2]]
+        elif match is not None and f"{match[2]}ib" in _UNITS:
+            hint = f"`{match[1]}{match[2].upper()}iB`"
     elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         size = value
     if not 1 <= size < math.inf:

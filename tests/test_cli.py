@@ -194,7 +194,7 @@ def test_help_of_no_topic(tmp_path):
     names = ", ".join(file.stem for file in sorted(TOPICS.glob("*.md")))
     commands = "ckpt, commit, convert, diff, digest, help, inspect, verify"
     told = f"there is no topic or command `mesh`\n  topics: {names}\n  commands: {commands}\n\n"
-    told += "hint: reshard help"
+    told += "hint: reshard help meshes"
     assert refused(tmp_path, "help", "mesh") == f"Error: {told}\n"
 
 
@@ -406,6 +406,76 @@ def test_the_note_on_block_scales_says_how_they_are_cast(tmp_path):
     assert "float8_e8m0fnu" not in again
     got = layouts.load_pytree(tmp_path / "out")["w"]["a scale"]
     layouts.assert_equal_or_nan(got, scales.astype("float32").astype("bfloat16"))
+
+
+def test_an_error_is_a_document_of_json(cwd):
+    """Whether it is found before or after the checkpoint was read; on stderr it is as it was."""
+    exists = {"problems": [f"`{cwd}/long` exists"]}
+    exists["hints"] = ["--overwrite replaces it once the new one is complete"]
+    nothing = {"problems": ["there is nothing at `lone`"]}
+    nothing["hints"] = [f"the nearest is `{cwd}/long`"]
+    to = {"destination": "long", "done": False}
+    for document, *words in (
+        (to | exists, "ckpt", "run/1000", "long", "--to", "1x8"),
+        (to | nothing, "ckpt", "lone", "long", "--to", "1x8"),
+        (nothing, "inspect", "lone"),
+        (nothing, "digest", "lone"),
+        (nothing, "verify", "lone"),
+        (nothing, "verify", "long", "--against", "lone"),
+        (nothing, "diff", "long", "lone"),
+    ):
+        told = refused(cwd, *words)
+        status, out, err = reshard_in(cwd, *words, "--json")
+        assert (status, json.loads(out), err) == (2, document, told)
+    dst = {"destination": "lone", "done": False}
+    status, out, err = reshard_in(cwd, "commit", "lone", "--json")
+    assert (status, json.loads(out) | dst) == (2, json.loads(out))
+    assert err.startswith(f"Error: {json.loads(out)['problems'][0]}\n")
+
+
+def test_a_folder_of_checkpoints_is_no_step_of_several_items(cwd):
+    (cwd / "both").mkdir()
+    for name in ("long", "shapes"):
+        (cwd / name).rename(cwd / "both" / name)
+    hint = f"hint: open one of them: {cwd}/both/long\n"
+    told = f"Error: `{cwd}/both` has several checkpoints\n  long\n  shapes\n\n{hint}"
+    assert refused(cwd, "ckpt", "both", "out") == told
+    shown(cwd, "ckpt", hint.split()[-1], "out")
+
+
+def test_what_was_mistyped_has_a_hint(cwd):
+    told = refused(cwd, "inspct", "run")
+    assert told.endswith("Error: No such command 'inspct'. Did you mean 'inspect'?\n")
+    assert refused(cwd, "help", "mapz").endswith("\n\nhint: reshard help maps\n")
+    hint = f"hint: the nearest is `{cwd}/shapes`\n"
+    for path in ("shpes", "shpes/inside/it"):
+        assert refused(cwd, "inspect", path).endswith(hint)
+    hint = "hint: the nearest leaf is `params/layer_1/kernel`\n"
+    assert refused(cwd, "ckpt", "run/500", "out", "--rename", "kernal$=w").endswith(hint)
+    told = refused(cwd, "ckpt", "run/500", "out", "--to", "data=1,modl=8")
+    assert "\n\nhint: did you mean `data=1,model=8`?\n" in told
+    told = refused(cwd, "ckpt", "run/500", "out", "--to", "dp=2,tp=4", "--spec", ".=pt")
+    assert "\nhint: --spec '(^|/)bias$=tp' fits, if it comes first\n" in told
+    told = refused(cwd, "ckpt", "run/500", "out", "--max-memory", "64m")
+    assert told.endswith("\n\nhint: `64MiB`\n")
+
+
+def test_a_page_that_was_written_is_named(cwd):
+    for *words, file in (
+        ("inspect", "long", "--html", "one.html"),
+        ("diff", "long", "long", "--html", "two.html"),
+        ("ckpt", "run", "out", "--to", "1x8", "--dry-run", "--html", "three.html"),
+    ):
+        assert shown(cwd, *words, file).endswith(f"\nwrote {file}\n")
+        assert shown(cwd, *words, file, "--json").count("\n") == 1
+
+
+def test_a_leaf_that_looks_like_an_argument_keeps_its_name(tmp_path):
+    one = jax.device_put(np.ones(3, "f4"), jax.devices()[0])
+    tree = {"overwrite=True": one, "step=3": {"w": one}, "drop=[1]": one}
+    layouts.save_pytree(tmp_path / "run", tree)
+    told = shown(tmp_path, "ckpt", "run", "out", "--to", "data=8", "--dry-run")
+    assert told.endswith(": drop=[1], overwrite=True, step=3/w\n")
 
 
 # --- signals, terminals, imports -----------------------------------------------------------------

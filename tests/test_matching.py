@@ -338,20 +338,20 @@ def test_a_rename_is_of_a_whole_level(wanted, present, rules):
     wanted, ckpt = several(wanted), saved(dict.fromkeys(several(present), ((3,), "float32")))
     leaves = [array(path, (3,)) for path in wanted]
     problems = match(leaves, ckpt)[1]
-    assert matching.renames(problems, ckpt) == rules
+    assert matching.renames(problems) == rules
     assert any(problem.renamed for problem in problems) == bool(rules)
     if rules:
         assert match(leaves, reshard.rename(ckpt, rules))[1] == []
     # One leaf of another shape, and the level has none.
     leaves[0] = array(wanted[0], (4,))
-    assert matching.renames(match(leaves, ckpt)[1], ckpt) == rules[1:]
+    assert matching.renames(match(leaves, ckpt)[1]) == rules[1:]
 
 
 def test_a_rename_that_cannot_be_done_is_not_hinted():
     """Clipping has no state, and is an empty leaf of a list."""
     ckpt = saved({("opt", 0): None, ("opt", 1, "mu", "w"): ((3,), "float32")})
     (lacking, _) = match([array(("opt", "mu", "w"), (3,))], ckpt)[1]
-    assert lacking.renamed == (("opt", "1"), ("opt",)) and matching.renames([lacking], ckpt) == []
+    assert lacking.renamed is None
 
 
 NAMES = ["a", "b", "kernel", "x.y", "a b", "a/b", "1", 'q"', "[0]", "value", "\\"]
@@ -381,7 +381,7 @@ def test_a_rename_can_be_typed_and_brings_what_it_is_of(tree, data):
     wanted, present = paths_of(tree), paths_of(relevelled(tree, data.draw))
     problems = matched(wanted, present)[1]
     ckpt = saved(dict.fromkeys(present, ((3,), "float32")))
-    if rules := matching.renames(problems, ckpt):
+    if rules := matching.renames(problems):
         ckpt = reshard.rename(ckpt, rules)
     missing = [problem for problem in problems if problem.what == "missing"]
     after = match([array(path, (3,)) for path in wanted], ckpt)[1]

@@ -484,7 +484,7 @@ def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch
 
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     (tmp_path / "folder").mkdir()
-    for module in ("inspect", "diff", "job"):
+    for module in ("inspect", "options", "job"):
         monkeypatch.setattr(f"reshard.cli.{module}.open_checkpoint", None)
     for file in ("", "-"):
         assert told(file) == "a page is a file, and this is no name of one"

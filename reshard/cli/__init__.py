@@ -6,6 +6,7 @@ Commands are imported when they run, so that `reshard --help` needs click alone.
 import importlib
 import signal
 import sys
+from difflib import get_close_matches
 from types import FrameType
 
 import click
@@ -35,6 +36,9 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
+            near = get_close_matches(cmd_name, _COMMANDS, 1)
+            if near and not ctx.resilient_parsing:  # click itself does so from 8.5 on
+                ctx.fail(f"No such command '{cmd_name}'. Did you mean '{near[0]}'?")
             return None
         # An interrupt inside the import of a library would surface as an error of that library.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -123,8 +127,7 @@ def main() -> None:
 
 
 def _notes(error: BaseException) -> str:
-    """The notes of a job in an error or in its cause, without those of other libraries, such as
-    JAX."""
+    """The notes of a job in an error or in its cause, without those of other libraries."""
     notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
     from reshard.cli.output import as_flags
 

@@ -25,15 +25,12 @@ def command(src: str, dst: str, mesh: str | None, model: str | None, **flags: An
     """Rewrite checkpoint SRC as DST for another mesh.
 
     The job runs in bounded memory, needs no devices and never touches SRC. DST is complete or
-    absent afterwards. Unchanged arrays are not decoded. Where nearly all of an item stays as it is,
-    its data files are hard-linked.
+    absent afterwards.
 
     \b
     Example:
       reshard ckpt run/1000 out/1000 --to 1x8
-      reshard ckpt run/1000 out/1000 --from 2x4 --to data=1,model=8 --dry-run
-      reshard ckpt run/1000 out/1000 --to 1x8 --spec 'embedding$=model,' --dtype bfloat16
-      reshard ckpt run/1000 scratch/1000 --no-ocdbt --codec none
+      reshard ckpt run/1000 out/1000 --to 1x8 --spec 'embedding$=model,' --dry-run
     """
     if mesh in ("nnx", "linen"):
         raise click.UsageError(

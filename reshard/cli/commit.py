@@ -16,14 +16,11 @@ from reshard.writer.save import commit
 def command(dst: str, **flags: Any) -> None:
     """Make checkpoint DST of the shares that `ckpt --shard` or `convert --shard` has written.
 
-    All shares must be complete. Otherwise the error lists the missing shares as a range for an
-    array job. You can stop the command at any moment and run it again. If DST is complete, it does
-    nothing.
+    If shares are missing, the error lists them as a range for an array job. You can stop the
+    command at any moment and run it again. If DST is complete, it does nothing.
 
     \b
     Example:
-      reshard ckpt run/1000 out/1000 --to 1x8 --shard 0/2
-      reshard ckpt run/1000 out/1000 --to 1x8 --shard 1/2
       reshard commit out/1000
     """
     tune_memory()

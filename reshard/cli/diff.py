@@ -9,8 +9,8 @@ from reshard.cli import output
 from reshard.cli.options import (
     SELECTION,
     flag,
+    opened,
     per_step,
-    places,
     reading_options,
     value,
     wants_text,
@@ -18,9 +18,6 @@ from reshard.cli.options import (
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.cli.working import working
 from reshard.errors import ReshardError
-from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import has_large_arrays
-from reshard.storage.machine import tune_memory
 from reshard.verify.comparison import diff
 
 _ARGUMENTS = ("values", "rtol", "atol", "layout", "select", "drop", "max_memory")
@@ -42,35 +39,28 @@ _ARGUMENTS = ("values", "rtol", "atol", "layout", "select", "drop", "max_memory"
 @HTML
 @reading_options
 @per_step
-def command(a: str, b: str, page_file: str | None, **flags: Any) -> None:
+def command(a: str, b: str, **flags: Any) -> None:
     """Compare checkpoints A and B, on any meshes and in any chunks and formats.
 
     Lists the leaves that were added, removed or moved, and those that differ in shape, dtype,
     string or contents. Contents are compared by recorded digests. Arrays without a digest on both
-    sides are read and compared bit for bit, or with --values within a tolerance, in which NaN
-    equals NaN.
-
-    Exits with 0 if all contents were compared and nothing differs, and with 1 if something differs.
-    If --no-values leaves contents uncompared and nothing else differs, exits with 2.
+    sides are read and compared bit for bit, or with --values within a tolerance. Exits with 0 if
+    all contents were compared and nothing differs, with 1 if something differs, and else with 2.
 
     \b
     Example:
       reshard diff run/1000 out/1000 --values
       reshard diff run/1000 run/2000 --select 'params/**' --values --rtol 1e-3
-      reshard diff run/1000 out/1000 --layout
     """
     given = {name: flags[name] for name in _ARGUMENTS if flags[name] not in (None, ())}
     if not given.get("values") and not given.keys().isdisjoint(("rtol", "atol")):
         raise click.UsageError("--rtol and --atol require --values")
-    check_page(page_file, a, b)
-    tune_memory(large_arrays=has_large_arrays(a) or has_large_arrays(b))
-    at = places(flags, a, b)
-    checkpoints = [open_checkpoint(path, **place) for path, place in zip((a, b), at, strict=True)]
+    check_page(flags["page_file"], a, b)
     with working(flags) as by:
-        found = diff(*checkpoints, **given, **by)
+        found = diff(*opened(flags, a, b), **given, **by)
     if wants_text(flags, found.document):
         click.echo(found.report(phrase=output.as_flags))
-    write_page(page_file, found.document())
+    write_page(flags, found.document)
     if found.equal is None:
         raise ReshardError(found.open_question(), hints=["values=True reads them"])
     if found.differences:

@@ -7,11 +7,8 @@ import click
 
 from reshard.checkpoint import describe
 from reshard.cli import output
-from reshard.cli.options import flag, latest_text, per_step, places, reading_options, wants_text
+from reshard.cli.options import flag, latest_text, opened, per_step, reading_options, wants_text
 from reshard.cli.working import working
-from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import has_large_arrays
-from reshard.storage.machine import tune_memory
 from reshard.tree import format_path
 from reshard.verify.digest_record import FILE
 from reshard.verify.verification import digest, record
@@ -19,26 +16,21 @@ from reshard.verify.verification import digest, record
 
 @click.command("digest")
 @click.argument("path", type=click.Path())
-@flag("--write", "Record the digests beside the arrays.")
+@flag("--write", "Record the digests beside the arrays, in reshard_digests.json.")
 @reading_options
 @per_step
 def command(path: str, write: bool, **flags: Any) -> None:
     """Read every array and show its digest, which depends on dtype, shape and values alone.
 
-    `reshard ckpt` and `convert` record the digests of the arrays that they decode. --write does
-    that for a checkpoint made by others, in reshard_digests.json beside the arrays. `reshard
-    verify` compares with recorded digests. So do `ckpt` and `convert` when they read the
-    checkpoint. The output of --json is such a record, too: a file for `reshard verify --against`.
+    `reshard verify`, `ckpt` and `convert` compare with recorded digests. The output of --json is a
+    file for `reshard verify --against`.
 
     \b
     Example:
-      reshard digest run/1000
       reshard digest run/1000 --write
       reshard digest run/1000 --json > known.json
-      reshard verify out/1000 --against known.json
     """
-    tune_memory(large_arrays=has_large_arrays(path))
-    ckpt = open_checkpoint(path, **places(flags, path)[0])
+    (ckpt,) = opened(flags, path)
     with working(flags) as by:
         found = digest(ckpt, write=write, max_memory=flags["max_memory"], **by)
     if wants_text(flags, lambda: json.loads(record(ckpt, found).dump())):

@@ -35,7 +35,7 @@ _SHOWN = 10
 @click.argument("path", type=click.Path())
 @options.PLACE
 @options.CONCURRENCY
-@options.AS_JSON
+@options.as_json
 @options.per_step
 def command(path: str, **flags: Any) -> None:
     """Show what is at PATH, whether it is complete, and what to run next.

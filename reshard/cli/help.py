@@ -2,6 +2,7 @@
 
 import importlib.resources
 import sys
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -27,15 +28,12 @@ def topics() -> dict[str, str]:
 def command(topic: str | None) -> None:
     """Show a topic of the reference or the help of a command, or list the topics.
 
-    Topics cover what several commands share. A terminal shows a topic rendered, a pipe gets its
-    Markdown.
+    Topics cover what several commands share.
 
     \b
     Example:
-      reshard help
       reshard help meshes
       reshard help ckpt
-      reshard help conversion | less
     """
     texts, program = topics(), click.get_current_context().find_root()
     group: Any = program.command
@@ -52,7 +50,9 @@ def command(topic: str | None) -> None:
         click.echo(click.Context(found, info_name=topic, parent=program).get_help())
     elif topic not in texts:
         lists = [f"topics: {', '.join(texts)}", f"commands: {', '.join(commands)}"]
-        raise ArgumentError(f"there is no topic or command `{topic}`", lists, ["reshard help"])
+        near = [f"reshard help {name}" for name in get_close_matches(topic, [*texts, *commands], 1)]
+        hints = near or ["reshard help"]
+        raise ArgumentError(f"there is no topic or command `{topic}`", lists, hints)
     elif sys.stdout.isatty():
         from rich.console import Console
         from rich.markdown import Markdown

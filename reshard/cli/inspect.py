@@ -1,9 +1,8 @@
 """`reshard inspect`: the tree of a checkpoint, its format, steps and meshes."""
 
-import itertools
 import math
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -30,10 +29,8 @@ from reshard.units import count_leaves, count_of, format_bytes, format_runs
 
 # A terminal as wide as a person reads; more devices are listed rather than drawn.
 _CELLS = 64
-# Characters of the bar of all bytes, colours of specs, and what every device holds in full.
+# Characters of the bar of all bytes.
 _BAR = 20
-_COLOURS = ("blue", "green", "magenta", "yellow", "cyan")
-_REPLICATED = "replicated"
 
 
 @click.command("inspect")
@@ -45,7 +42,7 @@ _REPLICATED = "replicated"
 @options.value("--sharding", "LEAF", "Draw the devices that hold each part of a leaf.")
 @options.value("--mesh", "MESH", "With --sharding: on this mesh; the saved mesh by default.")
 @HTML
-@options.AS_JSON
+@options.as_json
 @options.per_step
 def command(
     path: str,
@@ -53,7 +50,6 @@ def command(
     as_tree: bool,
     sharding: str | None,
     mesh: str | None,
-    page_file: str | None,
     **flags: Any,
 ) -> None:
     """Show the tree: shape, dtype, bytes, chunks and saved sharding of each leaf.
@@ -62,36 +58,36 @@ def command(
 
     \b
     Example:
-      reshard inspect run/1000
       reshard inspect run --step 1000 --filter 'params/**'
-      reshard inspect run/1000 --tree --html page.html
       reshard inspect run/1000 --sharding params/layer_0/kernel --mesh 1x8
     """
     if mesh is not None and sharding is None:
         raise click.UsageError("--mesh requires --sharding LEAF")
     if pattern is not None and sharding is not None:
         raise click.UsageError("--sharding shows one leaf: leave out --filter")
-    if sharding is not None and (as_tree or page_file is not None):
+    if sharding is not None and (as_tree or flags["page_file"] is not None):
         raise click.UsageError("--sharding shows one leaf: leave out --tree and --html")
-    check_page(page_file, path)
+    check_page(flags["page_file"], path)
     ckpt = open_checkpoint(path, **options.places(flags, path)[0])
     if sharding is not None:
         _show_sharding(ckpt, sharding, mesh, flags)
         return
-    chosen = tree.match_globs(ckpt, [pattern]) if pattern else None
-    leaves = [(p, leaf) for p, leaf in ckpt.items() if chosen is None or p in chosen]
-    if page_file is not None:
-        write_page(page_file, ckpt.document(chosen))
-    if not options.wants_text(flags, lambda: ckpt.document(chosen)):
-        return
+    chosen = tree.match_globs(ckpt, [pattern]) if pattern else ckpt.keys()
+    leaves = {p: leaf for p, leaf in ckpt.items() if p in chosen}
+    if options.wants_text(flags, lambda: ckpt.document(leaves)):
+        _show(ckpt, leaves, as_tree)
+    write_page(flags, lambda: ckpt.document(leaves))
+
+
+def _show(ckpt: Checkpoint, leaves: Mapping[Path, Leaf], as_tree: bool) -> None:
     for line in _header(ckpt):
         click.echo(printable(line))
     if as_tree:
-        _show_tree(ckpt, chosen)
+        _show_tree(ckpt.document(leaves)["leaves"], leaves)
     else:
         columns = ("path", "shape", "dtype", "bytes", "chunks", "spec")
-        output.table(columns, [_row(p, leaf) for p, leaf in leaves], right=(3,))
-    arrays = [leaf for _, leaf in leaves if isinstance(leaf, ArrayHandle)]
+        output.table(columns, [_row(p, leaf) for p, leaf in leaves.items()], right=(3,))
+    arrays = [leaf for leaf in leaves.values() if isinstance(leaf, ArrayHandle)]
     total = sum(array.nbytes for array in arrays)
     counts = f"{count_leaves(len(leaves))}, {count_of(len(arrays), 'array')}"
     click.echo(f"{counts}, {format_bytes(total)}")
@@ -128,28 +124,22 @@ def _row(path: Path, leaf: Leaf) -> tuple[str, ...]:
     )
 
 
-def _show_tree(ckpt: Checkpoint, chosen: Collection[Path] | None) -> None:
-    """Levels and leaves, each with its bytes and its part of all of them. Lines of several leaves
-    have the bytes of all."""
-    rows = outline(ckpt.document(chosen)["leaves"])
+def _show_tree(documents: Sequence[Any], leaves: Mapping[Path, Leaf]) -> None:
+    """Levels and leaves, each with its bytes and its part of all of them."""
+    rows = outline(documents)
     total = sum(row.nbytes for row in rows if not row.depth) or 1
-    leaves = [None if row.leaf is None else ckpt[tuple(row.leaf["keys"])] for row in rows]
-    specs = [_tree_spec(leaf) for leaf in leaves]
-    named = dict.fromkeys(spec for spec in specs if spec not in ("", _REPLICATED))
-    colours = dict(zip(named, itertools.cycle(_COLOURS), strict=False)) | {_REPLICATED: "red"}
     cells = []
-    for row, leaf, spec in zip(rows, leaves, specs, strict=True):
-        bar = "#" * round(_BAR * row.nbytes / total)
-        if spec and output.coloured():
-            style: Any = {"fg": colours.get(spec), "bold": spec == _REPLICATED}
-            bar, spec = click.style(bar, **style), click.style(spec, **style)
+    for row in rows:
+        kind = spec = ""
+        if row.leaf is not None:
+            leaf = leaves[tuple(row.leaf["keys"])]
+            kind = kind_text(leaf) if isinstance(leaf, ArrayHandle) else type_name(leaf)
+            spec = _tree_spec(leaf)
         name, size = "  " * row.depth + row.name, format_bytes(row.nbytes)
+        bar = "#" * round(_BAR * row.nbytes / total)
         count = f"{row.count} leaves" if row.count > 1 else ""
-        kind = type_name(leaf) if row.leaf else ""
-        kind = kind_text(leaf) if isinstance(leaf, ArrayHandle) else kind
         cells.append((name, size, bar, count, kind, spec))
-    for line in output.aligned(cells, (1, 3), lambda text: len(click.unstyle(text))):
-        click.echo(line)
+    click.echo("\n".join(output.aligned(cells, (1, 3))))
 
 
 def _tree_spec(leaf: Leaf) -> str:
@@ -160,7 +150,7 @@ def _tree_spec(leaf: Leaf) -> str:
         return sharding_text(leaf)
     sizes = sharding.mesh.shape
     split = any(sizes[axis] > 1 for axes in sharding.spec for axis in axes)
-    return sharding_text(leaf) if split else _REPLICATED
+    return sharding_text(leaf) if split else "replicated"
 
 
 def _dims(shape: tuple[int, ...]) -> str:

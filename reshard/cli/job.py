@@ -18,6 +18,7 @@ from reshard.cli.options import (
     chosen_steps,
     flag,
     options,
+    refusal,
     value,
     values,
     wants_text,
@@ -118,19 +119,18 @@ def run(
     flags: Flags,
     answer: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    """Opens, changes, plans and writes; reports, with what `answer` adds to the JSON document
-    then."""
+    """Opens, changes, plans, writes and reports; `answer` adds to the JSON document."""
     tune_memory(parse_bytes(flags["max_memory"]), has_large_arrays(src))
-    dry_run, page_file = flags["dry_run"], flags["page_file"]
+    dry_run = flags["dry_run"]
     share = parse_share(flags["share"], dst)
     if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
         raise click.UsageError(
             "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
             "share, and a share that was stopped is written again"
         )
-    if page_file is not None and not dry_run:
+    if flags["page_file"] is not None and not dry_run:
         raise click.UsageError("--html requires --dry-run")
-    check_page(page_file, src, dst)
+    check_page(flags["page_file"], src, dst)
     opened: list[Checkpoint] = []
     try:
         which = {name: flags[name] for name in ("item", "concurrency")}
@@ -138,7 +138,12 @@ def run(
             opened.append(open_checkpoint(src, step=step, **which))
         checkpoints = [change(ckpt) for ckpt in opened]
     except ReshardError as error:
-        _report_refusal(error, dst, opened, flags)
+        document = refusal(error, dst)
+        try:
+            if opened:
+                write_page(flags, lambda: opened[0].document() | document)
+        except DestinationError as unwritten:  # which is not why there is no plan
+            click.echo(f"Warning: {unwritten.summary}", err=True)
         raise
     arguments: dict[str, Any] = {name: flags[name] for name in _ARGUMENTS}
     arguments["link"] = not flags["no_link"]
@@ -148,42 +153,25 @@ def run(
     else:
         with working(flags) as by:
             planned = save(checkpoints, dst, **arguments, resume=flags["resume"], share=share, **by)
+    notes = tuple(map(output.note_as_flags, planned.notes))
+    planned = dataclasses.replace(planned, notes=notes)
     done = not dry_run and share is None
     more = answer() if share is None or dry_run else answer() | {"share": [*share]}
 
-    def document() -> dict[str, Any]:
+    def plan_document() -> dict[str, Any]:
         return planned.document(output.as_flags) | {"destination": dst, "done": done} | more
 
-    if wants_text(flags, document):
-        notes = tuple(map(output.as_flags, planned.notes))
-        click.echo(dataclasses.replace(planned, notes=notes))
+    if wants_text(flags, plan_document):
+        click.echo(planned)
         if done:
             click.echo(_written(planned, dst))
         elif share is not None and not dry_run:
             told = f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit"
             click.echo(f"{told} {dst}")
-    if page_file is not None:
-        write_page(page_file, document())
+    if dry_run:
+        write_page(flags, plan_document)
     if dry_run and planned.problems:
         raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
-
-
-def _report_refusal(error: ReshardError, dst: str, opened: list[Checkpoint], flags: Flags) -> None:
-    """The document, and the page, of a plan that could not be made at all."""
-    document = {
-        "destination": dst,
-        "done": False,
-        "problems": [error.summary, *error.problems],
-        "hints": [*map(output.as_flags, error.hints)],
-    }
-    if outcomes := getattr(error, "outcomes", ()):
-        document["rows"] = [row.document() for row in outcomes]
-    wants_text(flags, lambda: document)
-    if opened:
-        try:
-            write_page(flags["page_file"], opened[0].document() | document)
-        except DestinationError as unwritten:  # which is not why there is no plan
-            click.echo(f"Warning: {unwritten.summary}", err=True)
 
 
 def _written(planned: Plan, dst: str) -> str:
@@ -210,8 +198,7 @@ def prepared(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
 def laid_out(
     ckpt: Checkpoint, mesh: str | None, model: str | None, flags: Flags, to: str
 ) -> Checkpoint:
-    """On the new mesh (given by the option `to`), as the model says if there is one, else as
-    saved."""
+    """On the new mesh, given by the option `to`: as the model says, or else as saved."""
     specs, axes, rules = flags["specs"], flags["axes"], flags["rules"]
     if mesh is None:
         if specs or axes or model or rules:

@@ -24,9 +24,7 @@ Pairs = tuple[tuple[str, Any], ...]
 
 @functools.lru_cache(maxsize=1)
 def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> tuple[Any, Any]:
-    """The abstract state of a model on a mesh, without devices, and its `Coverage`; runs the
-    model's code, on the CPU. Raises ReshardError where that fails, and ShardingError as
-    `reshard.target` does."""
+    """The abstract state of a model on a mesh, made on the CPU, and its `Coverage`."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
@@ -101,8 +99,7 @@ def look_here() -> None:
 
 
 def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
-    """The `rules` and the `specs` of a file, None for rules that it does not have; raises
-    ShardingError with all that is wrong with them."""
+    """The `rules` and the `specs` of a file; None for rules that it does not have."""
     from reshard.convert.mapfile import read_toml
 
     try:
@@ -123,8 +120,7 @@ def _entries(entries: Any) -> list[Any]:
 
 
 def _is_spec(entry: Any) -> bool:
-    """Whether it is a pair of text and a spec: text as `--spec` takes it, or the axes of each
-    dimension."""
+    """Whether it is a pair of text and a spec: text, or the axes of each dimension."""
     match entry:
         case [str(), str()]:
             return True

@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 import click
 
-from reshard.checkpoint import Source
+from reshard.checkpoint import Checkpoint, Source
 from reshard.cli import output
 from reshard.errors import ReshardError
-from reshard.loader.detection import lacks_item, manager_steps
+from reshard.loader import open as open_checkpoint
+from reshard.loader.detection import has_large_arrays, lacks_item, manager_steps
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
+from reshard.storage.machine import tune_memory
 
 F = TypeVar("F", bound=Callable[..., Any])
 Flags = dict[str, Any]  # the options of a command, by name
@@ -47,6 +49,32 @@ def _scheduler(ctx: click.Context, param: click.Parameter, address: str | None) 
     raise click.BadParameter(f"`{address}` is not tcp://HOST:PORT, such as tcp://localhost:8786")
 
 
+def as_json(command: F) -> F:
+    """`--json`. An error is a document, too, unless the command has printed one."""
+
+    @functools.wraps(command)
+    def run(**flags: Any) -> None:
+        try:
+            command(**flags)
+        except ReshardError as error:
+            if flags["as_json"] and not click.get_current_context().meta.get("answered"):
+                click.echo(json.dumps(refusal(error, flags.get("dst"))))
+            raise
+
+    made: Any = run
+    return flag("--json as_json", "One JSON document.")(made)
+
+
+def refusal(error: ReshardError, dst: str | None) -> dict[str, Any]:
+    """The document of an error, of a command that would have written DST if there is one."""
+    document = {} if dst is None else {"destination": dst, "done": False}
+    document["problems"] = [error.summary, *error.problems]
+    document["hints"] = [*map(output.as_flags, error.hints)]
+    if outcomes := getattr(error, "outcomes", ()):
+        document["rows"] = [row.document() for row in outcomes]
+    return document
+
+
 CONCURRENCY = value(
     "--concurrency",
     "N",
@@ -55,7 +83,6 @@ CONCURRENCY = value(
     default=REQUESTS,
     show_default=True,
 )
-AS_JSON = flag("--json as_json", "One JSON document.")
 PLACE = options(
     value("--step", None, "Steps of a root: N, N,M, N..M or all; the latest by default."),
     value("--item", None, "Item of a step that has several items."),
@@ -81,15 +108,14 @@ WORK = options(
         callback=_scheduler,
     ),
 )
-ANSWER = options(AS_JSON, flag("--quiet", "Print nothing but errors and warnings."))
+ANSWER = options(as_json, flag("--quiet", "Print nothing but errors and warnings."))
 reading_options = options(PLACE, WORK, ANSWER)
 
 
 def chosen_steps(
     flags: Mapping[str, Any], paths: Sequence[str], committed: bool = False
 ) -> Sequence[int | None]:
-    """The steps of these paths that `--step` means, ascending, or the `committed` ones of them.
-    None is the latest of each."""
+    """The steps of these paths that `--step` means, ascending. None is the latest of each."""
     text = flags["step"]
     if text in (None, "latest"):
         return [None]
@@ -138,9 +164,10 @@ def per_step(command: Callable[..., None]) -> Callable[..., None]:
 def wants_text(flags: Mapping[str, Any], document: Callable[[], Mapping[str, Any]]) -> bool:
     """Whether a command is to print its answer as text. Prints its JSON document, if that is asked
     for; the documents of several steps become one."""
-    meta = click.get_current_context().meta
     if not flags["as_json"]:
         return not flags.get("quiet")
+    meta = click.get_current_context().meta
+    meta["answered"] = True
     if "documents" in meta:
         meta["documents"].append({"step": meta["step"], **document()})
     else:
@@ -175,6 +202,13 @@ def places(flags: Flags, *paths: str) -> list[dict[str, Any]]:
         if all(place[name] is None for place in found):
             found[0][name] = asked[name]
     return [{**place, "concurrency": flags["concurrency"]} for place in found]
+
+
+def opened(flags: Flags, *paths: str) -> list[Checkpoint]:
+    """Some checkpoints, whose arrays are read."""
+    tune_memory(large_arrays=any(map(has_large_arrays, paths)))
+    at = places(flags, *paths)
+    return [open_checkpoint(path, **place) for path, place in zip(paths, at, strict=True)]
 
 
 def _own(path: str, step: int | None, item: str | None) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 import ast
 import json
-import os
 import re
 import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import click
 
@@ -78,29 +76,26 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
     click.echo("\n".join(aligned([columns, *rows], right)))
 
 
-def aligned(
-    rows: Sequence[Sequence[str]], right: Sequence[int], width: Callable[[str], int] = len
-) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
     """Rows as lines, with each column as wide as its cells; some columns end at the right."""
-    widths = [min(max(map(width, column)), _WIDEST) for column in zip(*rows, strict=True)]
+    widths = [min(max(map(len, column)), _WIDEST) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = []
         for number, (cell, widest) in enumerate(zip(row, widths, strict=True)):
-            space = " " * (widest - width(cell))
-            cells.append(space + cell if number in right else cell + space)
+            cells.append(cell.rjust(widest) if number in right else cell.ljust(widest))
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def coloured() -> bool:
-    """Whether stdout is a terminal whose user has not asked for no colours."""
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def as_flags(text: str) -> str:
     """A hint as it is typed on the command line: its arguments and calls as flags."""
     return _CODE.sub(lambda m: _TYPED.get(m[0]) or _flags(m["code"] or "") or m[0], text)
+
+
+def note_as_flags(note: str) -> str:
+    """A note, with its calls alone as flags: the path of a leaf may look like an argument."""
+    return _CODE.sub(lambda m: as_flags(m[0]) if m[0].startswith("reshard.") else m[0], note)
 
 
 def _flags(code: str) -> str:

@@ -3,12 +3,12 @@
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 
-from reshard.cli.options import value
+from reshard.cli.options import Flags, value
 from reshard.errors import DestinationError, DestinationExistsError
 from reshard.report.page import MARK, page
 from reshard.storage.location import parse_location
@@ -20,8 +20,7 @@ HTML_OF_PLAN = value("--html page_file", "FILE", f"With --dry-run, also {_HELP}"
 
 
 def check_page(file: str | None, *checkpoints: str) -> None:
-    """Raises DestinationError where no page can be written to FILE, or it would be inside of one of
-    the checkpoints; DestinationExistsError if there is something else at FILE."""
+    """Raises DestinationError where no page can be written to FILE, or it is in a checkpoint."""
     if file is None:
         return
     path = pathlib.Path(file)
@@ -62,13 +61,13 @@ def _problem(file: str, path: pathlib.Path) -> str:
     return ""
 
 
-def write_page(file: str | None, document: Mapping[str, Any]) -> None:
-    """The page of a JSON document, if there is a FILE for it; all of it or nothing. Raises
-    DestinationError where it could not be written."""
+def write_page(flags: Flags, document: Callable[[], Mapping[str, Any]]) -> None:
+    """The page of a JSON document, if there is a FILE for it; all of it or nothing."""
+    file = flags["page_file"]
     if file is None:
         return
     path = pathlib.Path(file).resolve()
-    text = page(document)
+    text = page(document())
     try:
         with tempfile.TemporaryDirectory(prefix=".page-", dir=path.parent) as folder:
             made = pathlib.Path(folder) / path.name
@@ -76,3 +75,5 @@ def write_page(file: str | None, document: Mapping[str, Any]) -> None:
             os.replace(made, path)
     except OSError as error:
         raise DestinationError(f"--html {file}: {error.strerror}") from error
+    if not flags["as_json"] and not flags.get("quiet"):
+        click.echo(f"wrote {file}")

@@ -51,15 +51,12 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     """Check that a checkpoint is complete, undamaged and unchanged.
 
     Reads every array. Checks that the checkpoint is committed, that every chunk decodes, and that
-    the values equal the recorded digests. --step and --item also apply to OTHER, if it has steps
-    and items: a step is compared with the same step. OTHER may be in Flax's other API. Then it is
-    converted by the record of `reshard convert` in one of the two, or by --map, --model and the
-    other options of `reshard convert`. Exits with 0 if nothing is wrong. Otherwise lists the
-    problems and exits with 1.
+    the values equal the recorded digests. --step and --item also apply to OTHER. If OTHER is in
+    Flax's other API, it is converted by the record of `reshard convert` in one of the two, or by
+    the options of `reshard convert`. Exits with 0 if nothing is wrong, else with 1.
 
     \b
     Example:
-      reshard verify out/1000
       reshard verify out/1000 --against run/1000
       reshard verify nnx/1000 --against linen/1000 --map map.toml
     """
@@ -132,14 +129,21 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
             ]
             raise type(error)(error.summary, error.problems, hints) from error
     recorded = roundtrip.has_record(ckpt)
-    if recorded == roundtrip.has_record(other):
-        if ckpt.keys().isdisjoint(other.keys()):
-            _check_same_api(ckpt, other)
+    alike = recorded == roundtrip.has_record(other)
+    if alike and not ckpt.keys().isdisjoint(other.keys()):
         return other
+    unknown = (ckpt, other) if alike else (other if recorded else ckpt,)
     try:
-        if detect(other if recorded else ckpt).api != "linen":
-            return other
+        kinds = [detect(each, roundtrip.recorded_kind(each)) for each in unknown]
     except TreeMismatchError:  # it is not known, and so compared as it is
+        return other
+    if alike and kinds[0].api != kinds[1].api:
+        raise TreeMismatchError(
+            "they are of two of Flax's APIs, and no leaf has the same path in both",
+            [f"`{c.source.path}` is {k.kind}" for c, k in zip(unknown, kinds, strict=True)],
+            ["--model MODULE:NAME, the model that PATH is of; --map FILE, if names do not tell"],
+        )
+    if alike or kinds[0].api != "linen":
         return other
     return roundtrip.like_recorded(other, ckpt) if recorded else roundtrip.from_record(other)[0]
 
@@ -152,20 +156,3 @@ def _with_positions_of(ckpt: Checkpoint, converted: Checkpoint) -> Checkpoint:
     return converted.replace(
         {path: leaf.at(path) if isinstance(leaf, ArrayHandle) else leaf for path, leaf in pairs}
     )
-
-
-def _check_same_api(ckpt: Checkpoint, other: Checkpoint) -> None:
-    """Raises TreeMismatchError for checkpoints of two APIs, which have no leaf in common."""
-    from reshard.convert.layout import detect
-    from reshard.convert.roundtrip import recorded_kind
-
-    try:
-        one, two = (detect(c, recorded_kind(c)) for c in (ckpt, other))
-    except TreeMismatchError:  # it is not known
-        return
-    if one.api != two.api:
-        raise TreeMismatchError(
-            "they are of two of Flax's APIs, and no leaf has the same path in both",
-            [f"`{c.source.path}` is {found.kind}" for c, found in ((ckpt, one), (other, two))],
-            ["--model MODULE:NAME, the model that PATH is of; --map FILE, if names do not tell"],
-        )

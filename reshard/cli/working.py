@@ -47,8 +47,7 @@ def warnings_told() -> Iterator[None]:
 def progress_bar(
     flags: Flags, workers: int | None = None
 ) -> Iterator[Callable[[int, int], None] | None]:
-    """A callback that draws bytes, rate, time left and the number of workers on stderr; None where
-    nobody is looking."""
+    """A callback that draws progress on stderr; None where nobody is looking."""
     if flags["quiet"] or flags["as_json"] or not sys.stderr.isatty():
         yield None
         return
@@ -96,8 +95,7 @@ def _workers(flags: Flags) -> Iterator[dict[str, Any]]:
 
 
 def _warn_of_memory(workers: Mapping[str, Any], max_memory: int) -> None:
-    """Warns of workers whose memory limit is too low, so that Dask may kill them. Each worker runs
-    one task per thread at once."""
+    """Warns of workers whose memory limit is so low for their threads that Dask may kill them."""
     for address, worker in workers.items():
         threads, limit = worker["nthreads"], worker["memory_limit"]
         needed = threads * max_memory + _OVERHEAD

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 from reshard.checkpoint import Item
 from reshard.errors import (
@@ -246,7 +247,12 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
             f"item '{item}' of `{directory}` holds no tree of arrays", hints=choices
         )
     if item is None and len(trees) > 1:
-        raise CheckpointNotFoundError(f"`{directory}` has several items", trees, choices)
+        several = "items"
+        if not (directory / CHECKPOINT_FILE).exists() and all(
+            (directory / name / CHECKPOINT_FILE).exists() for name in trees
+        ):
+            several, choices = "checkpoints", [f"open one of them: {directory / trees[0]}"]
+        raise CheckpointNotFoundError(f"`{directory}` has several {several}", trees, choices)
     if item is None and not trees:
         if any(name.startswith(PROCESS) for name in names):  # of an item that is being written
             check_committed(directory, marked=True)
@@ -389,12 +395,14 @@ def describe_file(path: Location) -> str:
 
 
 def _siblings(path: Location) -> list[str]:
-    parent = path.parent
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
+    while not (parent := path.parent).exists() and parent != parent.parent:
+        path = parent
     if not parent.is_dir():
         return []
-    return [_some_names(parent, _directories(parent), "no directories")]
+    names = _directories(parent)
+    near = get_close_matches(path.name, names, 1)
+    listed = _some_names(parent, names, "no directories")
+    return [f"the nearest is `{parent / near[0]}`" if near else listed]
 
 
 def _some_names(directory: Location, names: list[str], none: str = "nothing") -> str:

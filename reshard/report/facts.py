@@ -42,15 +42,8 @@ _WHOLE = ("added", "removed", "moved")  # differences of whole leaves
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One of the answers that a page begins with.
-
-    Attributes:
-      question: what it answers.
-      answer: in a few words or numbers.
-      details: what stands behind it, a sentence each.
-      tone: `"good"`, `"bad"`, or "".
-      name: by which the script finds it, if it has more to say.
-    """
+    """One of the answers that a page begins with; `tone` is `"good"`, `"bad"` or "", and the script
+    finds it by its `name`."""
 
     question: str
     answer: str
@@ -61,16 +54,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What a page shows.
-
-    Attributes:
-      kind: `"checkpoint"`, `"plan"`, `"conversion"`, `"refused"`, `"diff"` or `"coverage"`.
-      title: what it is of.
-      lead: what becomes of it, a sentence.
-      facts: the answers that it begins with.
-      lists: heading -> lines: problems, hints, notes.
-      data: what its script draws, as JSON has it.
-    """
+    """What a page of one kind shows: `lead` is a sentence, and its script draws `data`."""
 
     kind: str
     title: str
@@ -132,9 +116,13 @@ def _plan_page(document: Document) -> Page:
     does = f"{old} → {new}" if old != new else f"stays on {new}"
     shared = format_bytes(document["shared_bytes"])
     shared = f", and shares {shared} with the source" if document["shared_bytes"] else ""
+    kind = "plan"
+    if "rows" in document:
+        kind, does = "conversion", f"converts {document['layout']}"
+        lead = f"{document['layout']}, converted. {lead}"
     job = Fact(
         "What does the job do?",
-        f"converts {document['layout']}" if "rows" in document else does,
+        does,
         (
             f"Rewrites {rewritten} of {arrays}, copies {verbatim} verbatim.",
             f"Reads {format_bytes(document['bytes_read'])}, writes "
@@ -144,10 +132,6 @@ def _plan_page(document: Document) -> Page:
     )
     steps = any("step" in array for array in document["arrays"])
     data = _rows(leaves, document) | leaves.data() | {"steps": steps}
-    kind = "plan"
-    if "rows" in document:
-        kind = "conversion"
-        lead = f"{document['layout']}, converted. {lead}"
     title = " and ".join(document["source"]) + f" → {document['destination'] or 'a new checkpoint'}"
     facts = job, _worth(document, leaves.meshes_of(1)), _replicated(leaves)
     return Page(kind, title, lead, facts, _lists(document), data)
@@ -210,11 +194,11 @@ def _coverage_page(document: Document) -> Page:
     )
     rules = [
         f"{rule['name']} -> {', '.join(rule['axes']) or 'replicated'}: "
-        f"{count_of(rule['leaves'], 'leaf', 'leaves')}"
+        f"{count_leaves(rule['leaves'])}"
         for rule in document["rules"]
     ]
     rules += [
-        f"{name}, which no rule has: {count_of(len(paths), 'leaf', 'leaves')}"
+        f"{name}, which no rule has: {count_leaves(len(paths))}"
         for name, paths in document["unmatched"].items()
     ]
     lead = f"{count_of(leaves.arrays, 'array')}, {format_bytes(leaves.nbytes)}, on {mesh}."
@@ -240,33 +224,26 @@ def _diff_page(document: Document) -> Page:
     if document["values"] and (moved := counts["moved"]):
         were = "was" if moved == 1 else "were"
         notes.append(f"{count_of(moved, 'moved array')} {were} compared by digests.")
+    counted = {
+        "are NaN or infinite on a side": (each.get("non_finite") for each in found),
+        "are equal as numbers, with other bits: 0 and -0": map(_equal_as_numbers, found),
+    }
     unmeasured = [
         f"{count_of(sum(some), 'element')} of {count_leaves(len(some))} {what}."
-        for some, what in (
-            (
-                [*filter(None, (each.get("non_finite") for each in found))],
-                "are NaN or infinite on a side",
-            ),
-            (
-                [*filter(None, map(_equal_as_numbers, found))],
-                "are equal as numbers, with other bits: 0 and -0",
-            ),
-        )
-        if some
+        for what, numbers in counted.items()
+        if (some := [*filter(None, numbers)])
     ]
-    equal = {True: "yes", False: "no", None: _UNKNOWN}[document["equal"]]
-    none = "nothing" if document["equal"] else "nothing found"
-    compared = f"{count_of(document['compared'], 'array')}, {how}"
-    facts = (
-        Fact("Are they equal?", equal, (), {"yes": "good", "no": "bad"}.get(equal, "")),
-        Fact("What differs?", kinds or none, tuple(unmeasured)),
-        Fact("What was compared?", compared, tuple(notes)),
-    )
-    lead = {
-        True: f"They are equal within {how}." if within else "They are equal.",
-        False: f"A, the first, and B, the second, differ: {kinds}.",
-        None: f"No difference was found; whether they are equal is {_UNKNOWN}.",
+    unknown = f"No difference was found; whether they are equal is {_UNKNOWN}."
+    equal, tone, differs, lead = {
+        True: ("yes", "good", "nothing", f"They are equal{within and f' within {how}'}."),
+        False: ("no", "bad", kinds, f"A, the first, and B, the second, differ: {kinds}."),
+        None: (_UNKNOWN, "", "nothing found", unknown),
     }[document["equal"]]
+    facts = (
+        Fact("Are they equal?", equal, (), tone),
+        Fact("What differs?", differs, tuple(unmeasured)),
+        Fact("What was compared?", f"{count_of(document['compared'], 'array')}, {how}", (*notes,)),
+    )
     title = f"{document['a']} and {document['b']}"
     return Page("diff", title, lead, facts, {}, _differences(document))
 

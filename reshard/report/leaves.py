@@ -23,8 +23,6 @@ class Leaves:
 
     Attributes:
       sides: what the layouts of each leaf are called; the last one is what the page is about.
-      arrays: how many are arrays.
-      nbytes: their bytes.
       replicated: bytes, path and devices of those that every device holds in full.
       without_mesh: how many arrays there are of which that is not known.
     """

@@ -17,15 +17,8 @@ _KIND = ("type", "shape", "dtype", "chunk_shape", "mesh", "spec", "device", "key
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of an outline.
-
-    Attributes:
-      depth: how far it is indented.
-      name: its key, or several: `layers/{0..31}`.
-      count: how many leaves it stands for.
-      nbytes: their bytes.
-      leaf: one of them, if it is no level.
-    """
+    """A line of an outline: a key, or several (`layers/{0..31}`), of `count` leaves; `leaf` is one,
+    if it is no level."""
 
     depth: int
     name: str

@@ -79,29 +79,29 @@ def read_arrays(
       TreeMismatchError: an integer does not fit the target's dtype.
     """
     check_stored(requests)
-    loads = list(map(_Load, requests))
-    largest = in_memory(max((load.chunk_bytes for load in loads), default=0), 0, 0)
+    arrays = list(map(_ArrayRead, requests))
+    largest = in_memory(max((array.chunk_bytes for array in arrays), default=0), 0, 0)
     limit = in_flight(sys.maxsize if max_memory is None else max_memory, cores(), largest)
-    groups = _arranged(loads, limit // WINDOW, max_memory)
+    groups = _arranged(arrays, limit // WINDOW, max_memory)
     if max_memory is not None:
-        check_fits(((load.handle.path, load.least) for load in loads), max_memory)
+        check_fits(((array.handle.path, array.least) for array in arrays), max_memory)
     with Budget(limit) as budget:
-        for load in loads:
-            if not load.boxes:
-                load.finish()
+        for array in arrays:
+            if not array.boxes:
+                array.finish()
         units = (
-            load.unit(box, budget)
+            array.unit(box, budget)
             for group in groups
-            for together in zip(*(load.boxes for load in group), strict=True)
-            for load, box in zip(group, together, strict=True)
+            for together in zip(*(array.boxes for array in group), strict=True)
+            for array, box in zip(group, together, strict=True)
         )
         most = limit if max_memory is None else max_memory
         for filled in read(in_batches(units, limit // WINDOW, most), budget):
             filled.check()
-            for (_, box, load, _), values in zip(filled.batch.reads, filled.values, strict=True):
-                load.take(box, values)
+            for (_, box, array, _), values in zip(filled.batch.reads, filled.values, strict=True):
+                array.accept(box, values)
             progress(sum(read.nbytes for read in filled.batch.reads))
-    return [load.result for load in loads]
+    return [array.result for array in arrays]
 
 
 def check_stored(requests: Sequence[Request]) -> None:
@@ -118,28 +118,31 @@ def check_stored(requests: Sequence[Request]) -> None:
 
 def least_memory(request: Request) -> int:
     """Bytes that reading a single chunk takes."""
-    return _Load(request).least
+    return _ArrayRead(request).least
 
 
-def _arranged(loads: "Sequence[_Load]", limit: int, max_memory: int | None) -> "list[list[_Load]]":
-    """Arrays that are read box by box together, since they share stored chunks and memory has room
-    for a box of each; all others on their own. All of them are cut into boxes."""
+def _arranged(
+    arrays: "Sequence[_ArrayRead]", limit: int, max_memory: int | None
+) -> "list[list[_ArrayRead]]":
+    """Groups of arrays that are read box by box together, since they share stored chunks and memory
+    has room for a box of each."""
     groups = []
-    for numbers in co_read_groups([load.handle for load in loads]):
-        group = [loads[number] for number in numbers]
-        chunks = decoded_together([load.handle for load in group]).nbytes
-        least = max(load.takes(load.handle.chunk_shape, chunks, len(group)) for load in group)
+    for numbers in co_read_groups([array.handle for array in arrays]):
+        group = [arrays[number] for number in numbers]
+        chunks = decoded_together([array.handle for array in group]).nbytes
+        least = max(array.takes(array.handle.chunk_shape, chunks, len(group)) for array in group)
         fits = max_memory is None or least <= max_memory
-        for load in group:
-            load.cut(limit, *((chunks, len(group)) if fits else (load.chunk_bytes, 1)))
-        starts = {tuple(map(boxes.start_of, load.boxes)) for load in group}
-        groups += [group] if fits and len(starts) == 1 else [[load] for load in group]
+        for array in group:
+            array.split_into_boxes(
+                limit, *((chunks, len(group)) if fits else (array.chunk_bytes, 1))
+            )
+        starts = {tuple(map(boxes.start_of, array.boxes)) for array in group}
+        groups += [group] if fits and len(starts) == 1 else [[array] for array in group]
     return groups
 
 
-class _Load:
-    """One array, as its shards are read in boxes of whole chunks, or in one of all that this
-    process needs; its `result` is there once all have been read."""
+class _ArrayRead:
+    """One array, whose shards are read in one box, or in boxes of whole chunks."""
 
     def __init__(self, request: Request):
         self.handle = handle = request.handle
@@ -162,7 +165,7 @@ class _Load:
         self._piecewise = False
         self._on_devices: DeviceShards | None = None
 
-    def cut(self, limit: int, chunk_bytes: int, together: int) -> None:
+    def split_into_boxes(self, limit: int, chunk_bytes: int, together: int) -> None:
         """Decides what is read at once: everything, or boxes of whole chunks that take no more than
         `limit` bytes, and at least one chunk. `chunk_bytes` is what decoding a chunk of its grid
         takes, with those of all `together` arrays that are read with it."""
@@ -223,7 +226,7 @@ class _Load:
         parts = self._shards.parts(box)
         return [(part.common, self._buffer(part.start)[(*part.in_shard, ...)]) for part in parts]
 
-    def take(self, box: Box, values: np.ndarray | None) -> None:
+    def accept(self, box: Box, values: np.ndarray | None) -> None:
         """Takes what was read of a box; with the last one the array is made."""
         if values is not None:
             values = self._converted(values)

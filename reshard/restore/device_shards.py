@@ -39,14 +39,8 @@ class Part(NamedTuple):
 
 
 class Shards:
-    """The distinct shards of an array that devices of this process hold.
-
-    Attributes:
-      boxes: where they are, by their first element.
-      elements: how many they hold together.
-      bounding_box: the smallest box that holds them all.
-      fills_bounding_box: they leave no gaps in it, as they may where there are several processes.
-    """
+    """The distinct shards of an array that devices of this process hold, by their first elements.
+    `fills_bounding_box`: they leave no gaps, as they may where there are several processes."""
 
     def __init__(self, shards: Sequence[Box]):
         self.boxes = {boxes.start_of(box): box for box in shards}
@@ -101,11 +95,8 @@ def local_shards(shape: Shape, sharding: Any) -> Shards:
 
 
 class DeviceShards:
-    """The shards of an array on accelerators, filled piece by piece.
-
-    For arrays whose host buffers would take more memory than there may be in flight. Floats travel
-    as integers of their width: computations may change the bits of a NaN.
-    """
+    """The shards of an array on accelerators, filled piece by piece. Floats travel as integers of
+    their width: computations may change the bits of a NaN."""
 
     def __init__(self, shape: Shape, dtype: np.dtype, sharding: Any):
         self._shape = shape

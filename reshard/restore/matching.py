@@ -33,10 +33,7 @@ class TargetLeaf:
     """A leaf of a target.
 
     Attributes:
-      kind: `"array"`, `"key"` (typed PRNG keys), or the name of a Python type: `"int"`, `"float"`,
-        `"bool"`, `"str"`.
-      dtype: its dtype; of the data, for keys.
-      key_impl: the PRNG implementation, for keys.
+      kind: `"array"`, `"key"` (typed PRNG keys), or the name of a Python type.
       weak: an array that stands for a Python scalar (`weak_type`).
       aliases: other paths of the same leaf, where a module holds it in several places.
     """
@@ -59,12 +56,11 @@ class TargetLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """A reason why a target cannot be restored, of one kind.
+    """A reason why a target cannot be restored.
 
     Attributes:
-      what: the kind: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`; of the
-        target alone, `"kept"`, `"sharding"`, `"x64"`.
-      text: the problem.
+      what: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`; of the target
+        alone, `"kept"`, `"sharding"`, `"x64"`.
       path: the leaf, as the target calls it (as the checkpoint does, if it is unexpected).
       copy: for a tied leaf, the path of its second copy.
       renamed: for a missing one, the beginning of a saved path and of its own, if these differ in
@@ -194,8 +190,8 @@ def _renamed(
 
     Names alone say so, and in one way only: below both beginnings are the same paths, none of them
     found before; a level is renamed if it is the only one in its container that is not found, and
-    more than a leaf. That is so of a whole level if all its leaves fit, or of none of it; and of
-    none where a leaf would come above or below one that stays.
+    more than a leaf. That is so of a whole level if all its leaves fit, or of none of it. If the
+    renames cannot be done together, none is told: a list would lose positions, or leaves meet.
     """
     wanted = {_texts(leaf.path): leaf for leaf in targets}
     lacking = {_texts(leaf.path) for leaf, path in zip(targets, found, strict=True) if path is None}
@@ -204,20 +200,12 @@ def _renamed(
     olds, news = _below(places), _below(wanted)
     renamed: dict[Path, tuple[Path, Path]] = {}
 
-    def meets(path: Path, old: Path) -> bool:
-        """Whether a leaf that is not below `old`, and so stays, is above a path, or below it."""
-        moved = len(olds[old]) if old[: len(path)] == path else 0
-        return any(
-            path[:end] in places and path[: min(end, len(old))] != old for end in range(len(path))
-        ) or (path[: len(old)] != old and len(olds.get(path, ())) > moved)
-
     def agree(old: Path, new: Path) -> bool:
         ends = olds.get(old, set())
         return (
             ends == news.get(new)
             and () not in ends
             and all(old + end in left and new + end in lacking for end in ends)
-            and not any(meets(new + end, old) for end in ends)
         )
 
     def fit(old: Path, new: Path) -> bool:
@@ -244,6 +232,12 @@ def _renamed(
 
     if olds and news:
         descend(())
+    rules = _rename_rules(renamed.values())
+    try:
+        if rules and len(rules) * len(ckpt) < _MAX_TRIED:
+            rename(ckpt, rules)
+    except ReshardError:
+        return {}
     return renamed
 
 
@@ -257,9 +251,8 @@ def _below(paths: Iterable[Path]) -> dict[Path, set[Path]]:
 
 
 def _may_be_others(*keys: Path) -> bool:
-    """Whether the first two keys may be of different things all the same: they are those of
-    optimizer state, or differ in a number, beside others like them, which may all be counted from
-    another one."""
+    """Whether the first two keys may be of different things all the same: optimizer state, or
+    layers that may all be counted from another number."""
     kinds = [re.sub(r"\d+", "#", str(key)) for (key,) in keys]
     return not _MOMENTS.isdisjoint(kinds[:2]) or kinds[0] == kinds[1] in kinds[2:]
 
@@ -312,8 +305,7 @@ def _fits(leaf: TargetLeaf, value: ArrayHandle, dtype: np.dtype, cast: bool | st
 
 @functools.lru_cache
 def keeps_values(old: np.dtype, new: np.dtype) -> bool:
-    """Whether every value of one floating-point dtype is a value of another: there and back. Bits
-    of a NaN do not count."""
+    """Whether every value of one floating-point dtype, but for bits of NaNs, is one of another."""
     if old == new or (old == np.float32 and new == np.float64):
         return True
     if old.itemsize > 2:
@@ -352,19 +344,16 @@ def mismatch_error(
     )
 
 
-def renames(problems: Sequence[Mismatch], ckpt: Checkpoint) -> list[tuple[str, str]]:
-    """Renames (regex, replacement) that bring saved leaves where missing ones would be; none where
-    they cannot be done: an empty container is there, or a list would lose positions."""
-    pairs = dict.fromkeys(problem.renamed for problem in problems if problem.renamed is not None)
+def renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
+    """Renames (regex, replacement) that bring saved leaves where missing ones would be."""
+    return _rename_rules(problem.renamed for problem in problems if problem.renamed is not None)
+
+
+def _rename_rules(pairs: Iterable[tuple[Path, Path]]) -> list[tuple[str, str]]:
     found = []
-    for pair in pairs:
+    for pair in dict.fromkeys(pairs):
         old, new = (format_path(path) + "/" if path else "" for path in pair)
         found.append(("^" + re.escape(old), new.replace("\\", r"\\")))
-    try:
-        if found and len(found) * len(ckpt) < _MAX_TRIED:
-            rename(ckpt, found)
-    except ReshardError:
-        return []
     return found
 
 

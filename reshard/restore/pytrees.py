@@ -32,13 +32,9 @@ MESH_HINT = 'jax.make_mesh((1, 8), ("data", "model"), axis_types=(jax.sharding.A
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateLeaf:
-    """A leaf of a state: an array of any kind, a Python scalar or a string.
-
-    Attributes:
-      path: where it is, without the levels of boxes and variables.
-      wrapper: the box or the variable that it is in, if any.
-      aliases: other paths of the same leaf, where a module holds it in several places.
-    """
+    """A leaf of a state: an array of any kind, a Python scalar or a string; `path` is without the
+    levels of boxes and variables, `wrapper` the box or variable that it is in, and `aliases` are
+    other paths of it, where a module holds it in several places."""
 
     path: Path
     value: Any
@@ -75,8 +71,7 @@ class State:
 
     Attributes:
       masked: paths of boxes and variables without a leaf, which hold optax's `MaskedNode`.
-      unflatten: the same containers around other values, which are given in the order of `leaves`.
-        Modules are new ones.
+      unflatten: the same containers around other values, in the order of `leaves`; new modules.
       update: the same, but modules that are real are updated in place.
     """
 
@@ -223,8 +218,7 @@ def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]
 
 
 def imported(name: str) -> Any:
-    """A module of Flax's if the process has imported it, as it has if any object is of it; else
-    None. It would take half a second, and a plain pytree does without."""
+    """A module of Flax's if the process has imported it, as it has if an object is of it."""
     return importlib.import_module(name) if name in sys.modules else None
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -162,8 +161,8 @@ def restore(
 def _unusable(
     leaf: StateLeaf, kept: bool, parsed: Callable[[Any], Mesh]
 ) -> Iterator[tuple[str, str]]:
-    """Why a leaf of the target cannot be restored, whatever the checkpoint has, and of which kind
-    that is; `parsed` is `parse_mesh`, which goes over all devices, for the leaves of one target."""
+    """Why a leaf of the target cannot be restored, and of which kind that is; `parsed` is
+    `parse_mesh`, cached."""
     value, dtype = leaf.value, leaf.target.dtype
     if kept:
         if leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted()):
@@ -212,11 +211,11 @@ def _hints(
     """What to type; `given` is what the caller has typed for the checkpoint."""
     kinds = {problem.what for problem in problems}
     api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
-    rules, opened = renames(problems, ckpt), given
-    key, others = _above(problems, leaves)
-    if key:
-        rules = [(f"^{re.escape(format_path((key,)))}/", "")]
-        opened = f'reshard.select({given}, "{format_glob((key,))}/**")' if others else given
+    rules, opened = renames(problems), given
+    tops = {problem.path[:1] for problem in problems if problem.what == "unexpected"}
+    match [*{problem.renamed for problem in problems if problem.renamed}]:
+        case [((key,), ())] if tops - {(key,)}:
+            opened = f'reshard.select({given}, "{format_glob((key,))}/**")'
     typed = ", ".join(f'(r"{old}", r"{new}")' for old, new in rules)
     hints = [f"reshard.restore(reshard.to_{api}(path, model), target)"] if api else []
     if typed and not api:
@@ -239,19 +238,6 @@ def _hints(
     if "sharding" in kinds:
         hints.append("reshard.target(state, mesh=mesh, ...) gives every leaf a sharding")
     return hints
-
-
-def _above(problems: Sequence[Mismatch], leaves: Sequence[StateLeaf]) -> tuple[str, bool]:
-    """The key of the checkpoint that all of the target is below, and whether there is more beside
-    it; an empty one if it is below none, or may be below several."""
-    missing = [tuple(map(str, p.path)) for p in problems if p.what == "missing"]
-    spare = [tuple(map(str, p.path)) for p in problems if p.what == "unexpected"]
-    there = {*spare, *(path[:-1] for path in spare if path[-1] == "value")}
-    tops = {path[0] for path in spare}
-    keys = [key for key in tops if there.issuperset((key, *path) for path in missing)]
-    if () in missing or len(missing) < len(leaves) or len(keys) != 1:
-        return "", False
-    return keys[0], len(tops) > 1
 
 
 def _request(leaf: StateLeaf, handle: ArrayHandle) -> Request:

@@ -273,8 +273,7 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
 
 
 def state_of(model: Any, mesh: Any = None, inputs: Sequence[Any] = ()) -> Any:
-    """The state that a model is of, as for `target`: abstract where it had to be made, in the mesh
-    where it cannot do without one, else as it was given."""
+    """The state that a model is of, as for `target`: abstract where it had to be made."""
     make = maker(model, inputs)
     return model if make is None else _evaluated(make, inputs, mesh)
 

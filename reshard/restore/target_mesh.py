@@ -92,9 +92,7 @@ def _match_hints(
     problems: Sequence[Mismatch], targets: Sequence[TargetLeaf], ckpt: Checkpoint
 ) -> list[str]:
     """What to type to give a checkpoint the leaves of a target."""
-    hints = [
-        f"reshard.rename(ckpt, {as_python([(old, new)])})" for old, new in renames(problems, ckpt)
-    ]
+    hints = [f"reshard.rename(ckpt, {as_python([(old, new)])})" for old, new in renames(problems)]
     unexpected = (problem.path for problem in problems if problem.what == "unexpected")
     missing = any(problem.what == "missing" for problem in problems)
     used = {tuple(map(str, w.path[:end])) for w in targets for end in range(len(w.path) + 1)}

@@ -36,7 +36,7 @@ class AnnotatedLeaf:
       kind: what the names are: `"mesh"` (Linen's `Partitioned`: mesh axes), `"logical"` (Linen's
         `LogicallyPartitioned`), `"nnx"` (metadata of an NNX variable), "" without names.
       own_rules: rules that the annotation brings along; the caller's come first.
-      saved: the spec of the sharding that it has, if it has one.
+      saved: the spec of the sharding that it has.
       parameter: whether it is a parameter, which optimizer state follows.
       variable: whether it is the value of an NNX variable.
     """
@@ -57,11 +57,7 @@ class LeafCoverage:
     """What became of one leaf.
 
     Attributes:
-      path: its path.
-      shape: its shape.
-      names: the names of its axes, if it is annotated.
-      spec: its partition spec on the mesh.
-      source: what it comes from: `"specs"`, `"names"`, `"sharding"`, `"optimizer"` or `"none"`.
+      source: what its spec comes from: `"specs"`, `"names"`, `"sharding"`, `"optimizer"`, `"none"`.
       rules: positions of the rules that reached it, in the order in which they were given.
       device_bytes: bytes of a shard.
       replicated: every device of the mesh holds all of it.
@@ -82,9 +78,6 @@ class Coverage:
     """Which rule reached what, and what no rule reached. `print()` shows it.
 
     Attributes:
-      mesh: the mesh.
-      rules: the rules, in order.
-      leaves: what became of each array leaf.
       unmatched: names that no rule has -> paths of the leaves that use them.
       problems: why specs do not fit: indivisible dimensions, unknown axes, ambiguities.
       hints: what to type about them.

@@ -27,14 +27,8 @@ _MAX_DEVICES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """A logical mesh of devices.
-
-    Attributes:
-      axis_names: name of each axis, major axis first.
-      axis_sizes: devices along each axis.
-      axis_types: `"Auto"`, `"Explicit"` or `"Manual"` for each axis, or None where unknown.
-      device_ids: ids of the devices in row-major order, or None for 0, 1, 2, ...
-    """
+    """A logical mesh of devices, major axis first; `axis_types` are `"Auto"`, `"Explicit"` or
+    `"Manual"`, and `device_ids` in row-major order, None for 0, 1, 2, ..."""
 
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]

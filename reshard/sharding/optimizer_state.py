@@ -47,8 +47,8 @@ class Parameters:
             self._below.update(keys[:start] for start in starts if keys[start:] in self._by_ending)
 
     def followed_by(self, path: Path) -> list[Path]:
-        """The parameters that share an ending with `path`, of those that do the ones with the
-        shortest path (the others would share more). Several if nothing tells them apart."""
+        """The parameters with the shortest path of those that share an ending with `path`; several
+        if nothing tells them apart."""
         keys = tuple(map(str, path))
         starts = [start for start in range(len(keys)) if keys[start:] in self._by_ending]
         if not starts:

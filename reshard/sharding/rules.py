@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from reshard.errors import ShardingError
 from reshard.sharding.mesh import Spec, normalize_spec
-from reshard.tree import Path, format_path, nearest
+from reshard.tree import Path, format_path, nearest_to_regex
 
 SEMANTICS = ("linen", "nnx")
 Rule = tuple[str, tuple[str, ...]]
@@ -71,7 +71,7 @@ def match_specs(
     for i, _ in rest:
         pattern = rules[i][0]
         problems.append(f"`{pattern}`")
-        hints += [f"the nearest leaf is `{name}`" for name in nearest(_plain(pattern), paths)[:1]]
+        hints += [f"the nearest leaf is `{name}`" for name in nearest_to_regex(pattern, paths)]
     if problems:
         raise ShardingError("no array matches the regex of a spec", problems, hints or otherwise)
     return {path: compiled[first[path]][1] for path in paths if path in first}
@@ -83,11 +83,6 @@ def _without_value(path: Path) -> Path:
 
 def _below_model(path: Path) -> Path:
     return _without_value(path[1:] if path[1:] and path[0] == "model" else path)
-
-
-def _plain(pattern: str) -> str:
-    """A regex less its operators, to look for what it resembles."""
-    return re.sub(r"[\\^$.*+?()|\[\]{}]", "", pattern)
 
 
 def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:
@@ -141,8 +136,7 @@ def axes_of(pair: Any) -> tuple[str, ...] | None:
 
 
 class Resolved(NamedTuple):
-    """What rules make of the axis names of an array: the spec, the positions of the rules that
-    decided, in the order of the dimensions, and the names that no rule has."""
+    """The spec of an array, positions of the rules that decided, and the names without a rule."""
 
     spec: Spec
     used: tuple[int, ...]

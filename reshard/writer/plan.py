@@ -355,7 +355,7 @@ class Plan:
             **({} if self.network is None else {"network": self.network._asdict()}),
             "read_amplification": _before_and_after(self.amplification),
             "peak_memory": self.peak_memory,
-            "notes": [*map(phrase, self.notes)],
+            "notes": list(self.notes),
             "problems": list(self.problems),
             "hints": [*map(phrase, self.hints)],
             "meshes": [mesh.shape for mesh in meshes],
