@@ -117,9 +117,13 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     # Which takes as long to import as a small checkpoint takes to read.
     from reshard.convert import roundtrip
     from reshard.convert.layout import detect
+    from reshard.convert.map_rules import OPPOSITE
 
     if flags is not None:
-        api = detect(ckpt, roundtrip.recorded_kind(ckpt)).api
+        try:
+            api = detect(ckpt, roundtrip.recorded_kind(ckpt)).api
+        except TreeMismatchError:  # nothing tells; the other one is of the other API
+            api = OPPOSITE[detect(other, roundtrip.recorded_kind(other)).api]
         try:
             dropped = [path for path in roundtrip.recorded_drop(ckpt) if path in other]
             globs = [*map(tree.format_glob, dropped)]
