@@ -166,7 +166,7 @@ class _Evidence:
                 values={path: known.values[path] for path in kept},
                 origin={path: known.origin[path] for path in kept},
             ),
-            abstentions=(*self._found.abstentions, *abstentions),
+            abstentions=[*self._found.abstentions, *abstentions],
         )
 
     def _ambiguity(self, pair: tuple[Path, Path], by_class: bool) -> Abstention | None:
