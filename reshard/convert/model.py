@@ -104,7 +104,7 @@ def target_tree_of(model: Any, api: str, role: str = "the model to convert to") 
         layout = detect(values, _linen_kind(values))
         arrays = {path: values[saved] for path, saved in layout.model.items()}
         return TargetTree(leaves, random, layout, linen_outline(arrays, classes))
-    place, outline = nnx_outline(state, orders)
+    place, outline = nnx_outline(state, orders, [*held.values()])
     return TargetTree(leaves, random, detect(values, _nnx_kind(values, place)), outline)
 
 
@@ -258,13 +258,16 @@ def _is_named(module: Any) -> bool:
     return int(automatic[2]) >= counted.get(automatic[1], 0)
 
 
-def nnx_outline(state: Any, orders: Orders | None = None) -> tuple[Path, Module]:
+def nnx_outline(
+    state: Any, orders: Orders | None = None, leaves: Sequence[StateLeaf] | None = None
+) -> tuple[Path, Module]:
     """The outline of the NNX model in a state.
 
     Args:
       state: an NNX module, abstract or real, alone, in a `ModelAndOptimizer`, or beside optimizers
         in a dict or tuple; or a state without modules, of which only the paths are known.
       orders: as `definition_orders` noted them while the state was made.
+      leaves: those of the state, if they are known.
 
     Returns:
       The path of the model in the state, and its outline, with paths relative to that.
@@ -275,7 +278,7 @@ def nnx_outline(state: Any, orders: Orders | None = None) -> tuple[Path, Module]
     from flax import nnx
 
     places = _modules(state)
-    leaves = flatten_state(state).leaves
+    leaves = flatten_state(state).leaves if leaves is None else leaves
     if not places:
         return (), path_outline({leaf.path: leaf.value for leaf in leaves if leaf.is_array})
     found = []
