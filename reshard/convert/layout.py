@@ -231,7 +231,7 @@ KINDS = {
     "nnx-model-and-optimizer": "`nnx.ModelAndOptimizer`: `model`, `opt_state` and `step`",
     "nnx-model": "a state below `model`, perhaps beside `optimizer`",
 }
-_OPTIMIZERS = ("opt_state", "optimizer", "opt", "optimizer_state")
+OPTIMIZERS = ("opt_state", "optimizer", "opt", "optimizer_state")
 
 
 class Training(NamedTuple):
@@ -254,7 +254,7 @@ class Training(NamedTuple):
 
 def training(top: Node) -> Training:
     """What the tree has beside a model."""
-    name = next((name for name in _OPTIMIZERS if _is_state(name, top.get(name))), None)
+    name = next((name for name in OPTIMIZERS if _is_state(name, top.get(name))), None)
     root, state, wrapped = None, None, False
     steps = [("step", top.get("step"))]
     if name is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from reshard.arrays.boxes import Shape
-from reshard.convert.layout import Layout, detect
+from reshard.convert.layout import OPTIMIZERS, Layout, detect
 from reshard.convert.module_tree import (
     AUTOMATIC,
     GIVEN,
@@ -300,14 +300,23 @@ def nnx_outline(
 
 
 def _modules(state: Any) -> list[tuple[Path, Any]]:
-    """The NNX modules and optimizers in a pytree, with their paths."""
+    """The NNX modules and optimizers in a pytree, with their paths; of a module that holds the
+    model and its optimizer, these two."""
     import jax
     from flax import nnx
 
     nodes, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda node: isinstance(node, nnx.Pytree | nnx.Variable)
     )
-    return [(key_path(keys), node) for keys, node in nodes if _is_module(node)]
+    found = []
+    for keys, node in nodes:
+        path, held = key_path(keys), vars(node) if _is_module(node) else {}
+        parts = [name for name in OPTIMIZERS if isinstance(held.get(name), nnx.Optimizer)]
+        if parts and _is_module(held.get("model")):
+            found += [((*path, name), held[name]) for name in ("model", *parts)]
+        elif _is_module(node):
+            found.append((path, node))
+    return found
 
 
 class _Walk:
