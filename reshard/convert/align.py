@@ -25,7 +25,14 @@ from reshard.convert import layers
 from reshard.convert.by_order import Modules
 from reshard.convert.layers import NO_MOVE, Match, Placed, moves
 from reshard.convert.leafmap import LeafMap, Source, Value, Zeros, applied
-from reshard.convert.module_tree import RNG_KINDS, Leaf, Module, unlifted
+from reshard.convert.module_tree import (
+    AUXILIARY,
+    RNG_KINDS,
+    Leaf,
+    Module,
+    unlifted,
+    without,
+)
 from reshard.convert.replacement import literal_replacement, toml_text, whole_path
 from reshard.tree import Path, format_path
 
@@ -560,7 +567,13 @@ _NUMBERED = re.compile(r"(.+)_(\d+)")
 
 def align(linen: Module, nnx: Module) -> Alignment:
     """Which leaf is which."""
+    auxiliary = {leaf.path[1:]: leaf for leaf in linen.all_leaves() if leaf.kind == AUXILIARY}
+    named = {leaf.path: leaf for leaf in nnx.all_leaves() if leaf.path in auxiliary}
+    if named:
+        linen = without(linen, [auxiliary[path].path for path in named])
+        nnx = without(nnx, named)
     pairing = _pair(linen, nnx, "path", False)
+    pairing.found += (Match((auxiliary[p],), leaf, origin="path") for p, leaf in named.items())
     match_norms(pairing)
     makers: dict[Path, list[Match]] = {}
     used: collections.Counter[Path] = collections.Counter()

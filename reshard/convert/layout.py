@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.arrays.boxes import Shape
-from reshard.convert.module_tree import AUTOMATIC
+from reshard.convert.module_tree import AUTOMATIC, AUXILIARY
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import Path, as_python, format_glob, format_key, format_path
 
@@ -325,7 +325,7 @@ def collection_roots(top: Node, beside: Training, nested: bool) -> dict[Path, st
         if name in ("params", *beside.names) or not is_mapping(node):
             continue
         inner = node if isinstance(node, dict) else {}
-        if name == "nnx_aux" and is_mapping(inner.get("model")):
+        if name == AUXILIARY and is_mapping(inner.get("model")):
             roots[name, "model"] = name
         elif name in COLLECTIONS:
             roots[(name,)] = name
@@ -577,7 +577,7 @@ def _decide_linen(
     roots = collection_roots(top, beside, nested)
     if nested:
         params, at = child(params, "params"), ("params", "params")
-    if "nnx_aux" in roots.values():
+    if AUXILIARY in roots.values():
         kind, reason = "maxtext", "`nnx_aux` is beside `params`, as MaxText's runs of NNX save it"
     elif len(at) > 1:
         kind, reason = "linen-train-state", "`params/params`: all variables are below `params`"
@@ -763,7 +763,7 @@ def _read(
             rest.append(leaf.path)
             others += [leaf] if leaf.is_array else []
     if linen:
-        own = {root: model[root] for root, begin in roots.items() if begin != ("nnx_aux",)}
+        own = {root: model[root] for root, begin in roots.items() if begin != (AUXILIARY,)}
         boxes = Boxes(own)
         in_model, in_optimizer = boxes.hold, boxes.hold
         if boxes.ambiguous:
@@ -812,7 +812,7 @@ def _objections(
         ("linen-variables", beside.root, f"{named(beside.root or ())} is at the top"),
         ("linen-variables", not roots, "no collection is at the top"),
         (("linen-train-state", "maxtext"), not params, "there is no `params` at the top"),
-        ("maxtext", ("nnx_aux",) not in roots.values(), "there is no `nnx_aux/model`"),
+        ("maxtext", (AUXILIARY,) not in roots.values(), "there is no `nnx_aux/model`"),
         ("nnx-state", not held and not modules, "no array is in a `value` level"),
         ("nnx-pure-dict", variables, f"{named(*variables[:1])} is in a `value` level"),
         ("nnx-optimizer", more, f"there is more at the top: {named(*more)}"),

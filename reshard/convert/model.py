@@ -22,6 +22,7 @@ from reshard.arrays.boxes import Shape
 from reshard.convert.layout import OPTIMIZERS, Layout, detect
 from reshard.convert.module_tree import (
     AUTOMATIC,
+    AUXILIARY,
     GIVEN,
     OWN,
     Leaf,
@@ -170,6 +171,8 @@ def _linen_kind(leaves: Mapping[Path, Any]) -> str:
     top = {str(path[0]) for path in leaves if path}
     if "params" not in top:
         return "linen-params"
+    if AUXILIARY in top:
+        return "maxtext"
     return "linen-train-state" if top & {"opt_state", "step"} else "linen-variables"
 
 

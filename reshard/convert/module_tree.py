@@ -25,6 +25,8 @@ _LIFT = re.compile(r"(Checkpoint|Jit|Vmap|Scan|Remat_scan|Fold_rngs)(?=_*[A-Z])"
 OWN = "'"
 # Begins the class of a Linen module with a name that only looks like one that Linen gives.
 GIVEN = "="
+# The collection of what only NNX has, below its paths there: MaxText's runs of NNX save it so.
+AUXILIARY = "nnx_aux"
 # Variables that hold random numbers.
 RNG_KINDS = ("RngState", "RngKey", "RngCount")
 
