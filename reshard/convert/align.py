@@ -212,9 +212,11 @@ class Alignment:
 
 def value_of(match: Match) -> Value:
     """What the leaf of NNX's is made of."""
-    value, *others = (Source(leaf.path, leaf.shape) for leaf in match.inputs)
+    value, *others = [Source(leaf.path, leaf.shape) for leaf in match.inputs]
     if match.join is not None:
         (value,) = applied(match.join, [value, *others])
+    if match.move == NO_MOVE:
+        return value
     order = match.move.order(len(value.shape))
     return value if order == tuple(range(len(order))) else applied(Transpose(order), [value])[0]
 
@@ -631,7 +633,7 @@ class _Level:
         if cell is not None:
             matches, zeros = cell
             for match in matches:
-                self._add(match)
+                self._add(dataclasses.replace(match, origin=self._origin))
             self._made.zeros += zeros
             return self._made
         if layers.is_cell(self._nnx):
@@ -662,7 +664,7 @@ class _Level:
         elif self._stacked:
             same = math.prod(before) == math.prod(after) and len(before) == len(after)
         if same:
-            self._made.found.append(dataclasses.replace(match, origin=self._origin))
+            self._made.found.append(match)
         else:
             self._made.mismatches.append(mismatch_of(match))
 
@@ -700,7 +702,7 @@ class _Level:
                 kinds = held[0].kind, candidates[0].kind
                 self._made.mismatches.append(Mismatch(held, candidates[0], kinds))
             elif len(held) == 1 or (len(fitting) == 1 and candidates[0].kind):
-                self._add(Match((fitting[0],), candidates[0]))
+                self._add(Match((fitting[0],), candidates[0], origin=self._origin))
                 self._open += [leaf for leaf in held if leaf is not fitting[0]]
             else:
                 self._abstain(held, candidates, "the same name in several collections")

@@ -210,6 +210,8 @@ def joined(module: Module, other: Module) -> Module:
 
 def without(module: Module, paths: Collection[Path]) -> Module:
     """An outline less some leaves. Modules stay, and count, even if nothing is left in them."""
+    if not paths:
+        return module
     gone = {tuple(map(str, path)) for path in paths}
     made: dict[int, Module] = {}
 
