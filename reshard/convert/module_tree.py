@@ -166,32 +166,48 @@ def outline_below(path: tuple[str, ...], leaves: Mapping[tuple[str, ...], Leaf])
     return _module(path, _nested(entries), lambda path: {})
 
 
+def by_path(module: Module) -> dict[tuple[str, ...], Module]:
+    """The modules in one, by path: every path of those that have several."""
+    found: dict[tuple[str, ...], Module] = {}
+    pending: list[tuple[tuple[str, ...], Module]] = [((), module)]
+    while pending:
+        path, at = pending.pop()
+        found[path] = at
+        pending += [((*path, name), child) for name, child in at.children.items()]
+    return found
+
+
+def modules_before(
+    leaves: Mapping[Path, Collection[Path]], begin: int
+) -> dict[tuple[str, ...], dict[tuple[str, ...], None]]:
+    """The paths of modules after a map has given leaves other paths -> their paths before: a module
+    is still the same if leaves have the same names in it.
+
+    Args:
+      leaves: path of a leaf -> the paths that it comes from.
+      begin: where the path of a module begins in that of a leaf, in Linen behind the collection.
+    """
+    found: dict[tuple[str, ...], dict[tuple[str, ...], None]] = {}
+    for path, sources in leaves.items():
+        for source in sources:
+            here, there = tuple(map(str, path[begin:])), tuple(map(str, source[begin:]))
+            while here and there and here[-1] == there[-1]:
+                here, there = here[:-1], there[:-1]
+                found.setdefault(here, {})[there] = None
+    return found
+
+
 def classes_after(
     module: Module, leaves: Mapping[Path, Collection[Path]]
 ) -> dict[tuple[str, ...], str]:
     """The classes of Linen modules after a map has given leaves other paths, as `linen_outline`
-    takes them.
-
-    Args:
-      module: the outline before.
-      leaves: path of a leaf -> the paths that it comes from. A module is still the same if leaves
-        have the same names in it.
-    """
-    before: dict[tuple[str, ...], Module] = {}
-    pending = [module]
-    while pending:
-        at = pending.pop()
-        before[at.path] = at
-        pending += at.children.values()
-    found: dict[tuple[str, ...], str] = {}
-    for path, sources in leaves.items():
-        for source in sources:
-            here, there = tuple(map(str, path[1:])), tuple(map(str, source[1:]))
-            while here and there and here[-1] == there[-1]:
-                here, there = here[:-1], there[:-1]
-                was = before.get(there, Module(there))
-                given = was.kind and was.index is None and here[-1:] == there[-1:]
-                found.setdefault(here, f"{GIVEN if given else ''}{was.kind}")
+    takes them. Arguments: the outline before; the leaves as `modules_before` takes them."""
+    known, found = by_path(module), {}
+    for here, before in modules_before(leaves, 1).items():
+        there = next(iter(before))
+        was = known.get(there, Module(there))
+        given = was.kind and was.index is None and here[-1:] == there[-1:]
+        found[here] = f"{GIVEN if given else ''}{was.kind}"
     return found
 
 
