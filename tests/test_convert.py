@@ -1258,6 +1258,21 @@ def maxtext(linen):
     return train_state_of(params, optax.masked(ADAM, mask))
 
 
+def test_what_a_map_renames_is_as_open_as_its_new_name(tmp_path):
+    source = save(tmp_path / "linen", {"params": {"old_a": some(3), "old_b": some(3)}})
+    rules = map_of(tmp_path, ("^params/old_(.)$", r"params/new_\1"))
+    model = functools.partial(named, x=(3,), y=(3,))
+    told = refused(reshard.to_nnx, source, model, map_file=rules)
+    text = "params/new_a and params/new_b, perhaps x and y: no name and no class tells which"
+    assert told.problems == (text,)
+    assert {(row.before, row.after): (row.origin, row.problem) for row in told.outcomes} == {
+        ((("params", "old_a"),), None): ("ambiguous", text),
+        ((("params", "old_b"),), None): ("ambiguous", text),
+        ((), ("x", "value")): ("ambiguous", text),
+        ((), ("y", "value")): ("ambiguous", text),
+    }
+
+
 KEY = jax.random.key(3)
 
 
