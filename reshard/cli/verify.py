@@ -116,14 +116,12 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     of one of them; as it is, where there is neither."""
     # Which takes as long to import as a small checkpoint takes to read.
     from reshard.convert import roundtrip
-    from reshard.convert.layout import detect
-    from reshard.convert.map_rules import OPPOSITE
 
     if flags is not None:
         try:
-            api = detect(ckpt, roundtrip.recorded_kind(ckpt)).api
-        except TreeMismatchError:  # nothing tells; the other one is of the other API
-            api = OPPOSITE[detect(other, roundtrip.recorded_kind(other)).api]
+            api = _layout(ckpt).api
+        except TreeMismatchError:  # nothing tells, but what the other one is
+            api = "nnx" if _layout(other).api == "linen" else "linen"
         try:
             dropped = [path for path in roundtrip.recorded_drop(ckpt) if path in other]
             globs = [*map(tree.format_glob, dropped)]
@@ -141,11 +139,19 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
             _check_same_api(ckpt, other)
         return other
     try:
-        if detect(other if recorded else ckpt).api != "linen":
+        if _layout(other if recorded else ckpt).api != "linen":
             return other
     except TreeMismatchError:  # it is not known, and so compared as it is
         return other
     return roundtrip.like_recorded(other, ckpt) if recorded else roundtrip.from_record(other)[0]
+
+
+def _layout(ckpt: Checkpoint) -> Any:
+    """What a checkpoint is: as the record of its conversion says, if there is one."""
+    from reshard.convert.layout import detect
+    from reshard.convert.roundtrip import recorded_kind
+
+    return detect(ckpt, recorded_kind(ckpt))
 
 
 def _with_positions_of(ckpt: Checkpoint, converted: Checkpoint) -> Checkpoint:
@@ -160,11 +166,8 @@ def _with_positions_of(ckpt: Checkpoint, converted: Checkpoint) -> Checkpoint:
 
 def _check_same_api(ckpt: Checkpoint, other: Checkpoint) -> None:
     """Raises TreeMismatchError for checkpoints of two APIs, which have no leaf in common."""
-    from reshard.convert.layout import detect
-    from reshard.convert.roundtrip import recorded_kind
-
     try:
-        one, two = (detect(c, recorded_kind(c)) for c in (ckpt, other))
+        one, two = map(_layout, (ckpt, other))
     except TreeMismatchError:  # it is not known
         return
     if one.api != two.api:

@@ -19,15 +19,13 @@ from reshard.convert.layout import COLLECTIONS, Layout
 from reshard.convert.leafmap import LeafMap, Source, Zeros, renaming
 from reshard.convert.map_rules import OPPOSITE, Map, apply_inverse, apply_map
 from reshard.convert.module_tree import (
-    Leaf,
     Module,
     bare_leaves,
     by_path,
     classes_after,
     joined,
-    linen_outline,
     modules_before,
-    path_outline,
+    outline,
     unlifted,
     without,
 )
@@ -330,7 +328,7 @@ class Side:
     @functools.cached_property
     def modules(self) -> Module:
         """Its modules, as far as they are known."""
-        return self.known or _outline(self.api, bare_leaves(self.shapes, self.dtypes))
+        return self.known or outline(self.api, bare_leaves(self.shapes, self.dtypes))
 
 
 def side_of(ckpt: Mapping[Path, Any], layout: Layout, known: Module | None = None) -> Side:
@@ -486,21 +484,17 @@ def _aligned(said: Said, start: Side, end: Side, gone: Collection[Path]) -> Alig
     before = {path: made.get(path, [path]) for path in rest}
     leaves = bare_leaves(rest, {path: start.dtypes[sources[0]] for path, sources in before.items()})
     if start.known is None:
-        modules = _outline(start.api, leaves)
+        modules = outline(start.api, leaves)
     elif start.api == "linen":
-        modules = linen_outline(leaves, classes_after(start.known, before))
+        modules = outline("linen", leaves, classes_after(start.known, before))
     else:
         moved = {path: leaf for path, leaf in leaves.items() if before[path] != [path]}
         kept = leaves.keys() - moved.keys()
         known = without(start.known, start.shapes.keys() - kept)
-        modules = joined(known, path_outline(moved))
+        modules = joined(known, outline("nnx", moved))
     there = without(end.modules, gone)
     found = align(modules, there) if start.api == "linen" else align(there, modules)
     if not said.map.origin:
         return found
     linen, nnx = (start, end) if start.api == "linen" else (end, start)
     return ordered(said.map, found, linen.modules, nnx.modules, said.to)
-
-
-def _outline(api: str, leaves: Mapping[Path, Leaf]) -> Module:
-    return linen_outline(leaves) if api == "linen" else path_outline(leaves)

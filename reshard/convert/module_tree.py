@@ -160,6 +160,13 @@ def path_outline(leaves: Mapping[Path, Any]) -> Module:
     return outline_below((), found)
 
 
+def outline(
+    api: str, leaves: Mapping[Path, Any], classes: Mapping[tuple[str, ...], str] | None = None
+) -> Module:
+    """The outline of a model of an API, of whose classes no more than these are known."""
+    return linen_outline(leaves, classes) if api == "linen" else path_outline(leaves)
+
+
 def outline_below(path: tuple[str, ...], leaves: Mapping[tuple[str, ...], Leaf]) -> Module:
     """The outline of a part of a model of which only paths are known."""
     entries = {inner: [leaf] for inner, leaf in leaves.items()}
@@ -258,15 +265,15 @@ def inside(module: Module, keys: tuple[str, ...]) -> Module:
         start = 0 if path[: len(keys)] == keys else 1  # behind the collection
         return path[:start] + path[start + len(keys) :]
 
-    def outline(at: Module) -> Module:
+    def without_level(at: Module) -> Module:
         held = {
             name: tuple(dataclasses.replace(leaf, path=moved(leaf.path)) for leaf in leaves)
             for name, leaves in at.leaves.items()
         }
-        children = {name: outline(child) for name, child in at.children.items()}
+        children = {name: without_level(child) for name, child in at.children.items()}
         return dataclasses.replace(at, path=moved(at.path), children=children, leaves=held)
 
-    return module if found is None else outline(found)
+    return module if found is None else without_level(found)
 
 
 @functools.lru_cache(maxsize=1024)
