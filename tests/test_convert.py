@@ -122,6 +122,14 @@ def training(tx, seed=1):
     return with_optimizer(twin(seed), tx)
 
 
+class Trainer(nnx.Module):
+    """A module of the user's that holds the model and its optimizer."""
+
+    def __init__(self, tx, name="optimizer", seed=1):
+        self.model = twin(seed)
+        setattr(self, name, nnx.Optimizer(self.model, tx, wrt=nnx.Param))
+
+
 def saved_by_nnx(made):
     return {key: nnx.state(value) for key, value in made.items()}
 
@@ -869,6 +877,22 @@ def test_every_optimizer_comes_along(name, tmp_path):
         layouts.assert_same_tree(restored(back, tmp_path), load(source))
 
 
+@pytest.mark.parametrize("name", ["optimizer", "opt"])
+@pytest.mark.every_combination
+def test_a_module_may_hold_the_model_and_its_optimizer(name, tmp_path):
+    linen = state(ADAM)
+    source = save(tmp_path / "linen", linen)
+    ckpt = reshard.to_nnx(source, lambda: Trainer(ADAM, name), init=RANDOM)
+    assert not any("no optimizer" in note for note in ckpt.notes)
+    expected = moved(linen, drawn()).items()
+    made = restored(ckpt, tmp_path)
+    assert by_path(made) == {re.sub("^optimizer/", f"{name}/", path): x for path, x in expected}
+    own = nnx.state(Trainer(ADAM, name, seed=5))
+    again = save(tmp_path / "again", load(save(tmp_path / "own", made), own))
+    back = reshard.to_linen(again, linen, source=lambda: Trainer(ADAM, name), drop=BACK["drop"])
+    layouts.assert_same_tree(restored(back, tmp_path), load(source))
+
+
 def listed(path):
     """The leaves that `_METADATA` lists, in order."""
     return list(json.loads((path / "_METADATA").read_text())["tree_metadata"])
@@ -1232,6 +1256,55 @@ def maxtext(linen):
     params = {"params": linen.params, "batch_stats": linen.batch_stats}
     mask = {"params": True, "batch_stats": False}
     return train_state_of(params, optax.masked(ADAM, mask))
+
+
+def test_what_a_map_renames_is_as_open_as_its_new_name(tmp_path):
+    source = save(tmp_path / "linen", {"params": {"old_a": some(3), "old_b": some(3)}})
+    rules = map_of(tmp_path, ("^params/old_(.)$", r"params/new_\1"))
+    model = functools.partial(named, x=(3,), y=(3,))
+    told = refused(reshard.to_nnx, source, model, map_file=rules)
+    text = "params/new_a and params/new_b, perhaps x and y: no name and no class tells which"
+    assert told.problems == (text,)
+    assert {(row.before, row.after): (row.origin, row.problem) for row in told.outcomes} == {
+        ((("params", "old_a"),), None): ("ambiguous", text),
+        ((("params", "old_b"),), None): ("ambiguous", text),
+        ((), ("x", "value")): ("ambiguous", text),
+        ((), ("y", "value")): ("ambiguous", text),
+    }
+
+
+KEY = jax.random.key(3)
+
+
+def with_random_state(key=KEY):
+    """As MaxText's runs of NNX have it, with what only NNX has below `nnx_aux`."""
+    stream, made = {"key": key, "count": jnp.uint32(5)}, state(ADAM)
+    linen = train_state_of({"params": made.params}, ADAM)
+    tree = {"params": linen.params, "opt_state": linen.opt_state, "step": linen.step}
+    aux = {"model": {"drop": {"rngs": stream}}}
+    return tree | {"batch_stats": made.batch_stats, "nnx_aux": aux}
+
+
+def test_random_state_of_nnx_in_a_linen_layout_goes_to_its_place_and_back(tmp_path):
+    tree = with_random_state()
+    source = save(tmp_path / "linen", tree)
+    ckpt = reshard.to_nnx(source, lambda: training(ADAM))
+    made = restored(ckpt, tmp_path)
+    rngs = made["model"]["drop"]["rngs"]
+    assert rngs["count"]["value"] == 5
+    assert jnp.array_equal(rngs["key"]["value"], KEY)
+    again = save(tmp_path / "again", made)
+    back = reshard.to_linen(again, lambda: tree, source=Twin)
+    layouts.assert_same_tree(restored(back, tmp_path), load(source))
+
+
+def test_another_kind_of_keys_is_told_with_all_else(tmp_path):
+    source = save(tmp_path / "linen", with_random_state(jnp.zeros(2, "uint32")) | {"more": some(2)})
+    told = refused(reshard.to_nnx, source, lambda: training(ADAM))
+    assert told.problems == (
+        "more  float32[2]: unexpected",
+        "nnx_aux/model/drop/rngs/key -> drop/rngs/key: uint32, the model has threefry2x32 keys[]",
+    )
 
 
 TREES = {

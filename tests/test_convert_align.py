@@ -96,7 +96,7 @@ def assert_converted(function, make, call, variables, *inputs):
     """Linen's variables fill the whole model that `make` makes, and what a call of it gives is what
     the Linen module, or a compact method that is given, gives. Returns the conversion."""
     got = convert(variables, make)
-    assert (got.alignment.abstentions, got.alignment.mismatches) == ((), ())
+    assert (got.alignment.abstentions, got.alignment.mismatches) == ([], [])
     assert (got.lost, got.unfilled) == (set(got.alignment.map.must_be_zero), set())
     module = function if isinstance(function, nn.Module) else Compact(function)
     expected = jax.jit(module.apply)(variables, *inputs)
@@ -252,7 +252,7 @@ def test_a_remat_scan_has_two_axes_of_layers():
     # Two axes of one size are no others.
     square = random_variables(Compact(functools.partial(function, lengths=(2, 2))), INPUT)
     found = aligned(flatten_dict(square), made(x=lambda: stack((2, 2))))
-    assert (found.abstentions, found.mismatches) == ((), ())
+    assert (found.abstentions, found.mismatches) == ([], [])
     assert found.map.rows() == got.alignment.map.rows()
 
 
@@ -502,7 +502,7 @@ def test_lm1b_is_solved_while_it_decodes():
     pair = read_pair("lm1b")
     model = named("TransformerLM", decoder=Decoder)
     found = aligned(pair["linen_decode"], model)
-    assert (found.abstentions, found.mismatches, found.map.must_be_zero) == ((), (), {})
+    assert (found.abstentions, found.mismatches, found.map.must_be_zero) == ([], [], {})
     cache = {"cache/decoder/posembed_output/cache_index": "decoder/posembed_output/cache_index"}
     for i in range(2):
         block = f"decoder/encoderdecoderblock_{i}"
@@ -560,7 +560,7 @@ def test_every_answer_for_a_vit_is_right(name, classes, block):
     assert shapes_in(model) == {p: (x.shape, x.dtype) for p, x in pair["nnx"].items()}
     found = align(linen_outline(pair["linen"], classes), model)
     assert pairs_of(found).items() <= truth.items()
-    assert found.mismatches == ()
+    assert found.mismatches == []
     # Nothing is passed over in silence.
     told = {path for entry in found.abstentions for path in entry.linen}
     taken = {path for step in found.map.rows() for path in step.inputs}
@@ -767,7 +767,7 @@ def test_what_else_a_model_needs_does_not_hinder():
     )
     found = aligned(arrays(**layer_norm("LayerNorm_1")), twin)
     assert pairs_of(found) == of_layers({"LayerNorm_1": "full"}, ("bias", "scale"))
-    assert found.abstentions == ()
+    assert found.abstentions == []
     assert printed(aligned(arrays(**layer_norm("LayerNorm_0")), twin))[:2] == (
         [],
         ["LayerNorm_0, perhaps full: in Linen they are numbered 0, in NNX those with leaves are 1"],
@@ -896,7 +896,7 @@ def test_a_scan_that_stacks_nothing():
         **{f"ScanLSTMCell_0__i{gate}__kernel": (4, 4) for gate in "ifgo"},
     )
     found = aligned(leaves, made(cell=lambda: nnx.LSTMCell(4, 4, rngs=rngs())))
-    assert (len(found.map.rows()), found.abstentions) == (12, ())
+    assert (len(found.map.rows()), found.abstentions) == (12, [])
     assert {step.operation for step in found.map.rows()} == {None}
 
 
@@ -1078,7 +1078,7 @@ def test_models_that_correspond_are_solved_whatever_the_order_of_leaves(tree, rn
     rng.shuffle(paths)
     found = align(linen_outline({path: twins.linen[path] for path in paths}), model)
     assert answers(found) == twins.truth
-    assert (found.abstentions, found.mismatches) == ((), ())
+    assert (found.abstentions, found.mismatches) == ([], [])
     assert align(linen_outline(twins.linen), model) == found
     shapes = {path: leaf.shape for path, leaf in twins.linen.items()}
     assert from_rows(found.map.rows(), shapes).shapes == {

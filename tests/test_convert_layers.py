@@ -186,7 +186,7 @@ def test_a_layer_gives_the_same_in_nnx(name):
     variables = variables_of(layer, zeros)
     made = carried(variables, layer.nnx, zeros)
     rows = made.alignment.map.rows()
-    assert (made.alignment.abstentions, made.alignment.mismatches) == ((), ())
+    assert (made.alignment.abstentions, made.alignment.mismatches) == ([], [])
     assert {step.origin for step in rows} <= {"path"}
     expected = layer.linen.apply(variables, *layer.inputs, **layer.kwargs)
 

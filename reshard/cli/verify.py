@@ -113,10 +113,12 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     of one of them; as it is, where there is neither."""
     # Which takes as long to import as a small checkpoint takes to read.
     from reshard.convert import roundtrip
-    from reshard.convert.layout import detect
 
     if flags is not None:
-        api = detect(ckpt, roundtrip.recorded_kind(ckpt)).api
+        try:
+            api = _layout(ckpt).api
+        except TreeMismatchError:  # nothing tells, but what the other one is
+            api = "nnx" if _layout(other).api == "linen" else "linen"
         try:
             dropped = [path for path in roundtrip.recorded_drop(ckpt) if path in other]
             globs = [*map(tree.format_glob, dropped)]
@@ -134,7 +136,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
         return other
     unknown = (ckpt, other) if alike else (other if recorded else ckpt,)
     try:
-        kinds = [detect(each, roundtrip.recorded_kind(each)) for each in unknown]
+        kinds = [_layout(each) for each in unknown]
     except TreeMismatchError:  # it is not known, and so compared as it is
         return other
     if alike and kinds[0].api != kinds[1].api:
@@ -146,6 +148,14 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     if alike or kinds[0].api != "linen":
         return other
     return roundtrip.like_recorded(other, ckpt) if recorded else roundtrip.from_record(other)[0]
+
+
+def _layout(ckpt: Checkpoint) -> Any:
+    """What a checkpoint is: as the record of its conversion says, if there is one."""
+    from reshard.convert.layout import detect
+    from reshard.convert.roundtrip import recorded_kind
+
+    return detect(ckpt, recorded_kind(ckpt))
 
 
 def _with_positions_of(ckpt: Checkpoint, converted: Checkpoint) -> Checkpoint:

@@ -22,9 +22,17 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Concat, Transpose
 from reshard.convert import layers
+from reshard.convert.by_order import Modules
 from reshard.convert.layers import NO_MOVE, Match, Placed, moves
 from reshard.convert.leafmap import LeafMap, Source, Value, Zeros, applied
-from reshard.convert.module_tree import RNG_KINDS, Leaf, Module, unlifted
+from reshard.convert.module_tree import (
+    AUXILIARY,
+    RNG_KINDS,
+    Leaf,
+    Module,
+    unlifted,
+    without,
+)
 from reshard.convert.replacement import literal_replacement, toml_text, whole_path
 from reshard.tree import Path, format_path
 
@@ -98,28 +106,6 @@ class Mismatch:
         return f"{one} in {before}, {other} in {after}{self.how and f': {self.how}'}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Alignment:
-    """What is known of a conversion.
-
-    Attributes:
-      map: from Linen's leaves to NNX's. Those without a place in NNX, which have no effect if they
-        are zero, must be that.
-      abstentions: what is left open.
-      mismatches: leaves that should be one and differ in shape or collection.
-      modules: paths of the modules of both sides that are one.
-      groups: those of them that class and order have paired, by class.
-      numbered: those of these that numbers in names have paired.
-    """
-
-    map: LeafMap
-    abstentions: tuple[Abstention, ...]
-    mismatches: tuple[Mismatch, ...]
-    modules: tuple[tuple[Path, Path], ...] = ()
-    groups: tuple[tuple[tuple[Path, Path], ...], ...] = ()
-    numbered: tuple[tuple[tuple[Path, Path], ...], ...] = ()
-
-
 def listed(paths: Sequence[Path]) -> str:
     """Paths as text, of many the first and the last."""
     texts = [format_path(path) for path in paths]
@@ -173,37 +159,42 @@ def difference(linen: Shape, nnx: Shape) -> str:
     return "reshaped" if math.prod(linen) == math.prod(nnx) else ""
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Pairing:
-    """What comes of pairing two modules.
+@dataclasses.dataclass(slots=True)
+class Alignment:
+    """What is known of two modules that are one: in the end, of two models.
 
     Attributes:
+      map: from Linen's leaves to NNX's, of whole models. Those without a place in NNX, which have
+        no effect if they are zero, must be that.
+      abstentions: what is left open.
+      mismatches: leaves that should be one and differ in shape or collection.
+      modules: paths of the modules of both sides that are one.
+      groups: those of them that class and order have paired, by class.
+      numbered: those of these that numbers in names have paired.
       found: matches of leaves.
       zeros: leaves that must be zero.
       norms: modules whose leaves are named after those of other modules, to be matched last.
-      abstentions: what is open.
-      mismatches: leaves that should be one and cannot be.
-      modules: paths of modules that are one.
-      groups: those of them that class and order have paired, by class.
-      numbered: those of these that numbers in names have paired.
       rest: how many more parameters of a name and shape are open in Linen than in NNX.
       mismatch: why the two modules themselves, apart from what is in them, are not the same.
       stacked: whether shapes may differ in the order of axes.
     """
 
-    found: list[Match] = dataclasses.field(default_factory=list)
-    zeros: list[Leaf] = dataclasses.field(default_factory=list)
-    norms: list[tuple[Module, Module, str]] = dataclasses.field(default_factory=list)
+    map: LeafMap = dataclasses.field(default_factory=lambda: LeafMap({}))
     abstentions: list[Abstention] = dataclasses.field(default_factory=list)
     mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
     modules: list[tuple[Path, Path]] = dataclasses.field(default_factory=list)
-    groups: list[tuple[tuple[Path, Path], ...]] = dataclasses.field(default_factory=list)
-    numbered: list[tuple[tuple[Path, Path], ...]] = dataclasses.field(default_factory=list)
-    rest: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    groups: list[Modules] = dataclasses.field(default_factory=list)
+    numbered: list[Modules] = dataclasses.field(default_factory=list)
+    found: list[Match] = dataclasses.field(default_factory=list, compare=False)
+    zeros: list[Leaf] = dataclasses.field(default_factory=list, compare=False)
+    norms: list[tuple[Module, Module, str]] = dataclasses.field(default_factory=list, compare=False)
+    rest: collections.Counter = dataclasses.field(
+        default_factory=collections.Counter, compare=False
+    )
     mismatch: str = ""
     stacked: bool = False
 
-    def include(self, other: "Pairing") -> None:
+    def include(self, other: "Alignment") -> None:
         """Takes over what comes of two modules inside."""
         for field in dataclasses.fields(self):
             held = getattr(self, field.name)
@@ -221,14 +212,16 @@ class Pairing:
 
 def value_of(match: Match) -> Value:
     """What the leaf of NNX's is made of."""
-    value, *others = (Source(leaf.path, leaf.shape) for leaf in match.inputs)
+    value, *others = [Source(leaf.path, leaf.shape) for leaf in match.inputs]
     if match.join is not None:
         (value,) = applied(match.join, [value, *others])
+    if match.move == NO_MOVE:
+        return value
     order = match.move.order(len(value.shape))
     return value if order == tuple(range(len(order))) else applied(Transpose(order), [value])[0]
 
 
-def place_axes(pairing: Pairing, linen: Module, nnx: Module) -> None:
+def place_axes(pairing: Alignment, linen: Module, nnx: Module) -> None:
     """Finds which axis moves in a stack, the same one for all leaves of a collection."""
     by_collection: dict[str, list[Match]] = {}
     for found in pairing.found:
@@ -277,7 +270,7 @@ def mismatch_of(match: Match) -> Mismatch:
     return Mismatch(match.inputs, match.output, shapes, difference(linen, nnx))
 
 
-def unlike(made: Sequence[Pairing]) -> str:
+def unlike(made: Sequence[Alignment]) -> str:
     """Why modules that class and order pair are not the same; empty if they are."""
     for pairing in made:
         if pairing.mismatch:
@@ -295,7 +288,7 @@ def unlike(made: Sequence[Pairing]) -> str:
     return ""
 
 
-def other_shapes(made: Sequence[Pairing]) -> bool:
+def other_shapes(made: Sequence[Alignment]) -> bool:
     """Whether modules that class and order pair are the same apart from shapes of parameters, and
     in any other order would be no more alike."""
     clashes = [x for pairing in made for x in pairing.mismatches if x.counts]
@@ -308,7 +301,7 @@ def other_shapes(made: Sequence[Pairing]) -> bool:
     )
 
 
-def match_norms(pairing: Pairing) -> None:
+def match_norms(pairing: Alignment) -> None:
     """Matches the leaves that norms have for those of other layers, now that those are known."""
     sources: dict[Path, Path] = {
         found.output.path: found.inputs[0].path
@@ -576,7 +569,13 @@ _NUMBERED = re.compile(r"(.+)_(\d+)")
 
 def align(linen: Module, nnx: Module) -> Alignment:
     """Which leaf is which."""
+    auxiliary = {leaf.path[1:]: leaf for leaf in linen.all_leaves() if leaf.kind == AUXILIARY}
+    named = {leaf.path: leaf for leaf in nnx.all_leaves() if leaf.path in auxiliary}
+    if named:
+        linen = without(linen, [auxiliary[path].path for path in named])
+        nnx = without(nnx, named)
     pairing = _pair(linen, nnx, "path", False)
+    pairing.found += (Match((auxiliary[p],), leaf, origin="path") for p, leaf in named.items())
     match_norms(pairing)
     makers: dict[Path, list[Match]] = {}
     used: collections.Counter[Path] = collections.Counter()
@@ -599,17 +598,13 @@ def align(linen: Module, nnx: Module) -> Alignment:
         return order[mismatch.nnx.path[:-1]], -len(mismatch.nnx.shape)
 
     zeros: dict[Path, Zeros] = {x.path: Zeros(x.shape, x.dtype) for x in pairing.zeros}
-    return Alignment(
-        LeafMap(values, origin, (), zeros),
-        (*pairing.abstentions, *shared),
-        tuple(sorted(pairing.mismatches, key=place)),
-        tuple(pairing.modules),
-        tuple(pairing.groups),
-        tuple(pairing.numbered),
-    )
+    pairing.map = LeafMap(values, origin, (), zeros)
+    pairing.abstentions += shared
+    pairing.mismatches.sort(key=place)
+    return pairing
 
 
-def _pair(linen: Module, nnx: Module, origin: str, stacked: bool) -> Pairing:
+def _pair(linen: Module, nnx: Module, origin: str, stacked: bool) -> Alignment:
     """Pairs what is in two modules."""
     if stacked or not layers.is_stack(linen, nnx):
         return _Level(linen, nnx, origin, stacked).pair()
@@ -623,7 +618,7 @@ class _Level:
 
     def __init__(self, linen: Module, nnx: Module, origin: str, stacked: bool):
         self._linen, self._nnx, self._origin, self._stacked = linen, nnx, origin, stacked
-        self._made = Pairing(modules=[(linen.path, nnx.path)], stacked=stacked)
+        self._made = Alignment(modules=[(linen.path, nnx.path)], stacked=stacked)
         self._elsewhere: dict[str, list[Module | Leaf]] = {}
         for name, held in layers.contents(nnx):
             self._elsewhere.setdefault(name, []).append(held)
@@ -632,13 +627,13 @@ class _Level:
         self._taken: set[int] = set()  # of NNX's modules
         self._undecided: list[Group] = []
 
-    def pair(self) -> Pairing:
+    def pair(self) -> Alignment:
         """What comes of it."""
         cell = layers.cell(self._linen, self._nnx)
         if cell is not None:
             matches, zeros = cell
             for match in matches:
-                self._add(match)
+                self._add(dataclasses.replace(match, origin=self._origin))
             self._made.zeros += zeros
             return self._made
         if layers.is_cell(self._nnx):
@@ -669,7 +664,7 @@ class _Level:
         elif self._stacked:
             same = math.prod(before) == math.prod(after) and len(before) == len(after)
         if same:
-            self._made.found.append(dataclasses.replace(match, origin=self._origin))
+            self._made.found.append(match)
         else:
             self._made.mismatches.append(mismatch_of(match))
 
@@ -707,7 +702,7 @@ class _Level:
                 kinds = held[0].kind, candidates[0].kind
                 self._made.mismatches.append(Mismatch(held, candidates[0], kinds))
             elif len(held) == 1 or (len(fitting) == 1 and candidates[0].kind):
-                self._add(Match((fitting[0],), candidates[0]))
+                self._add(Match((fitting[0],), candidates[0], origin=self._origin))
                 self._open += [leaf for leaf in held if leaf is not fitting[0]]
             else:
                 self._abstain(held, candidates, "the same name in several collections")
@@ -773,7 +768,7 @@ class _Level:
         modules = [held for held in self._open if isinstance(held, Module)]
         if not modules:
             return
-        decided: list[tuple[Group, list[Pairing]]] = []
+        decided: list[tuple[Group, list[Alignment]]] = []
         groups = grouped(modules, self._nnx, self._taken)
         by_class = {id(module) for group in groups for module in (*group.linen, *group.nnx)}
         rest = [module for module in modules if id(module) not in by_class]
@@ -813,7 +808,7 @@ class _Level:
             for pairing in made:
                 self._made.include(pairing)
 
-    def _tried(self, group: Group) -> list[Pairing]:
+    def _tried(self, group: Group) -> list[Alignment]:
         pairs = zip(group.linen, group.nnx, strict=True)
         # Linen numbers modules without a name of their own in their order.
         named = group.numbered and group.linen[0].index is None

@@ -124,14 +124,8 @@ def order_json(order: ByOrder) -> dict[str, Any]:
 
 def order_in(found: Any) -> ByOrder | None:
     """The inverse of `order_json`; None for what cannot be read."""
-    match found:
-        case {"leaves": int(leaves), "modules": list(pairs)}:
-            pass
-        case _:
-            return None
-    if not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-        for pair in pairs
-    ):
+    try:
+        modules = tuple((str(one), str(other)) for one, other in found["modules"])
+        return ByOrder(int(found["leaves"]), modules)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
         return None
-    return ByOrder(leaves, tuple((one, other) for one, other in pairs))

@@ -205,17 +205,8 @@ def to_nnx(
       <layer_0/kernel/value: float32[32,32] P(None, 'model')>
       >>> model = reshard.restore(ckpt, MLP(nnx.Rngs(0)))
     """
-    made = conversion(
-        checkpoint,
-        "nnx",
-        model,
-        map_file=map_file,
-        drop=drop,
-        init=init,
-        layout=layout,
-        source=source,
-    )
-    return made.checked(model, source, check)
+    given = {"map_file": map_file, "drop": drop, "init": init, "layout": layout, "source": source}
+    return conversion(checkpoint, "nnx", model, **given).checked(model, source, check)
 
 
 def to_linen(
@@ -260,17 +251,8 @@ def to_linen(
       >>> reshard.diff("run/1000", ckpt, values=True).equal
       True
     """
-    made = conversion(
-        checkpoint,
-        "linen",
-        model,
-        map_file=map_file,
-        drop=drop,
-        init=init,
-        layout=layout,
-        source=source,
-    )
-    return made.checked(model, source, check)
+    given = {"map_file": map_file, "drop": drop, "init": init, "layout": layout, "source": source}
+    return conversion(checkpoint, "linen", model, **given).checked(model, source, check)
 
 
 def conversion(

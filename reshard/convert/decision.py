@@ -8,9 +8,10 @@ Paths are relative to the model, or to the optimizer's state, until `_Work._whol
 
 import collections
 import dataclasses
+import functools
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,11 +163,14 @@ class _Part:
         return {path: value.shape for path, value in values if not isinstance(value, Zeros)}
 
 
-class _Open(NamedTuple):
-    """Why a leaf has none on the other side: as `Outcome.origin` has it, and in words."""
+class _Verdict(NamedTuple):
+    """Why a leaf is not decided: as `Outcome.origin` has it, and in words."""
 
     kind: str
     text: str = ""
+
+
+_UNEXPECTED, _MISSING = _Verdict("unexpected"), _Verdict("missing")
 
 
 def decide(
@@ -225,10 +229,11 @@ class _Work:
         self._problems: list[str] = []
         self._hints: list[str] = []
         # Leaves and modules that structure does not decide.
-        self._open: dict[Path, _Open] = {}
+        self._open: dict[Path, _Verdict] = {}
+        # What is not decided: leaves of the source by saved path, of the target by place.
+        self._verdicts: dict[Path, _Verdict] = {}
+        self._verdicts_there: dict[Path, _Verdict] = {}
         self._surplus: list[Path] = []  # saved paths of leaves without a place
-        self._differs: dict[Path, str] = {}  # by saved paths of leaves of the target
-        self._stuck = False  # the optimizer's state cannot be carried along
 
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
@@ -237,11 +242,9 @@ class _Work:
         optimizer = self._optimizer(model)
         copies = self._copied(model)
         whole, names = self._whole(model, optimizer, copies)
-        initial = {*chosen, *reset}
-        self._check(whole, names, model, optimizer, copies, initial)
+        self._check(whole, names, {*chosen, *reset})
         if self._problems:
-            found = self._outcomes(whole, initial)
-            raise self._error(self._problems, self._hints, found)
+            raise self._error(self._problems, self._hints, self._outcomes(whole))
         return self._decision(whole, model, optimizer, copies, chosen, reset)
 
     # The model.
@@ -261,7 +264,7 @@ class _Work:
         said = by_map(rules, source_side, target_side, self._left_out)
         self._problems += said.problems
         self._hints += said.hints
-        self._open |= dict.fromkeys(said.unexpected, _Open("unexpected"))
+        self._open |= dict.fromkeys(said.unexpected, _UNEXPECTED)
         self._notes += said.notes
         initial = self._initial([*said.initial, *init], said.optional)
         if target_side is None or target is None:
@@ -330,13 +333,11 @@ class _Work:
             kind = "ambiguous"
             if not (entry.linen and entry.nnx):  # there is nothing that it may be
                 kind = "unexpected" if bool(entry.linen) == (self._to == "nnx") else "missing"
-            told = _Open(kind, str(entry))
-            self._open |= dict.fromkeys((*entry.linen, *entry.nnx), told)
+            why = _Verdict(kind, str(entry))
+            self._open |= dict.fromkeys((*entry.linen, *entry.nnx), why)
         for entry in found.mismatches:
-            told = _Open("mismatch", entry.told(self._to))
-            self._open |= dict.fromkeys(
-                (*(leaf.path for leaf in entry.linen), entry.nnx.path), told
-            )
+            why = _Verdict("mismatch", entry.told(self._to))
+            self._open |= dict.fromkeys((*(leaf.path for leaf in entry.linen), entry.nnx.path), why)
         assert self._target is not None
         known, there = self._other is not None, self._target.shapes()
         self._hints += hints_for(found.abstentions, said, self._to, known, self._shapes, there)
@@ -368,7 +369,10 @@ class _Work:
         }
         part, problems = self._following(model, leaves, self._state_there)
         if problems:
-            self._stuck = True
+            stuck = _Verdict("undecided")
+            self._verdicts |= dict.fromkeys(self._layout.optimizer.values(), stuck)
+            there = (self._prefix + saved for saved in self._state_there.values())
+            self._verdicts_there |= dict.fromkeys(there, stuck)
             self._problems += [f"opt_state/{text}" for text in problems]
             self._hints.append(self._start_anew())
         return part
@@ -490,8 +494,8 @@ class _Work:
     def _whole(
         self, model: _Part, optimizer: _Part, copies: _Part
     ) -> tuple[LeafMap, dict[Path, Path]]:
-        """The map of all leaves by their saved paths, of those that have a place; and for leaves of
-        the target what they are called."""
+        """The map of all leaves by their saved paths, of those that have a place; and what leaves
+        of the target are called. Adds the leaves of the source that have no place."""
         values: dict[Path, Value] = {}
         origin: dict[Path, str] = {}
         dropped: list[Path] = []
@@ -505,20 +509,43 @@ class _Work:
         for part, saved, place, above in sides:
             shapes = {at: a.shape if (a := self._arrays.get(at)) else () for at in saved.values()}
             named = {*part.map.sources(), *part.map.dropped, *part.map.must_be_zero}
-            paths = {at: path for path, at in saved.items() if path in named}
+            paths = {at: path for path, at in saved.items() if part is model or path in named}
             whole = renaming(paths, shapes).then(part.map)
             dropped += whole.dropped
             must_be_zero |= whole.must_be_zero
-            for path in part.map.values:
-                at = place(path)
+            for path, value in whole.values.items():
+                at = place(path) if path in part.map.values else None
                 if at is not None:
-                    values[at] = whole.values[path]
+                    values[at] = value
                     origin[at] = whole.origin.get(path) or "path"
                     names[at] = above + path
+                if isinstance(value, Zeros) or (at is not None and not self._verdicts):
+                    continue
+                # Where state goes whose parameter goes nowhere is not decided.
+                sources = LeafMap({path: value}).sources()
+                why = next(filter(None, map(self._owners_verdict, sources)), None)
+                if why is not None and at is not None:
+                    self._verdicts_there[at] = _MISSING if why is _UNEXPECTED else why
+                elif why is None and at is None:
+                    why = self._why_open(path) if part is model else None
+                    if why is None:
+                        why = self._unexpected(saved.get(path), above + path)
+                if why is not None:
+                    self._verdicts |= dict.fromkeys(sources, why)
         step = self._step_place()
         if self._layout.step is not None and step is not None:
             values[step[0]] = Source(self._layout.step, ())
         return LeafMap(values, origin, tuple(dropped), must_be_zero), names
+
+    def _owners_verdict(self, saved: Path) -> _Verdict | None:
+        """What is said of the parameter that optimizer state follows, if that is not decided."""
+        owner = self._owners.get(saved) if self._verdicts else None
+        return None if owner is None else self._verdicts.get(self._layout.model[owner])
+
+    @functools.cached_property
+    def _owners(self) -> dict[Path, Path]:
+        """The parameters that optimizer state follows: by its saved path."""
+        return _owners_of(self._layout, self._shapes)
 
     # What stands against it.
 
@@ -530,59 +557,36 @@ class _Work:
         summary = f"`{self._ckpt.source.root}` does not become the {name} model"
         return TreeMismatchError(summary, problems, hints, found)
 
-    def _check(
-        self,
-        whole: LeafMap,
-        names: Mapping[Path, Path],
-        model: _Part,
-        optimizer: _Part,
-        copies: _Part,
-        initial: set[Path],
-    ) -> None:
+    def _check(self, whole: LeafMap, names: Mapping[Path, Path], initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype."""
-        unexpected = self._check_source(model, optimizer, copies)
+        self._check_beside()
         if self._target is None:
             return
-        self._check_target(whole, initial, bool(unexpected or self._open))
+        self._check_target(whole, initial)
         leaves = {self._prefix + path: leaf for path, leaf in self._target.leaves.items()}
         for place, text, hint in differences(whole, self._arrays, leaves, names):
             self._problems.append(text)
-            self._differs |= {} if place is None else {place: text}
+            if place is not None:
+                self._verdicts_there.setdefault(place, _Verdict("mismatch", text))
             self._hints += [hint] if hint else []
 
-    def _check_source(self, model: _Part, optimizer: _Part, copies: _Part) -> list[Path]:
-        """Adds the leaves of the source without a place, and returns those of the model. Of
-        optimizer state that follows leaves which are told already, nothing is added."""
+    def _check_beside(self) -> None:
+        """Adds the step counter, and other leaves beside the model, if they have no place."""
         layout, step = self._layout, self._layout.step
-        used = {*model.map.sources(), *model.map.dropped, *model.map.must_be_zero}
-        unused = [path for path in layout.model if path not in used]
-        unexpected = [path for path in (*model.made, *unused) if self._model_place(path) is None]
-        for path in unexpected:
-            if not self._why_open(path):
-                self._unexpected(layout.model.get(path), path)
-        unplaced = [path for path in optimizer.made if self._state_place(path) is None]
-        told = _mirrors(unplaced, parameters_of(dict.fromkeys(unexpected, ()), layout.api))
-        for path in unplaced:
-            if path not in told:
-                self._unexpected(layout.optimizer.get(path), ("opt_state", *path))
         if step is not None and self._step_place() is None:
             self._unexpected(step, ("step",))
         if step is not None and (leaf := self._arrays[step]).shape:
             self._problems.append(
                 f"{format_path(step)}  {describe(leaf)}: a step counter is one number"
             )
-        for path in copies.made:
-            if self._copy_place(path) is None:
-                self._unexpected(self._copies.get(path), path)
         copied = set(self._copies.values())
         for saved in layout.rest:
             if saved not in copied and isinstance(self._ckpt[saved], ArrayHandle | str):
                 self._unexpected(saved, saved)
         for glob, count in covering_globs(self._surplus, {path: path for path in self._ckpt}):
             self._hints.append(f"drop={as_python([glob])} leaves out {count_leaves(count)}")
-        return unexpected
 
-    def _unexpected(self, saved: Path | None, path: Path) -> None:
+    def _unexpected(self, saved: Path | None, path: Path) -> _Verdict:
         """A leaf of the source, or what the map has made of some, has no place in the target."""
         leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
         self._problems.append(f"{format_path(path)}{leaf}: unexpected")
@@ -590,30 +594,36 @@ class _Work:
             self._hints.append("model=..., the `TrainState`, has places for an optimizer")
         if saved is not None:
             self._surplus.append(saved)
+            self._verdicts[saved] = _UNEXPECTED
+        return _UNEXPECTED
 
-    def _check_target(self, whole: LeafMap, initial: set[Path], spare: bool) -> None:
-        """Adds the leaves of the target without a source. `spare`: whether something of the source
-        is still to be placed, and is likely to belong there: nobody is told to reset these."""
+    def _check_target(self, whole: LeafMap, initial: set[Path]) -> None:
+        """Adds the leaves of the target without a source. Where something of the model is still to
+        be placed, it is likely to belong there: nobody is told to reset these."""
         assert self._target is not None
+        there = self._target.layout
         lacking = [
             saved
             for saved, leaf in self._target.leaves.items()
             if isinstance(leaf, TargetLeaf) and self._prefix + saved not in whole.values
         ]
-        missing, there = {*lacking} - initial, self._target.layout
-        unfilled = {path for path, saved in there.model.items() if saved in missing}
-        below = {path: saved for path, saved in there.optimizer.items() if saved in missing}
-        told = {below[path] for path in (below if self._stuck else _mirrors(below, unfilled))}
         names = {saved: path for path, saved in there.model.items()}
+        missing = {*lacking} - initial
+        owners = _owners_of(there, self._target.shapes()) if missing else {}
+        spare = self._open or not self._verdicts.keys().isdisjoint(self._layout.model.values())
         anew = []
         for saved in lacking:
             leaf, random = self._target.leaf(saved), saved in self._target.random
-            shown = random or not self._why_open(names.get(saved))
-            if saved not in initial and saved not in told and shown:
+            owner, place = owners.get(saved), self._prefix + saved
+            why = self._verdicts_there.get(place) or self._why_open(names.get(saved, owner))
+            if saved in initial:
+                why = _Verdict("initial")
+            elif random or not (why or (owner and there.model[owner] in missing)):
                 self._problems.append(
                     f"{format_path(names.get(saved, leaf.path))}  {leaf}: missing"
                 )
                 anew += [saved] if random or not spare else []
+            self._verdicts_there[place] = why or _MISSING
         for glob, count in covering_globs(anew, self._target.names()):
             text = f"keeps the model's own initial value: {count_leaves(count)}"
             self._hints.append(f"init={as_python([glob])} {text}")
@@ -621,61 +631,31 @@ class _Work:
             name = format_path(names.get(saved, self._target.leaf(saved).path))
             self._problems.append(f"{name}: it has a source, and is to keep its initial value")
 
-    def _why_open(self, path: Path | None) -> _Open | None:
+    def _why_open(self, path: Path | None) -> _Verdict | None:
         """Why a leaf of the model is in what structure does not decide, which is told; None if it
         is not."""
         places = () if path is None else (path, path[1:])  # Linen's modules have no collection
         found = (self._open.get(at[:end]) for at in places for end in range(len(at) + 1))
         return next(filter(None, found), None)
 
-    def _outcomes(self, whole: LeafMap, initial: set[Path]) -> list[Outcome]:
+    def _outcomes(self, whole: LeafMap) -> list[Outcome]:
         """What becomes of each leaf, as far as it is decided, and why of others it is not."""
-        used = {*whole.sources(), *whole.dropped, *whole.must_be_zero}
-        names, reason = self._reasons(self._layout, self._shapes, _Open("unexpected"))
-        # Where state goes whose parameter goes nowhere is not decided.
-        used -= {
-            saved
-            for saved in used
-            if saved in names and self._layout.model[names[saved]] not in used
-        }
-        found = [
-            entry._replace(origin="mismatch", problem=text)
-            if entry.after and (text := self._differs.get(entry.after))
-            else entry
-            for entry in outcomes(whole)
-            if used.issuperset(entry.before)
-        ]
-        found += [
-            Outcome((saved,), None, (why := reason(saved)).kind, "", why.text)
-            for saved, leaf in self._ckpt.items()
-            if saved not in used and isinstance(leaf, ArrayHandle | str)
-        ]
-        if self._target is None:
-            return found
-        made = {entry.after for entry in found}
-        _, reason = self._reasons(self._target.layout, self._target.shapes(), _Open("missing"))
-        for saved, leaf in self._target.leaves.items():
+        found = []
+        for row in outcomes(whole):
+            if self._verdicts.keys().isdisjoint(row.before):
+                why = None if row.after is None else self._verdicts_there.get(row.after)
+                found.append(row._replace(origin=why.kind, problem=why.text) if why else row)
+        for saved, leaf in self._ckpt.items():
+            why = self._verdicts.get(saved)
+            if why is not None and isinstance(leaf, ArrayHandle | str):
+                found.append(Outcome((saved,), None, why.kind, "", why.text))
+        made = {row.after for row in found}
+        for saved, leaf in ({} if self._target is None else self._target.leaves).items():
             place = self._prefix + saved
             if place not in made and isinstance(leaf, TargetLeaf):
-                why = _Open("initial") if saved in initial else reason(saved)
+                why = self._verdicts_there.get(place, _MISSING)
                 found.append(Outcome((), place, why.kind, "", why.text))
         return found
-
-    def _reasons(
-        self, layout: Layout, shapes: Mapping[Path, Shape], otherwise: _Open
-    ) -> tuple[dict[Path, Path], Callable[[Path], _Open]]:
-        """Saved path of a leaf -> the leaf of the model that it is or, of state, follows; and why
-        leaves of this side have none on the other."""
-        names = {saved: path for path, saved in layout.model.items()}
-        for path, owner, _ in mirrored(parameters_of(shapes, layout.api), layout.optimizer):
-            names[layout.optimizer[path]] = owner
-        states = {*layout.optimizer.values()} if self._stuck else set()
-        stuck = _Open("undecided")
-        return names, (
-            lambda saved: (
-                stuck if saved in states else self._why_open(names.get(saved)) or otherwise
-            )
-        )
 
     # What is decided.
 
@@ -755,10 +735,10 @@ def _copies_of_parameters(
     return found
 
 
-def _mirrors(leaves: Iterable[Path], parameters: Iterable[Path]) -> set[Path]:
-    """The leaves of an optimizer's state that follow some of these parameters."""
-    found = mirrored(dict.fromkeys(parameters, ()), dict.fromkeys(leaves))
-    return {path for path, _, _ in found}
+def _owners_of(layout: Layout, shapes: Mapping[Path, Shape]) -> dict[Path, Path]:
+    """The parameters that optimizer state follows: by its saved path."""
+    found = mirrored(parameters_of(shapes, layout.api), layout.optimizer)
+    return {layout.optimizer[path]: owner for path, owner, _ in found}
 
 
 def _applied_notes(found: LeafMap) -> list[str]:

@@ -4,10 +4,10 @@ optimizer's state and the step counter are. Pure: it looks at paths, dtypes and 
 Three things decide. First the keys at the top, as the containers that people save have them
 (`params` beside `batch_stats`, a `TrainState`, an `nnx.Optimizer`, a dict with `model`). Then what
 one of the APIs writes and the other does not: names like `Dense_0`, streams of random numbers, a
-node that holds parameters and statistics together. Last, two or more things that are only likely
-under one API. A level named `value` alone decides nothing: Orbax writes one for each of Linen's
-boxes and for each of NNX's variables. Where nothing speaks against it, what is converted to one API
-is of the other one. Where several readings remain, an error tells all of them.
+node that holds parameters and statistics together. A level named `value` decides nothing: Orbax
+writes one for each of Linen's boxes and for each of NNX's variables. Last, what is converted to one
+API is of the other one, unless something speaks against it. If several readings remain, an error
+lists all of them.
 """
 
 import collections
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.arrays.boxes import Shape
-from reshard.convert.module_tree import AUTOMATIC
+from reshard.convert.module_tree import AUTOMATIC, AUXILIARY
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import Path, as_python, format_glob, format_key, format_path
 
@@ -231,7 +231,7 @@ KINDS = {
     "nnx-model-and-optimizer": "`nnx.ModelAndOptimizer`: `model`, `opt_state` and `step`",
     "nnx-model": "a state below `model`, perhaps beside `optimizer`",
 }
-_OPTIMIZERS = ("opt_state", "optimizer", "opt", "optimizer_state")
+OPTIMIZERS = ("opt_state", "optimizer", "opt", "optimizer_state")
 
 
 class Training(NamedTuple):
@@ -254,7 +254,7 @@ class Training(NamedTuple):
 
 def training(top: Node) -> Training:
     """What the tree has beside a model."""
-    name = next((name for name in _OPTIMIZERS if _is_state(name, top.get(name))), None)
+    name = next((name for name in OPTIMIZERS if _is_state(name, top.get(name))), None)
     root, state, wrapped = None, None, False
     steps = [("step", top.get("step"))]
     if name is not None:
@@ -325,7 +325,7 @@ def collection_roots(top: Node, beside: Training, nested: bool) -> dict[Path, st
         if name in ("params", *beside.names) or not is_mapping(node):
             continue
         inner = node if isinstance(node, dict) else {}
-        if name == "nnx_aux" and is_mapping(inner.get("model")):
+        if name == AUXILIARY and is_mapping(inner.get("model")):
             roots[name, "model"] = name
         elif name in COLLECTIONS:
             roots[(name,)] = name
@@ -380,30 +380,23 @@ class Evidence:
       linen: what Linen writes.
       proof: what only NNX writes, whatever names there are.
       nnx: what NNX writes.
-      likely: what is likely under NNX, and counts from two on.
     """
 
     linen: list[str] = dataclasses.field(default_factory=list)
     proof: list[str] = dataclasses.field(default_factory=list)
     nnx: list[str] = dataclasses.field(default_factory=list)
-    likely: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def for_nnx(self) -> list[str]:
         """All that speaks for NNX."""
-        return self.proof + self.nnx + self.likely
-
-    @property
-    def maybe_nnx(self) -> bool:
-        """Whether enough speaks for NNX."""
-        return bool(self.proof or self.nnx or len(self.likely) > 1)
+        return self.proof + self.nnx
 
     @property
     def api(self) -> str | None:
         """The API, if it is decided."""
-        if self.proof or (self.maybe_nnx and not self.linen):
+        if self.proof or (self.nnx and not self.linen):
             return "nnx"
-        return "linen" if self.linen and not self.maybe_nnx else None
+        return "linen" if self.linen and not self.nnx else None
 
 
 def model_marks(top: Any, at: Path = ()) -> Evidence:
@@ -424,19 +417,14 @@ def model_marks(top: Any, at: Path = ()) -> Evidence:
         (marks.nnx, "norm", "holds parameters and statistics together"),
         (marks.nnx, "attention", "holds parameters and a cache together"),
         (marks.nnx, "tuple", "is a tuple as a key"),
-        (marks.likely, "list", "has positions as keys, as `nnx.List` does"),
-        (marks.likely, "keyword", "is how an attribute avoids a keyword"),
     ):
         reasons += [f"{named(found[mark])} {words}"] if mark in found else []
-    arrays = [leaf for leaf in leaves_of(top) if leaf.is_array]
-    standard = [leaf for leaf in arrays if leaf.is_standard]
+    standard = [leaf for leaf in leaves_of(top) if leaf.is_array and leaf.is_standard]
     held = next((leaf.path for leaf in standard if leaf.lone is not None), None)
     bare = next((leaf.path for leaf in standard if leaf.lone is None), None)
     if held and bare:
         words = f"{named(held)} is in a box and {named(bare)} is not"
         marks.linen.append(f"{words}, where NNX has variables throughout")
-    elif arrays and all(leaf.lone is not None for leaf in arrays):
-        marks.likely.append("each array is in a `value` level, as NNX's variables are")
     return marks
 
 
@@ -447,8 +435,6 @@ def _node_marks(path: Path, node: Node) -> Iterator[tuple[str, Path]]:
             yield "no attribute", (*path, key)
         elif key.startswith("(") and key.endswith(")"):
             yield "tuple", (*path, key)
-        elif key.endswith("_") and keyword.iskeyword(key[:-1]):
-            yield "keyword", (*path, key)
         elif isinstance(below, dict) and AUTOMATIC.fullmatch(key) and not array(below):
             yield "automatic", (*path, key)
     if BOOKKEEPING in node:
@@ -461,8 +447,6 @@ def _node_marks(path: Path, node: Node) -> Iterator[tuple[str, Path]]:
             yield "norm", path
         if {"cached_key", "cached_value"} <= arrays and "query" in node:
             yield "attention", path
-    if all(key.isdecimal() for key in node):
-        yield "list", path
 
 
 def is_stream(node: Any) -> bool:
@@ -487,8 +471,6 @@ def add_training_marks(beside: Training, marks: Evidence) -> None:
             if filled and all(key.isdecimal() for key in states):
                 words = "has positions as keys, and only those with a value"
                 marks.nnx.append(f"{where} {words}, as `nnx.Optimizer` does")
-    if beside.step is not None and dtype_name(beside.step) == "uint32":
-        marks.likely.append(f"{named(beside.step.path)} is uint32, as `nnx.Optimizer` counts")
 
 
 _WHOLE = ("linen-params", "nnx-state", "nnx-pure-dict")  # the tree is the model
@@ -570,26 +552,20 @@ def _decide(
     trained = beside.root is not None or beside.wrapped
     if BOOKKEEPING in root and not trained and not (model and beside.names):
         return "nnx-state", ["the tree is a module that was saved itself (`_pytree__state`)"]
-    if is_mapping(params) and not is_stream(params):
+    collections = all(key in COLLECTIONS and is_mapping(node) for key, node in top.items())
+    if collections or (is_mapping(params) and not is_stream(params)):
         return _decide_linen(top, beside, leaves, api)
     if isinstance(model, dict) and (beside.names or not _others(top, beside)):
         return _decide_model(model, top, beside, api)
     if trained or (list(top) == ["step"] and dtype_name(top["step"]) == "uint32"):
         return _decide_optimizer(top, beside, api)
-    if all(key in COLLECTIONS and is_mapping(node) for key, node in top.items()):
-        return _decide_linen(top, beside, leaves, api)
     marks = model_marks(top)
     _check_top(top, ("opt_state",) if marks.proof else ("opt_state", "params"))
-    if marks.api == "linen":
-        return "linen-params", marks.linen
-    kinds = _nnx_kinds(leaves)
-    if marks.api == "nnx" and len(kinds) == 1 and not isinstance(model, dict):
-        return kinds[0], marks.for_nnx
-    readings = [] if marks.api else [_reading("linen-params", marks.linen)]
-    readings += [_reading(kind, marks.for_nnx) for kind in kinds]
+    readings = [_Reading("linen-params", marks.linen)]
+    readings += [_Reading(kind, marks.for_nnx) for kind in _nnx_kinds(leaves)]
     if isinstance(model, dict):
-        readings.append(_reading("nnx-model", ["`model` is at the top"]))
-    return _by_direction(readings, marks, api)
+        readings.append(_Reading("nnx-model", ["`model` is at the top"]))
+    return _chosen(readings, marks, api)
 
 
 def _decide_linen(
@@ -601,7 +577,7 @@ def _decide_linen(
     roots = collection_roots(top, beside, nested)
     if nested:
         params, at = child(params, "params"), ("params", "params")
-    if "nnx_aux" in roots.values():
+    if AUXILIARY in roots.values():
         kind, reason = "maxtext", "`nnx_aux` is beside `params`, as MaxText's runs of NNX save it"
     elif len(at) > 1:
         kind, reason = "linen-train-state", "`params/params`: all variables are below `params`"
@@ -612,19 +588,13 @@ def _decide_linen(
     marks = model_marks(params, at)
     add_training_marks(beside, marks)
     why = [reason, *marks.linen]
-    if not marks.maybe_nnx:
-        if nested:
-            check_variables(top["params"], beside)
-        return kind, why
-    readings = [_reading(kind, why)]
-    if kind == "linen-variables":
-        readings += [_reading(other, marks.for_nnx) for other in _nnx_kinds(leaves)]
-    else:
-        below, inside = format_path(at), [leaf for leaf in leaves if leaf.keys[: len(at)] == at]
-        for other in _nnx_kinds(inside):
-            hint = _moved_up(below, other)
-            readings.append(_Reading(f"{other} below `{below}`", marks.for_nnx, "nnx", hint))
-    raise _ambiguous(readings, api)
+    if marks.for_nnx:
+        whole = _nnx_kinds(leaves) if kind == "linen-variables" else ["NNX's"]
+        readings = [_Reading(kind, why), *(_Reading(other, marks.for_nnx) for other in whole)]
+        raise _ambiguous(readings, api)
+    if nested:
+        check_variables(top["params"], beside)
+    return kind, why
 
 
 def _decide_model(
@@ -636,21 +606,14 @@ def _decide_model(
     variables = is_mapping(model.get("params"))
     if variables:
         marks.linen.append("`model/params` is a collection")
-    if beside.names:
-        marks.likely.append(f"`model` is beside {_names(beside)}")
     both = beside.root == ("opt_state",) or dtype_name(top.get("step")) == "uint32"
-    kind = "nnx-model-and-optimizer" if both else "nnx-model"
-    if marks.api == "nnx":
-        return kind, marks.for_nnx
+    readings = [_Reading("nnx-model-and-optimizer" if both else "nnx-model", marks.for_nnx)]
+    if not variables and not beside.names:
+        readings.append(_Reading("linen-params", marks.linen))
     what, new = ("variables", "") if variables else ("parameters", "params/")
     hint = f'reshard.rename(ckpt, [("^model/", "{new}")])'
-    readings = [_reading(kind, marks.for_nnx)] if marks.api is None else []
-    if not variables and not beside.names:
-        readings.append(_reading("linen-params", marks.linen))
-    if readings:
-        below = _Reading(f"Linen's {what} below `model`", marks.linen, "linen", hint)
-        return _by_direction([*readings, below], marks, api)
-    raise TreeMismatchError(f"no layout has Linen's {what} below `model`", marks.linen, [hint])
+    readings.append(_Reading(f"Linen's {what} below `model`", marks.linen, hint))
+    return _chosen(readings, marks, api)
 
 
 def _decide_optimizer(top: Node, beside: Training, api: str | None) -> tuple[str, list[str]]:
@@ -661,16 +624,15 @@ def _decide_optimizer(top: Node, beside: Training, api: str | None) -> tuple[str
     if not others:
         _check_top(top, ("opt_state",))
     if top.keys() - {"opt_state", "step"}:
-        above = "model/" if marks.maybe_nnx else "params/"
+        above = "model/" if marks.for_nnx else "params/"
         raise TreeMismatchError(
             "there is the state of an optimizer, but neither `params` nor `model`",
             [f"at the top there is {named(*((key,) for key in top))}"],
             [f"reshard.rename(ckpt, {as_python([(_beginning(key), above)])})" for key in others],
         )
     if marks.linen:
-        optimizer = _reading("nnx-optimizer", marks.for_nnx)
-        linen = _Reading("a Linen train state without `params`", marks.linen, "linen")
-        raise _ambiguous([linen, optimizer], api)
+        linen = _Reading("a Linen train state without `params`", marks.linen)
+        raise _ambiguous([linen, _Reading("nnx-optimizer", marks.for_nnx)], api)
     return "nnx-optimizer", [f"there is nothing but {_names(beside)}", *marks.for_nnx]
 
 
@@ -716,47 +678,46 @@ def _lifted(glob: str, beginning: str) -> str:
     )
 
 
-def _moved_up(below: str, kind: str) -> str:
-    """How to read what is below a key as a tree of its own."""
-    return f'{_lifted(f"{below}/**", f"^{below}/")} with layout="{kind}"'
-
-
 class _Reading(NamedTuple):
-    """What a tree may be: a kind or something else, what speaks for it, the API, what says so."""
+    """What a tree may be: a kind or something else; what speaks for it; what selects it, if that
+    is not the layout."""
 
     name: str
     why: Sequence[str]
-    api: str
     hint: str = ""
 
+    @property
+    def api(self) -> str:
+        return "nnx" if self.name.lower().startswith("nnx") else "linen"
 
-def _reading(kind: str, reasons: Sequence[str]) -> _Reading:
-    api = "nnx" if kind.startswith("nnx") else "linen"
-    return _Reading(kind, reasons, api, f"layout={as_python(kind)}")
 
-
-def _by_direction(
+def _chosen(
     readings: Sequence[_Reading], marks: Evidence, api: str | None
 ) -> tuple[str, list[str]]:
-    """The one kind that is of the API that is converted from, if nothing speaks against that API;
-    raises TreeMismatchError if there is none, or another reading of that API."""
-    against = marks.linen if api == "nnx" else marks.maybe_nnx
-    fitting = [reading for reading in readings if reading.api == api]
-    if against or len(fitting) != 1 or fitting[0].name not in KINDS:
-        raise _ambiguous(readings if against or len(fitting) < 2 else fitting, api)
-    told = "NNX" if api == "nnx" else "Linen"
-    why = f"the conversion is from {told}, and nothing speaks against it"
-    return fitting[0].name, [*fitting[0].why, why]
+    """The one kind that is of the API that the marks decide; or, if there are none, of the API
+    that is converted from. Raises TreeMismatchError if that is no kind, or several."""
+    decided, why = marks.api, []
+    if not marks.linen and not marks.for_nnx and api is not None:
+        decided = api
+        name = "NNX" if api == "nnx" else "Linen"
+        why = [f"the conversion is from {name}, and nothing speaks against it"]
+    fitting = [reading for reading in readings if decided in (None, reading.api)]
+    if len(fitting) > 1:
+        raise _ambiguous(fitting, api)
+    if fitting[0].name not in KINDS:
+        name, reasons, hint = fitting[0]
+        raise TreeMismatchError(f"no layout has {name}", reasons, [hint])
+    return fitting[0].name, [*fitting[0].why, *why]
 
 
 def _ambiguous(readings: Sequence[_Reading], api: str | None = None) -> TreeMismatchError:
     """The error: with what says that it is this or that, as far as it goes with the direction."""
-    names = " or as ".join(reading.name for reading in readings)
-    fitting = [reading for reading in readings if reading.api == api]
+    fitting = [reading for reading in readings if reading.api == api] or readings
+    hints = [r.hint or f"layout={as_python(r.name)}" for r in fitting if r.hint or r.name in KINDS]
     return TreeMismatchError(
-        f"the tree can be read as {names}",
-        [f"{name}: {'; '.join(why) or 'nothing against it'}" for name, why, _, _ in readings],
-        [reading.hint for reading in fitting or readings if reading.hint],
+        f"the tree can be read as {' or as '.join(reading.name for reading in readings)}",
+        [f"{name}: {'; '.join(why) or 'nothing against it'}" for name, why, _ in readings],
+        hints,
     )
 
 
@@ -802,7 +763,7 @@ def _read(
             rest.append(leaf.path)
             others += [leaf] if leaf.is_array else []
     if linen:
-        own = {root: model[root] for root, begin in roots.items() if begin != ("nnx_aux",)}
+        own = {root: model[root] for root, begin in roots.items() if begin != (AUXILIARY,)}
         boxes = Boxes(own)
         in_model, in_optimizer = boxes.hold, boxes.hold
         if boxes.ambiguous:
@@ -851,7 +812,7 @@ def _objections(
         ("linen-variables", beside.root, f"{named(beside.root or ())} is at the top"),
         ("linen-variables", not roots, "no collection is at the top"),
         (("linen-train-state", "maxtext"), not params, "there is no `params` at the top"),
-        ("maxtext", ("nnx_aux",) not in roots.values(), "there is no `nnx_aux/model`"),
+        ("maxtext", (AUXILIARY,) not in roots.values(), "there is no `nnx_aux/model`"),
         ("nnx-state", not held and not modules, "no array is in a `value` level"),
         ("nnx-pure-dict", variables, f"{named(*variables[:1])} is in a `value` level"),
         ("nnx-optimizer", more, f"there is more at the top: {named(*more)}"),
@@ -868,11 +829,9 @@ def _variables(
     kinds = {"nnx-state": [True], "nnx-pure-dict": [False]}
     in_model = kinds.get(kind) or in_variables(model)
     if len(in_model) > 1:
+        up = _lifted("model/**", "^model/")
         raise _ambiguous(
-            [
-                _Reading(f"{kind} below `model`", [], "nnx", _moved_up("model", kind))
-                for kind in kinds
-            ]
+            [_Reading(f"{x} below `model`", [], f'{up} with layout="{x}"') for x in kinds]
         )
     in_optimizer = in_variables(optimizer)
     if len(in_optimizer) > 1:

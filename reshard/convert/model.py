@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from reshard.arrays.boxes import Shape
-from reshard.convert.layout import Layout, detect
+from reshard.convert.layout import OPTIMIZERS, Layout, detect
 from reshard.convert.module_tree import (
     AUTOMATIC,
+    AUXILIARY,
     GIVEN,
     OWN,
     Leaf,
@@ -104,7 +105,7 @@ def target_tree_of(model: Any, api: str, role: str = "the model to convert to") 
         layout = detect(values, _linen_kind(values))
         arrays = {path: values[saved] for path, saved in layout.model.items()}
         return TargetTree(leaves, random, layout, linen_outline(arrays, classes))
-    place, outline = nnx_outline(state, orders)
+    place, outline = nnx_outline(state, orders, [*held.values()])
     return TargetTree(leaves, random, detect(values, _nnx_kind(values, place)), outline)
 
 
@@ -170,6 +171,8 @@ def _linen_kind(leaves: Mapping[Path, Any]) -> str:
     top = {str(path[0]) for path in leaves if path}
     if "params" not in top:
         return "linen-params"
+    if AUXILIARY in top:
+        return "maxtext"
     return "linen-train-state" if top & {"opt_state", "step"} else "linen-variables"
 
 
@@ -258,13 +261,16 @@ def _is_named(module: Any) -> bool:
     return int(automatic[2]) >= counted.get(automatic[1], 0)
 
 
-def nnx_outline(state: Any, orders: Orders | None = None) -> tuple[Path, Module]:
+def nnx_outline(
+    state: Any, orders: Orders | None = None, leaves: Sequence[StateLeaf] | None = None
+) -> tuple[Path, Module]:
     """The outline of the NNX model in a state.
 
     Args:
       state: an NNX module, abstract or real, alone, in a `ModelAndOptimizer`, or beside optimizers
         in a dict or tuple; or a state without modules, of which only the paths are known.
       orders: as `definition_orders` noted them while the state was made.
+      leaves: those of the state, if they are known.
 
     Returns:
       The path of the model in the state, and its outline, with paths relative to that.
@@ -275,7 +281,7 @@ def nnx_outline(state: Any, orders: Orders | None = None) -> tuple[Path, Module]
     from flax import nnx
 
     places = _modules(state)
-    leaves = flatten_state(state).leaves
+    leaves = flatten_state(state).leaves if leaves is None else leaves
     if not places:
         return (), path_outline({leaf.path: leaf.value for leaf in leaves if leaf.is_array})
     found = []
@@ -297,14 +303,23 @@ def nnx_outline(state: Any, orders: Orders | None = None) -> tuple[Path, Module]
 
 
 def _modules(state: Any) -> list[tuple[Path, Any]]:
-    """The NNX modules and optimizers in a pytree, with their paths."""
+    """The NNX modules and optimizers in a pytree, with their paths; of a module that holds the
+    model and its optimizer, these two."""
     import jax
     from flax import nnx
 
     nodes, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda node: isinstance(node, nnx.Pytree | nnx.Variable)
     )
-    return [(key_path(keys), node) for keys, node in nodes if _is_module(node)]
+    found = []
+    for keys, node in nodes:
+        path, held = key_path(keys), vars(node) if _is_module(node) else {}
+        parts = [name for name in OPTIMIZERS if isinstance(held.get(name), nnx.Optimizer)]
+        if parts and _is_module(held.get("model")):
+            found += [((*path, name), held[name]) for name in ("model", *parts)]
+        elif _is_module(node):
+            found.append((path, node))
+    return found
 
 
 class _Walk:

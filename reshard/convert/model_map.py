@@ -19,13 +19,13 @@ from reshard.convert.layout import COLLECTIONS, Layout
 from reshard.convert.leafmap import LeafMap, Source, Zeros, renaming
 from reshard.convert.map_rules import OPPOSITE, Map, apply_inverse, apply_map
 from reshard.convert.module_tree import (
-    Leaf,
     Module,
     bare_leaves,
+    by_path,
     classes_after,
     joined,
-    linen_outline,
-    path_outline,
+    modules_before,
+    outline,
     unlifted,
     without,
 )
@@ -77,11 +77,16 @@ class _Evidence:
 
     def __init__(self, said: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str):
         self._found = found
-        self._linen, self._nnx = _by_path(linen), _by_path(nnx)
+        self._linen, self._nnx = by_path(linen), by_path(nnx)
         made = said.made_of()
         before: tuple[dict, dict] = (made, {}) if to == "nnx" else ({}, made)
         # Paths that modules of both sides have without the map, by those that they have now.
-        self._was: tuple[dict[Keys, set[Keys]], ...] = ({}, {})
+        matched = found.map.made_of()
+        sides = ([path for inputs in matched.values() for path in inputs], matched)
+        self._was = tuple(
+            modules_before({path: before[side].get(path, (path,)) for path in paths}, 1 - side)
+            for side, paths in enumerate(sides)
+        )
         self._by_map: list[Pair] = []
         self._by_structure: list[Pair] = []
         turned = {_text(path) for path in _turned(said)}
@@ -89,15 +94,12 @@ class _Evidence:
         self._moved: set[Any] = set()
         self._unmoved: dict[Path, Any] = {}
         reached: set[Path] = set()
-        for output, inputs in found.map.made_of().items():
+        for output, inputs in matched.items():
             reached.update(inputs if to == "nnx" else [output])
-            ends: list[list[Keys]] = [[], []]
-            for side, paths in enumerate((inputs, [output])):
-                for path in paths:
-                    for source in before[side].get(path, (path,)):
-                        ends[side].append(_text(source))
-                        now, then = (_text(keys)[1 - side :] for keys in (path, source))
-                        _note_modules(now, then, self._was[side])
+            ends = [
+                [_text(source) for path in paths for source in before[side].get(path, (path,))]
+                for side, paths in enumerate((inputs, [output]))
+            ]
             # The names that a map gives say where leaves go just as well.
             renamed = ends != [list(map(_text, inputs)), [_text(output)]]
             pairs = [(one, other) for one in ends[0] for other in ends[1]]
@@ -166,7 +168,7 @@ class _Evidence:
                 values={path: known.values[path] for path in kept},
                 origin={path: known.origin[path] for path in kept},
             ),
-            abstentions=(*self._found.abstentions, *abstentions),
+            abstentions=[*self._found.abstentions, *abstentions],
         )
 
     def _ambiguity(self, pair: tuple[Path, Path], by_class: bool) -> Abstention | None:
@@ -255,25 +257,6 @@ def _text(path: Path) -> Keys:
     return tuple(map(str, path))
 
 
-def _by_path(module: Module) -> dict[Keys, Module]:
-    """The modules in one, by path: every path of those that have several."""
-    found: dict[Keys, Module] = {}
-    pending: list[tuple[Keys, Module]] = [((), module)]
-    while pending:
-        path, at = pending.pop()
-        found[path] = at
-        pending += [((*path, name), child) for name, child in at.children.items()]
-    return found
-
-
-def _note_modules(path: Keys, before: Keys, was: dict[Keys, set[Keys]]) -> None:
-    """Notes which modules a leaf is in, and was in before: the same one as long as what is below
-    has the same names."""
-    while path and before and path[-1] == before[-1]:
-        path, before = path[:-1], before[:-1]
-        was.setdefault(path, set()).add(before)
-
-
 def _like(outline: Mapping[Keys, Module], module: Keys, place: Keys) -> Keys | None:
     """The module around a place that could be this one as well, by its class or, if that is not
     known, by what is in it; None if it is the module itself, or none."""
@@ -345,7 +328,7 @@ class Side:
     @functools.cached_property
     def modules(self) -> Module:
         """Its modules, as far as they are known."""
-        return self.known or _outline(self.api, bare_leaves(self.shapes, self.dtypes))
+        return self.known or outline(self.api, bare_leaves(self.shapes, self.dtypes))
 
 
 def side_of(ckpt: Mapping[Path, Any], layout: Layout, known: Module | None = None) -> Side:
@@ -501,21 +484,17 @@ def _aligned(said: Said, start: Side, end: Side, gone: Collection[Path]) -> Alig
     before = {path: made.get(path, [path]) for path in rest}
     leaves = bare_leaves(rest, {path: start.dtypes[sources[0]] for path, sources in before.items()})
     if start.known is None:
-        modules = _outline(start.api, leaves)
+        modules = outline(start.api, leaves)
     elif start.api == "linen":
-        modules = linen_outline(leaves, classes_after(start.known, before))
+        modules = outline("linen", leaves, classes_after(start.known, before))
     else:
         moved = {path: leaf for path, leaf in leaves.items() if before[path] != [path]}
         kept = leaves.keys() - moved.keys()
         known = without(start.known, start.shapes.keys() - kept)
-        modules = joined(known, path_outline(moved))
+        modules = joined(known, outline("nnx", moved))
     there = without(end.modules, gone)
     found = align(modules, there) if start.api == "linen" else align(there, modules)
     if not said.map.origin:
         return found
     linen, nnx = (start, end) if start.api == "linen" else (end, start)
     return ordered(said.map, found, linen.modules, nnx.modules, said.to)
-
-
-def _outline(api: str, leaves: Mapping[Path, Leaf]) -> Module:
-    return linen_outline(leaves) if api == "linen" else path_outline(leaves)

@@ -25,6 +25,8 @@ _LIFT = re.compile(r"(Checkpoint|Jit|Vmap|Scan|Remat_scan|Fold_rngs)(?=_*[A-Z])"
 OWN = "'"
 # Begins the class of a Linen module with a name that only looks like one that Linen gives.
 GIVEN = "="
+# The collection of what only NNX has, below its paths there: MaxText's runs of NNX save it so.
+AUXILIARY = "nnx_aux"
 # Variables that hold random numbers.
 RNG_KINDS = ("RngState", "RngKey", "RngCount")
 
@@ -158,38 +160,61 @@ def path_outline(leaves: Mapping[Path, Any]) -> Module:
     return outline_below((), found)
 
 
+def outline(
+    api: str, leaves: Mapping[Path, Any], classes: Mapping[tuple[str, ...], str] | None = None
+) -> Module:
+    """The outline of a model of an API, of whose classes no more than these are known."""
+    return linen_outline(leaves, classes) if api == "linen" else path_outline(leaves)
+
+
 def outline_below(path: tuple[str, ...], leaves: Mapping[tuple[str, ...], Leaf]) -> Module:
     """The outline of a part of a model of which only paths are known."""
     entries = {inner: [leaf] for inner, leaf in leaves.items()}
     return _module(path, _nested(entries), lambda path: {})
 
 
+def by_path(module: Module) -> dict[tuple[str, ...], Module]:
+    """The modules in one, by path: every path of those that have several."""
+    found: dict[tuple[str, ...], Module] = {}
+    pending: list[tuple[tuple[str, ...], Module]] = [((), module)]
+    while pending:
+        path, at = pending.pop()
+        found[path] = at
+        pending += [((*path, name), child) for name, child in at.children.items()]
+    return found
+
+
+def modules_before(
+    leaves: Mapping[Path, Collection[Path]], begin: int
+) -> dict[tuple[str, ...], dict[tuple[str, ...], None]]:
+    """The paths of modules after a map has given leaves other paths -> their paths before: a module
+    is still the same if leaves have the same names in it.
+
+    Args:
+      leaves: path of a leaf -> the paths that it comes from.
+      begin: where the path of a module begins in that of a leaf, in Linen behind the collection.
+    """
+    found: dict[tuple[str, ...], dict[tuple[str, ...], None]] = {}
+    for path, sources in leaves.items():
+        for source in sources:
+            here, there = tuple(map(str, path[begin:])), tuple(map(str, source[begin:]))
+            while here and there and here[-1] == there[-1]:
+                here, there = here[:-1], there[:-1]
+                found.setdefault(here, {})[there] = None
+    return found
+
+
 def classes_after(
     module: Module, leaves: Mapping[Path, Collection[Path]]
 ) -> dict[tuple[str, ...], str]:
     """The classes of Linen modules after a map has given leaves other paths, as `linen_outline`
-    takes them.
-
-    Args:
-      module: the outline before.
-      leaves: path of a leaf -> the paths that it comes from. A module is still the same if leaves
-        have the same names in it.
-    """
-    before: dict[tuple[str, ...], Module] = {}
-    pending = [module]
-    while pending:
-        at = pending.pop()
-        before[at.path] = at
-        pending += at.children.values()
-    found: dict[tuple[str, ...], str] = {}
-    for path, sources in leaves.items():
-        for source in sources:
-            here, there = tuple(map(str, path[1:])), tuple(map(str, source[1:]))
-            while here and there and here[-1] == there[-1]:
-                here, there = here[:-1], there[:-1]
-                was = before.get(there, Module(there))
-                given = was.kind and was.index is None and here[-1:] == there[-1:]
-                found.setdefault(here, f"{GIVEN if given else ''}{was.kind}")
+    takes them. Arguments: the outline before; the leaves as `modules_before` takes them."""
+    known, found = by_path(module), {}
+    for here, before in modules_before(leaves, 1).items():
+        there = next(iter(before))
+        was = known.get(there, Module(there))
+        given = was.kind and was.index is None and here[-1:] == there[-1:]
+        found[here] = f"{GIVEN if given else ''}{was.kind}"
     return found
 
 
@@ -208,6 +233,8 @@ def joined(module: Module, other: Module) -> Module:
 
 def without(module: Module, paths: Collection[Path]) -> Module:
     """An outline less some leaves. Modules stay, and count, even if nothing is left in them."""
+    if not paths:
+        return module
     gone = {tuple(map(str, path)) for path in paths}
     made: dict[int, Module] = {}
 
@@ -238,15 +265,15 @@ def inside(module: Module, keys: tuple[str, ...]) -> Module:
         start = 0 if path[: len(keys)] == keys else 1  # behind the collection
         return path[:start] + path[start + len(keys) :]
 
-    def outline(at: Module) -> Module:
+    def without_level(at: Module) -> Module:
         held = {
             name: tuple(dataclasses.replace(leaf, path=moved(leaf.path)) for leaf in leaves)
             for name, leaves in at.leaves.items()
         }
-        children = {name: outline(child) for name, child in at.children.items()}
+        children = {name: without_level(child) for name, child in at.children.items()}
         return dataclasses.replace(at, path=moved(at.path), children=children, leaves=held)
 
-    return module if found is None else outline(found)
+    return module if found is None else without_level(found)
 
 
 @functools.lru_cache(maxsize=1024)
