@@ -23,7 +23,6 @@ from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, Output, Source, Value, Zeros, renaming
-from reshard.convert.map_rules import Map
 from reshard.convert.mapfile import read_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Said, Side, by_map, model_map, side_of
@@ -41,7 +40,6 @@ from reshard.convert.suggestions import (
     Level,
     covering_globs,
     hints_for,
-    layer_rules,
     level_above,
     shown_once,
 )
@@ -273,15 +271,11 @@ class _Work:
             level = level_above(self._ckpt, layout, target_side, own, placed)
             if level is not None:
                 raise self._misplaced(init, level)
-        rules = rules or Map("", (), to="nnx")
-        if found.abstentions and not rules.rules and (rules.to or self._to) == "nnx":
-            entries = layer_rules(found.abstentions, rules, source_side, target_side, own)
-            found = dataclasses.replace(found, abstentions=entries)
         self._notes += shown_once(
             f"{listed(one)} are {listed(other)} by their numbers"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
         )
-        self._undecided(found, said)
+        self._undecided(found, said, source_side, target_side)
         self._groups = tuple(group for group in found.groups if group not in found.numbered)
         return _Part(model), initial
 
@@ -321,7 +315,7 @@ class _Work:
             self._notes.append(f"the model's own initial value, as `optional` says: {told}")
         return named | may
 
-    def _undecided(self, found: Alignment, said: Said) -> None:
+    def _undecided(self, found: Alignment, said: Said, source: Side, target: Side) -> None:
         """Adds what structure does not decide of leaves beside what a map says, which may be one
         for the other direction."""
         self._problems += shown_once(entry.told(self._to) for entry in found.mismatches)
@@ -337,9 +331,7 @@ class _Work:
             self._open |= dict.fromkeys(
                 (*(leaf.path for leaf in entry.linen), entry.nnx.path), told
             )
-        assert self._target is not None
-        known, there = self._other is not None, self._target.shapes()
-        self._hints += hints_for(found.abstentions, said, self._to, known, self._shapes, there)
+        self._hints += hints_for(found.abstentions, said, source, target, self._other is not None)
 
     # What follows the model.
 

@@ -15,7 +15,7 @@ all that it matches of the paths that there ever are.
 import collections
 import re
 import tomllib
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.arrays import operations
@@ -24,7 +24,7 @@ from reshard.arrays.operations import Operation
 from reshard.convert.leafmap import LeafMap, Row, Source, Value, Zeros
 from reshard.convert.map_rules import apply_map, inverse
 from reshard.convert.mapfile import map_of
-from reshard.convert.replacement import PathTemplate, toml_text
+from reshard.convert.replacement import Group, PathTemplate, toml_text
 from reshard.errors import ReshardError, TreeMismatchError
 from reshard.tree import Path, format_glob, format_path, glob_text, named_by
 
@@ -49,6 +49,8 @@ Setting = tuple[str, Any] | None
 _DIGITS = re.compile(r"(\d+)")
 # A text with its numbers at odd places; None where they count the pieces of a whole.
 Parted = tuple[str | None, ...]
+# Of a number in a line: which side, which text of it, and where in that.
+_Place = tuple[int, int, int]
 
 
 class Block(NamedTuple):
@@ -171,6 +173,52 @@ def _rule_text(row: Row, setting: Setting, block: Block) -> str:
     if paths and not parts:
         lines.append(_assigned("to", paths[0]))
     return "\n".join(lines) + "\n"
+
+
+def rules_of(rows: Sequence[Row], leaves: Mapping[Path, Shape]) -> list[str]:
+    """Rules for rows on leaves of these shapes."""
+    settings = [_setting(row.operation, [leaves[path] for path in row.inputs]) for row in rows]
+    blocks = blocks_of(rows, list(map(repr, settings)), leaves)
+    return [_rule_text(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks]
+
+
+def renaming_rules(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path]) -> list[str]:
+    """What rules say, less `[[rule]]`, that rename some of the leaves: paths before and after, and
+    whether these are of leaves, or else of modules."""
+    return [
+        f"{_assigned('from', block.inputs[0].pattern().text)}\n"
+        f"{_assigned('to', block.outputs[0].replacement(block.inputs[0]).text)}"
+        for block in _renamed(pairs, leaves)
+    ]
+
+
+def unstacking_rules(
+    pairs: Iterable[tuple[Path, Path]], leaves: Collection[Path], axes: Sequence[int]
+) -> list[str]:
+    """Rules that unstack modules, along the first of several axes that it may be: their paths, and
+    what those of the layers begin with."""
+    rules = []
+    for block in _renamed(((*pair, False) for pair in pairs), leaves):
+        before, after = block.inputs[0], block.outputs[0]
+        into = after.replacement(before).text.removesuffix("/") + rf"{{}}/\{len(before.groups) + 1}"
+        lines = ["[[rule]]", _assigned("from", f"{before.pattern().text}(.*)$")]
+        lines.append(_assigned("unstack", {"axis": axes[0], "into": into}))
+        others = " or ".join(map(str, axes[1:]))  # the shapes do not tell
+        rules.append("\n".join(lines) + (f"  # or axis = {others}" if others else "") + "\n")
+    return rules
+
+
+def _renamed(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path]) -> list[Block]:
+    """Paths before and after, and whether they are of leaves, as few blocks."""
+    groups: dict[Hashable, list[_Line]] = {}
+    ever = {*leaves}
+    for place, (before, after, whole) in enumerate(dict.fromkeys(pairs)):
+        line = _Line((place,), ((_parted(before),), (_parted(after),)), whole=whole)
+        groups.setdefault(line.letters, []).append(line)
+        ever.add(after if whole else (*after, "_"))
+    paths = _Paths((), ever)
+    blocks = [block for lines in groups.values() for block in paths.folded(lines, shift=True)]
+    return sorted(blocks, key=lambda block: min(block.rows))
 
 
 def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
@@ -322,13 +370,27 @@ def _parted(path: Path) -> Parted:
     return tuple(_DIGITS.split(format_path(path)))
 
 
-def _block(lines: Sequence[_Line], numbers: Mapping[tuple[int, int, int], int]) -> Block:
+def _groups(varying: Mapping[_Place, Sequence[Any]], shift: bool) -> dict[_Place, Group]:
+    """Groups for places where numbers vary, the same one for the same numbers. `shift`: also for
+    those that differ from others by as much everywhere."""
+    first: dict[Any, tuple[int, int]] = {}
+    groups = {}
+    for place, column in varying.items():
+        plain = shift and all(str(int(number)) == number for number in column)
+        start = int(column[0]) if plain else 0
+        steps = tuple(int(number) - start for number in column) if plain else column
+        group, base = first.setdefault(steps, (len(first) + 1, start))
+        groups[place] = Group(group, start - base)
+    return groups
+
+
+def _block(lines: Sequence[_Line], numbers: Mapping[_Place, Group]) -> Block:
     """Lines as a block, with groups for the numbers at some places."""
     sides: tuple[list[PathTemplate], list[PathTemplate]] = ([], [])
     for side, texts in enumerate(lines[0].sides):
         for at, text in enumerate(texts):
             pieces = [
-                numbers.get((side, at, place), 0 if piece is None else piece)
+                numbers.get((side, at, place), Group(0) if piece is None else piece)
                 for place, piece in enumerate(text)
             ]
             whole = lines[0].whole
@@ -349,8 +411,9 @@ class _Paths:
                 text = format_path(path) + "/" * (not whole)
                 self._known.setdefault((whole, _parted(path)[::2]), []).append(text)
 
-    def folded(self, lines: Sequence[_Line]) -> list[Block]:
-        """Lines that differ in numbers alone as few blocks."""
+    def folded(self, lines: Sequence[_Line], shift: bool = False) -> list[Block]:
+        """Lines that differ in numbers alone as few blocks. `shift`: some may count from another
+        number than others."""
         if not lines:
             return []
         first = lines[0]
@@ -361,22 +424,23 @@ class _Paths:
             for place in range(1, len(text), 2)
             if len({*(column := tuple(line.sides[side][at][place] for line in lines))}) > 1
         }
-        groups = {column: n for n, column in enumerate(dict.fromkeys(varying.values()), 1)}
-        block = _block(lines, {key: groups[column] for key, column in varying.items()})
-        if self._fits(lines, block, len(groups)):
+        groups = _groups(varying, shift)
+        count = len({group for group, _ in groups.values()})
+        block = _block(lines, groups)
+        if self._fits(lines, block, count):
             return [block]
-        if not groups:
+        if not count:
             return [_block([_line(self._rows[first.rows[0]], first.rows[0], False)], {})]
         # Numbers that are not on both sides, or else those that there are fewest of, stay.
-        common = {*groups}
-        for side, texts in enumerate(first.sides):
-            for at in range(len(texts)):
-                common &= {c for (*where, _), c in varying.items() if where == [side, at]}
-        column = min(groups, key=lambda column: (column in common, len({*column})))
+        sides: dict[Any, set[tuple[int, int]]] = {}
+        for key, column in varying.items():
+            sides.setdefault(column, set()).add(key[:2])
+        most = sum(map(len, first.sides))
+        column = min(sides, key=lambda column: (len(sides[column]) == most, len({*column})))
         parts: dict[str | None, list[_Line]] = {}
         for line, number in zip(lines, column, strict=True):
             parts.setdefault(number, []).append(line)
-        return [block for part in parts.values() for block in self.folded(part)]
+        return [block for part in parts.values() for block in self.folded(part, shift)]
 
     def _fits(self, lines: Sequence[_Line], block: Block, count: int) -> bool:
         """Whether all paths of a block have so many groups, on each side in one order, and its
