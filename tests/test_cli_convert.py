@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import reshard
 from reshard.cli.model_argument import build_target
 from reshard.cli.subprocess_model import run_in_subprocess
-from reshard.convert import mapfile
+from reshard.convert import map_writer
 from reshard.convert.conversion import conversion
 from reshard.convert.outputs import OutputComparison
 from reshard.tree import format_path
@@ -220,7 +220,7 @@ memory   # in flight at most
 load     read amplification on the new mesh: 1.00x before, 1.00x after
 """
 EMITTED = f"""\
-{mapfile._HEADER}{mapfile._ORIGINS}
+{map_writer._HEADER}{map_writer._ORIGINS}
 to = 'nnx'
 init = ['dropout/rngs/count', 'dropout/rngs/key']
 
