@@ -490,7 +490,8 @@ def test_equal_outputs_clear_what_went_by_order(run, folder, monkeypatch):
 
 
 def test_an_emitted_map_says_the_same_again(run, folder):
-    """With a model, without, and backwards; it is emitted by a dry run, and not for a refusal."""
+    """With a model, without, and backwards; it is emitted by a dry run. Of a refusal it says what
+    is decided, and what is to be done."""
     done(convert(run, "--emit-map", "whole.toml", "--dry-run"))
     assert (folder / "whole.toml").read_text() == EMITTED
     assert (
@@ -499,6 +500,11 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     )
     ran = convert(run, "--emit-map", "refused.toml", "--drop", "params/Dense_1/bias")
     assert ran.status == 2
+    assert "hint: --map refused.toml, once each `TODO` in it is replaced: all else" in ran.err
+    assert "\ninit = ['TODO outer/bias', 'dr" in (folder / "refused.toml").read_text()
+    todo = run("convert", "run/1", "out", *TO_NNX, "--map", "refused.toml")
+    assert refusal(todo).startswith("Error: refused.toml: `TODO` is to be replaced\n  line ")
+    (folder / "refused.toml").unlink()
     whole = ("--map", "whole.toml")
     done(run("convert", "run/1", "out", "--to", "nnx", "--model", "models:training", *whole))
     made = without_random(load("out/default"))

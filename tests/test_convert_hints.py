@@ -659,11 +659,11 @@ def test_the_rule_for_gates_in_one_array_is_shown(turned, tmp_path):
     said, rule = hint.split(":\n", 1)
     assert said == "map_file=... decides, by a rule such as"
     assert rule == (
-        "      [[rule]]  # or in another order\n"
+        "      [[rule]]\n"
         r"      from = '^params/layer_(\d+)/gating_einsum$'"
         "\n"
         r"      unstack = { axis = 0, into = ['layers/\1/gate_proj/kernel', "
-        r"'layers/\1/up_proj/kernel'] }"
+        r"'layers/\1/up_proj/kernel'] }  # or in another order"
     )
     names = GATES[::-1] if turned else GATES
     file.write_text(swapped(rule) if turned else rule)

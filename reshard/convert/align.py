@@ -149,7 +149,7 @@ def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
         return None
     (axis,) = axes
     parts = tuple(other.path for other in by_shape[shapes[axis]])
-    rule = Row((leaf.path,), parts, Unstack(axis, len(parts)), "or in another order")
+    rule = Row((leaf.path,), parts, Unstack(axis, len(parts)))
     reason = f"one array for {len(parts)}, and nothing tells which part is which"
     return Abstention((leaf.path,), parts, reason, rule=rule)
 

@@ -8,6 +8,7 @@ Paths are relative to the model, or to the optimizer's state, until `_Work._whol
 
 import collections
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,10 +23,12 @@ from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
 from reshard.convert.layout import Layout, detect
-from reshard.convert.leafmap import LeafMap, Output, Source, Value, Zeros, renaming
+from reshard.convert.leafmap import LeafMap, Output, Row, Source, Value, Zeros, renaming
+from reshard.convert.map_rules import MapResult
+from reshard.convert.map_writer import draft_map
 from reshard.convert.mapfile import read_map
 from reshard.convert.model import TargetTree
-from reshard.convert.model_map import Said, Side, by_map, model_map, side_of
+from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.module_tree import inside
 from reshard.convert.optimizer import (
     Leaves,
@@ -224,6 +227,7 @@ class _Work:
         self._hints: list[str] = []
         # Leaves and modules that structure does not decide.
         self._open: dict[Path, _Open] = {}
+        self._apart: dict[Path, Row] = {}  # those of Linen's that are some of NNX's in one array
         self._surplus: list[Path] = []  # saved paths of leaves without a place
         self._differs: dict[Path, str] = {}  # by saved paths of leaves of the target
         self._stuck = False  # the optimizer's state cannot be carried along
@@ -239,7 +243,10 @@ class _Work:
         self._check(whole, names, model, optimizer, copies, initial)
         if self._problems:
             found = self._outcomes(whole, initial)
-            raise self._error(self._problems, self._hints, found)
+            error = self._error(self._problems, self._hints, found)
+            if self._target is not None:
+                error.draft = functools.partial(self._draft, model.map, chosen)
+            raise error
         return self._decision(whole, model, optimizer, copies, chosen, reset)
 
     # The model.
@@ -315,12 +322,14 @@ class _Work:
             self._notes.append(f"the model's own initial value, as `optional` says: {told}")
         return named | may
 
-    def _undecided(self, found: Alignment, said: Said, source: Side, target: Side) -> None:
+    def _undecided(self, found: Alignment, said: MapResult, source: Side, target: Side) -> None:
         """Adds what structure does not decide of leaves beside what a map says, which may be one
         for the other direction."""
         self._problems += shown_once(entry.told(self._to) for entry in found.mismatches)
         self._problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
+            if entry.rule is not None:
+                self._apart[entry.rule.inputs[0]] = entry.rule
             kind = "ambiguous"
             if not (entry.linen and entry.nnx):  # there is nothing that it may be
                 kind = "unexpected" if bool(entry.linen) == (self._to == "nnx") else "missing"
@@ -652,6 +661,32 @@ class _Work:
                 why = _Open("initial") if saved in initial else reason(saved)
                 found.append(Outcome((), place, why.kind, "", why.text))
         return found
+
+    def _draft(self, model: LeafMap, initial: set[Path]) -> str:
+        """The text of a map of the model's leaves that are decided, with what is to be done."""
+        assert self._target is not None
+        there, names = self._target.shapes(), self._target.layout.model
+        made = [path for path in model.values if path in model.origin and path in there]
+        decided = dataclasses.replace(
+            model,
+            values={path: model.values[path] for path in made},
+            origin={path: model.origin[path] for path in made},
+        )
+        used = {*decided.sources(), *decided.dropped, *decided.must_be_zero}
+        own = [path for path, saved in names.items() if saved in initial]
+        unfilled = [path for path in there if path not in {*made, *own}]
+        rows = []
+        for path, shape in self._shapes.items():
+            if path in self._apart:
+                rows.append(self._apart[path])
+            elif path not in used:
+                why = self._why_open(path)
+                alike = [p for p in unfilled if there[p] == shape]
+                near = [p for p in alike if self._why_open(p) == why] or alike
+                rows.append(Row((path,), tuple(near)))
+        near = {path for row in rows for path in row.outputs}
+        missing = [path for path in unfilled if path not in near]
+        return draft_map(decided, self._to, own, rows, missing)
 
     def _reasons(
         self, layout: Layout, shapes: Mapping[Path, Shape], otherwise: _Open

@@ -23,8 +23,14 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Operation
 from reshard.convert.leafmap import LeafMap, Row, Source, Value, Zeros
 from reshard.convert.map_rules import apply_map, inverse
-from reshard.convert.mapfile import map_of
-from reshard.convert.replacement import Group, PathTemplate, toml_text
+from reshard.convert.mapfile import TODO, map_of
+from reshard.convert.replacement import (
+    Group,
+    PathTemplate,
+    literal_replacement,
+    toml_text,
+    whole_path,
+)
 from reshard.errors import ReshardError, TreeMismatchError
 from reshard.tree import Path, format_glob, format_path, glob_text, named_by
 
@@ -41,7 +47,10 @@ _ORIGINS = """\
 # Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
 # the order of modules of one class (structure).
 """
+# What the user fills in in a path of a rule that is shown.
+NAME = "NAME"
 _WIDTH = 100
+_MAX_CANDIDATES = 8
 _JOINS = operations.Concat | operations.Stack
 _PARTS = operations.Split | operations.Unstack
 # The key and the value of a rule's operation.
@@ -63,7 +72,11 @@ class Block(NamedTuple):
 
 
 def write_map(
-    found: LeafMap, initial: Sequence[str] = (), to: str | None = None, own: Collection[Path] = ()
+    found: LeafMap,
+    initial: Sequence[str] = (),
+    to: str | None = None,
+    own: Collection[Path] = (),
+    others: Collection[Path] = (),
 ) -> str:
     """The text of a map file that `read_map` and `apply_map` make the same map of, and `inverse`
     and `apply_map` the way back. Rules that say more than their own leaves are not written.
@@ -73,6 +86,7 @@ def write_map(
       initial: globs of leaves of the target that keep the model's own initial value.
       to: the API that it converts to, `"nnx"` or `"linen"`.
       own: more leaves of the target that do.
+      others: leaves of either side that the map says nothing of.
 
     Raises:
       TreeMismatchError: a leaf is made of values that were given.
@@ -91,14 +105,45 @@ def write_map(
         settings.append(_setting(row.operation, inputs))
     resets = [Row((path,), (), None, "map") for path in own]
     globs = [block.inputs[0].glob for block in blocks_of(resets, [""] * len(resets), found.values)]
-    others = {*found.sources(), *found.values, *found.must_be_zero, *own}
-    blocks = blocks_of(rows, list(map(repr, settings)), others)
+    ever = {*found.sources(), *found.values, *found.must_be_zero, *own, *others}
+    blocks = blocks_of(rows, list(map(repr, settings)), ever)
     short = _written(rows, settings, blocks, [*initial, *globs], to)
     if _says(short, found, own):
         return short
     every = [*initial, *map(format_glob, own)]
     literal = [_block([_line(row, place, False)], {}) for place, row in enumerate(rows)]
     return _written(rows, settings, literal, every, to)
+
+
+def draft_map(
+    decided: LeafMap,
+    to: str,
+    own: Collection[Path],
+    open_rows: Sequence[Row],
+    missing: Collection[Path],
+) -> str:
+    """The text of a map file of what is decided, with `TODO` for the user to replace.
+
+    Args:
+      decided, to, own: as for `write_map`.
+      open_rows: leaves of the source that are open, each with the leaves of the target that it may
+        be or, by an operation, may become.
+      missing: leaves of the target that are none of these.
+    """
+    others = {*missing, *(path for row in open_rows for path in (*row.inputs, *row.outputs))}
+    resets = [f"{TODO} {format_glob(path)}" for path in missing]
+    rules = [write_map(decided, resets, to, own, others)]
+    for row in open_rows:
+        texts = [literal_replacement(format_path(path)).text for path in row.outputs]
+        near = [*map(toml_text, texts[:_MAX_CANDIDATES]), *["..."][: len(texts) > _MAX_CANDIDATES]]
+        rules.append(f"[[rule]]\nfrom = {toml_text(whole_path(format_path(row.inputs[0])).text)}\n")
+        if isinstance(row.operation, operations.Unstack):
+            parts = {"axis": row.operation.axis, "into": [TODO] * len(texts)}
+            rules[-1] += f"{_assigned('unstack', parts)}  # {', '.join(near)}\n"
+        else:
+            near = near or ["nothing fits: `drop = true` leaves it out"]
+            rules[-1] += f"{_assigned('to', TODO)}  # {' or '.join(near)}\n"
+    return "\n".join(rules)
 
 
 def _written(
@@ -184,12 +229,17 @@ def rules_of(rows: Sequence[Row], leaves: Mapping[Path, Shape]) -> list[str]:
 
 def renaming_rules(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path]) -> list[str]:
     """What rules say, less `[[rule]]`, that rename some of the leaves: paths before and after, and
-    whether these are of leaves, or else of modules."""
-    return [
-        f"{_assigned('from', block.inputs[0].pattern().text)}\n"
-        f"{_assigned('to', block.outputs[0].replacement(block.inputs[0]).text)}"
-        for block in _renamed(pairs, leaves)
-    ]
+    whether these are of leaves, or else of modules. The user replaces `NAME` in a path after."""
+    pairs = list(dict.fromkeys(pairs))
+    rules = []
+    for block in _renamed(pairs, leaves):
+        _, after, whole = pairs[block.rows[0]]
+        to = literal_replacement(format_path(after) + "/" * (not whole))
+        if block.outputs:
+            to = block.outputs[0].replacement(block.inputs[0])
+        lines = _assigned("from", block.inputs[0].pattern().text), _assigned("to", to.text)
+        rules.append("\n".join(lines))
+    return rules
 
 
 def unstacking_rules(
@@ -212,8 +262,9 @@ def _renamed(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path])
     """Paths before and after, and whether they are of leaves, as few blocks."""
     groups: dict[Hashable, list[_Line]] = {}
     ever = {*leaves}
-    for place, (before, after, whole) in enumerate(dict.fromkeys(pairs)):
-        line = _Line((place,), ((_parted(before),), (_parted(after),)), whole=whole)
+    for place, (before, after, whole) in enumerate(pairs):
+        known = () if NAME in after else (_parted(after),)
+        line = _Line((place,), ((_parted(before),), known), (1, len(known)), whole)
         groups.setdefault(line.letters, []).append(line)
         ever.add(after if whole else (*after, "_"))
     paths = _Paths((), ever)

@@ -43,6 +43,7 @@ number is in, and the place there. `nest = { sizes = [3, 4, 6, 3], outer = 1, in
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, cast
@@ -73,6 +74,8 @@ from reshard.convert.user_code import load_function
 from reshard.errors import ArgumentError, ReshardError
 from reshard.tree import split_path
 
+# What a map of a refused conversion has in the place of what is open.
+TODO = "TODO"
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack")
 _EACH = ("apply", "transpose", "reshape", "pad", "crop")
@@ -89,11 +92,20 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
       OSError: it cannot be read.
       ValueError: it is no TOML, it is nested too deeply, or a number has more than TOML's 64 bits.
     """
+    return _parsed(_text_of(path))
+
+
+def _text_of(path: str | os.PathLike[str]) -> str:
     with open(path, "rb") as file:
-        try:
-            document = tomllib.load(file)
-        except RecursionError as error:
-            raise ValueError("it is nested too deeply") from error
+        return file.read().decode()
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The document in a text. Raises as `read_toml`."""
+    try:
+        document = tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     level: list[Any] = [document]
     for _ in range(_MAX_LEVELS):
         level = [
@@ -113,12 +125,20 @@ def read_map(path: str | os.PathLike[str]) -> Map:
     """The rules of a map file.
 
     Raises:
-      ArgumentError: it is no such file; all that is wrong with its rules.
+      ArgumentError: it is no such file; all that is wrong with its rules, or still to be done.
     """
     try:
-        document = read_toml(path)
+        text = _text_of(path)
+        document = _parsed(text)
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path}: it cannot be read", [str(error)], [_EXAMPLE]) from error
+    left = re.compile(rf"""["']{TODO}\b""")
+    problems = [
+        f"line {n}: {line}" for n, line in enumerate(text.splitlines(), 1) if left.search(line)
+    ]
+    if problems:
+        hint = "each stands for a leaf: the comment behind it has the candidates"
+        raise ArgumentError(f"{path}: `{TODO}` is to be replaced", problems, [hint])
     return map_of(document, os.fspath(path))
 
 

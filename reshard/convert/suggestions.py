@@ -11,8 +11,9 @@ from reshard.arrays.boxes import Shape
 from reshard.checkpoint import Checkpoint
 from reshard.convert.align import Abstention
 from reshard.convert.layout import COLLECTIONS, Layout, detect
-from reshard.convert.map_writer import renaming_rules, rules_of, unstacking_rules
-from reshard.convert.model_map import Said, Side, by_map, model_map, side_of
+from reshard.convert.map_rules import MapResult
+from reshard.convert.map_writer import NAME, renaming_rules, rules_of, unstacking_rules
+from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.replacement import toml_text
 from reshard.errors import ReshardError
 from reshard.transforms import rename
@@ -29,8 +30,6 @@ from reshard.tree import (
 MAX_GLOBS = 5
 # A number that ends a key: of a member of a list, or of a layer with a name of its own.
 _NUMBER = re.compile(r"(?<=[/_])\d+(?![^\W_])")
-# What the user fills in.
-_NAME = "NAME"
 # A leaf in a module: how far below it, and its shape.
 _Inside = tuple[int, Shape]
 # Paths before and after, and whether they are of leaves.
@@ -38,20 +37,21 @@ _Rename = tuple[Path, Path, bool]
 
 
 def hints_for(
-    abstentions: Sequence[Abstention], said: Said, source: Side, target: Side, known: bool
+    abstentions: Sequence[Abstention], said: MapResult, source: Side, target: Side, known: bool
 ) -> list[str]:
     """What may decide what is open beside what a map says, which may be for the other direction.
     `known`: whether there is the model of the source."""
     forth = target.api == "nnx"
     leaves, others = said.map.shapes, (target if said.to == target.api else source).shapes
     linen, nnx = (leaves, others) if said.to == "nnx" else (others, leaves)
+    ahead = [] if forth else ['to = "nnx"\n']
+    if not said.map.origin and (rules := _stacks(abstentions, linen, nnx)):
+        return [_shown([*ahead, *rules])]  # which may decide what else is open
     hints = [entry.hint for entry in abstentions if entry.hint and not entry.rule and forth]
-    stacks = {} if said.map.origin else _stacks(abstentions, linen, nnx)
-    decided = {*itertools.chain(*stacks)}
-    rows = [entry.rule for entry in abstentions if entry.rule and entry not in decided]
-    if rules := [*rules_of(rows, linen), *itertools.chain(*stacks.values())]:
-        hints.append(_shown(rules if forth else ['to = "nnx"\n', *rules]))
-    rest = [x for x in abstentions if not x.rule and x not in decided and not (x.hint and forth)]
+    if rows := [entry.rule for entry in abstentions if entry.rule]:
+        rules = [f"{rule.rstrip()}  # or in another order\n" for rule in rules_of(rows, linen)]
+        hints.append(_shown([*ahead, *rules]))
+    rest = [entry for entry in abstentions if not (entry.rule or (entry.hint and forth))]
     if not known and any(COLLECTIONS.isdisjoint(p[:1]) for entry in rest for p in entry.linen):
         api = "Linen" if forth else "NNX"
         hints.append(f"source=..., the {api} model, tells the classes")
@@ -146,7 +146,7 @@ def _renames(
     abstentions: Sequence[Abstention],
     linen: Mapping[Path, Shape],
     nnx: Mapping[Path, Shape],
-    said: Said,
+    said: MapResult,
 ) -> tuple[list[_Rename], list[_Rename]]:
     """What a map may rename: what numbers in names say, and the first of what else may be. None of
     these in modules that hold leaves which the map has made: it may have another order."""
@@ -159,13 +159,14 @@ def _renames(
         pairs = _numbered(ones, others) if free else []
         renames = found[0 if pairs else 1]
         for one, other in pairs or [_pair(ones, others)]:
-            at = one if one in ones else next(iter(ones))
+            at, there = next(iter(ones)), next(iter(others), other)  # where it is a name to fill in
+            at, there = one if one in ones else at, other if other in others else there
             kinds = sorted({path[:1] for path in linen if path[1 : len(at) + 1] == at})
             if forth and not kinds:  # the one leaf that it may be in a module
                 shape = linen.get(one)
                 may = [p for p, x in nnx.items() if p[: len(other)] == other and x == shape]
-                renames.append((one, may[0] if len(may) == 1 else (_NAME,), True))
-            elif not forth and other in nnx:
+                renames.append((one, may[0] if len(may) == 1 else (NAME,), True))
+            elif not forth and there in nnx:
                 renames.append((other, one, True))
             elif forth:
                 renames += [((*kind, *one), (*kind, *other), False) for kind in kinds]
@@ -205,17 +206,17 @@ def _pair(
 ) -> tuple[Path, Path]:
     """The first two of what is open whose leaves have the same shapes, or else the first two. Of
     the side that has more of them than the other, or of several on both, the user names the one."""
-    named = {(_NAME,): ()}
+    named = {(NAME,): ()}
     one, other = next(iter(linen)), next(iter(nnx or named))
     pairs = itertools.product(linen.items(), nnx.items())
     alike = next(((a, b) for (a, leaves), (b, others) in pairs if leaves == others), None)
     if alike:
         one, other = alike
     elif 1 < len(linen) == len(nnx):
-        other = (_NAME,)
+        other = (NAME,)
     if len(linen) < len(nnx):
-        return one, (_NAME,)
-    return ((_NAME,) if len(linen) > len(nnx) > 0 else one), other
+        return one, (NAME,)
+    return ((NAME,) if len(linen) > len(nnx) > 0 else one), other
 
 
 def _below(
@@ -233,9 +234,9 @@ def _below(
 
 def _stacks(
     abstentions: Sequence[Abstention], linen: Mapping[Path, Shape], nnx: Mapping[Path, Shape]
-) -> dict[tuple[Abstention, ...], list[str]]:
-    """What is open that rules decide which unstack modules of Linen's, as the shapes of their
-    leaves show, with these rules: if no other module and no other list is as likely."""
+) -> list[str]:
+    """The rules that unstack modules of Linen's, as the shapes of their leaves show: if no other
+    module and no other list is as likely."""
     lists: dict[Path, dict[str, list[_Inside]]] = {}
     for path, shape in nnx.items():
         for end in range(1, len(path) if shape else 0):  # scalars are in no stack
@@ -243,34 +244,24 @@ def _stacks(
             if number:
                 inside = len(path) - end, shape
                 lists.setdefault(there, {}).setdefault(number, []).append(inside)
-    found: dict[tuple[Path, Path], tuple[list[int], list[Abstention]]] = {}
+    found: dict[tuple[Path, Path], list[int]] = {}
     for entry in abstentions:
         near = {part for path in entry.nnx if path for part in (path, _list_of(path)[0])}
         parts = (part for p in entry.linen for part in (p, p[:-1], p[1:], p[1:-1]) if part)
         modules = _below(dict.fromkeys(parts), linen, (1,))
         for there, members in lists.items():
-            if not any(there[: len(x)] == x[: len(there)] for x in near):
-                continue
-            for stack, leaves in modules.items():
-                if axes := _axes(leaves, [members.get(str(n), []) for n in range(len(members))]):
-                    found.setdefault((stack, there), (axes, []))[1].append(entry)
+            if any(there[: len(x)] == x[: len(there)] for x in near):
+                layers = [members.get(str(n), []) for n in range(len(members))]
+                fits = {(stack, there): _axes(leaves, layers) for stack, leaves in modules.items()}
+                found |= {pair: axes for pair, axes in fits.items() if axes}
     ones, others = (collections.Counter(pair[side] for pair in found) for side in (0, 1))
-    rules: dict[tuple[Abstention, ...], list[str]] = {}
-    for axes in dict.fromkeys(tuple(axes) for axes, _ in found.values()):
-        alike = {
-            (stack, (*(stack[:-1] or there[:-1]), f"{there[-1]}_")): entries
-            for (stack, there), (same, entries) in found.items()
-            if tuple(same) == axes and ones[stack] == others[there] == 1
-        }
-        pairs = [
-            ((*kind, *stack), (*kind, *into))
-            for stack, into in alike
-            for kind in sorted({path[:1] for path in linen if path[1 : len(stack) + 1] == stack})
-        ]
-        if pairs:
-            entries = tuple(dict.fromkeys(itertools.chain(*alike.values())))
-            rules[entries] = unstacking_rules(pairs, linen, axes)
-    return rules
+    pairs: dict[tuple[int, ...], list[tuple[Path, Path]]] = {}
+    for (stack, there), axes in found.items():
+        if ones[stack] == others[there] == 1:
+            into = (*(stack[:-1] or there[:-1]), f"{there[-1]}_")
+            for kind in sorted({path[:1] for path in linen if path[1 : len(stack) + 1] == stack}):
+                pairs.setdefault(tuple(axes), []).append(((*kind, *stack), (*kind, *into)))
+    return [rule for axes, of in pairs.items() for rule in unstacking_rules(of, linen, axes)]
 
 
 def _list_of(path: Path) -> tuple[Path, str]:
