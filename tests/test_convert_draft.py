@@ -5,11 +5,12 @@ import pathlib
 import re
 import sys
 
+import jax
 import jax.numpy as jnp
 import layouts
 import numpy as np
 import pytest
-from converted import Of, refused
+from converted import Of, map_of, refused
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
@@ -113,3 +114,35 @@ def test_the_draft_of_the_example_converts_once_it_is_finished(tmp_path, monkeyp
     finally:
         for name in ("lm_linen", "lm_nnx"):
             sys.modules.pop(name, None)
+
+
+def test_keys_have_the_shape_that_the_model_has(tmp_path):
+    """Of layers that are stacked, and apart."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    tree = {"params": {"w": jnp.ones((2, 3)), "key": keys}}
+    path = layouts.save_standard(tmp_path / "linen", tree)
+
+    def stacked(key=keys):
+        return Of(w=nnx.Param(jnp.zeros((2, 3))), key=nnx.Variable(key))
+
+    rules = map_of(tmp_path, ("^params/w$", "w"), ("^params/key$", "key"))
+    made = reshard.restore(reshard.to_nnx(path, stacked, map_file=rules), stacked())
+    assert jnp.array_equal(jax.random.key_data(made.key[...]), jax.random.key_data(keys))
+    error = refused(reshard.to_nnx, path, lambda: stacked(keys[0]), map_file=rules)
+    keys_differ = "threefry2x32 keys[2], the model has threefry2x32 keys[]"
+    assert error.problems == (f"params/key -> key: {keys_differ}",)
+    apart = map_of(
+        tmp_path,
+        "from = '^params/(w|key)$', unstack = { axis = 0, into = 'layers/{}/\\1' }",
+    )
+
+    def layers():
+        return Of(
+            layers=nnx.List(
+                [Of(w=nnx.Param(jnp.zeros(3)), key=nnx.Variable(key)) for key in keys[::-1]]
+            )
+        )
+
+    made = reshard.restore(reshard.to_nnx(path, layers, map_file=apart), layers())
+    for one, key in zip(made.layers, keys, strict=True):
+        assert jnp.array_equal(jax.random.key_data(one.key[...]), jax.random.key_data(key))

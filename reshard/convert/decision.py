@@ -839,6 +839,9 @@ def differences(
             if source.key_impl != wanted.key_impl:
                 keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
                 text = f"{keys}, the model has {wanted}"
+            elif value.shape[:-1] != wanted.shape:
+                keys = f"{source.key_impl} keys{list(value.shape[:-1])}"
+                text = f"{keys}, the model has {wanted}"
         elif wanted.kind != "array":
             continue
         elif tuple(value.shape) != wanted.shape:
