@@ -194,7 +194,7 @@ MANY_IMPORTS = {
     "reshard.cli.job": 39,
     "reshard.cli.verify": 28,
     "reshard.convert.conversion": 55,
-    "reshard.convert.decision": 50,
+    "reshard.convert.decision": 51,
     "reshard.convert.map_rules": 30,
     "reshard.convert.model_map": 35,
     "reshard.convert.roundtrip": 40,

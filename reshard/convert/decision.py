@@ -25,7 +25,7 @@ from reshard.convert.by_order import Modules
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, Output, Row, Source, Value, Zeros, renaming
 from reshard.convert.map_rules import MapResult
-from reshard.convert.map_writer import draft_map
+from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
 from reshard.convert.mapfile import read_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
@@ -674,18 +674,24 @@ class _Work:
         )
         used = {*decided.sources(), *decided.dropped, *decided.must_be_zero}
         own = [path for path, saved in names.items() if saved in initial]
-        unfilled = [path for path in there if path not in {*made, *own}]
-        rows = []
+        taken = {*made, *own}.union(*(row.outputs for row in self._apart.values()))
+        # By shape, and by what is open: None is anything.
+        fits: dict[tuple[Shape, _Open | None], list[Path]] = {}
+        for path, shape in there.items():
+            for why in dict.fromkeys((self._why_open(path), None)) if path not in taken else ():
+                fits.setdefault((shape, why), []).append(path)
+        rows, near = [], set()
         for path, shape in self._shapes.items():
             if path in self._apart:
                 rows.append(self._apart[path])
             elif path not in used:
                 why = self._why_open(path)
-                alike = [p for p in unfilled if there[p] == shape]
-                near = [p for p in alike if self._why_open(p) == why] or alike
-                rows.append(Row((path,), tuple(near)))
-        near = {path for row in rows for path in row.outputs}
-        missing = [path for path in unfilled if path not in near]
+                key = shape, why if (shape, why) in fits else None
+                near.add(key)
+                rows.append(Row((path,), tuple(fits.get(key, ())[: MAX_CANDIDATES + 1])))
+        candidates = {path for key in near for path in fits.get(key, ())}
+        filled = taken | candidates
+        missing = [path for path in there if path not in filled]
         return draft_map(decided, self._to, own, rows, missing)
 
     def _reasons(

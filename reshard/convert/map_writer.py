@@ -50,7 +50,8 @@ _ORIGINS = """\
 # What the user fills in in a path of a rule that is shown.
 NAME = "NAME"
 _WIDTH = 100
-_MAX_CANDIDATES = 8
+# Of a leaf that is open, as the comment of its rule has them.
+MAX_CANDIDATES = 8
 _JOINS = operations.Concat | operations.Stack
 _PARTS = operations.Split | operations.Unstack
 # The key and the value of a rule's operation.
@@ -135,7 +136,7 @@ def draft_map(
     rules = [write_map(decided, resets, to, own, others)]
     for row in open_rows:
         texts = [literal_replacement(format_path(path)).text for path in row.outputs]
-        near = [*map(toml_text, texts[:_MAX_CANDIDATES]), *["..."][: len(texts) > _MAX_CANDIDATES]]
+        near = [*map(toml_text, texts[:MAX_CANDIDATES]), *["..."][: len(texts) > MAX_CANDIDATES]]
         rules.append(f"[[rule]]\nfrom = {toml_text(whole_path(format_path(row.inputs[0])).text)}\n")
         if isinstance(row.operation, operations.Unstack):
             parts = {"axis": row.operation.axis, "into": [TODO] * len(texts)}
@@ -355,15 +356,19 @@ def blocks_of(
         # A regex rule that changes nothing is refused: a row that does so is for itself.
         still = row.operation is None and row.inputs == row.outputs
         kinds.append((row.origin, levels[place], settings[place], place if still else None))
-    groups: dict[Hashable, list[_Line]] = {}
-    leaves = (_line(row, place) for place, row in enumerate(rows))
-    for line in (*_modules(rows, kinds, ever), *leaves):
-        groups.setdefault((line.letters, kinds[line.rows[0]]), []).append(line)
     paths, left, found = _Paths(rows, ever), {*range(len(rows))}, []
-    for lines in groups.values():
-        blocks = paths.folded([line for line in lines if line.rows[0] in left])
-        left.difference_update(*(block.rows for block in blocks))
-        found += blocks
+
+    def fold(lines: Iterable[_Line]) -> None:
+        groups: dict[Hashable, list[_Line]] = {}
+        for line in lines:
+            groups.setdefault((line.letters, kinds[line.rows[0]]), []).append(line)
+        for alike in groups.values():
+            blocks = paths.folded([line for line in alike if line.rows[0] in left])
+            left.difference_update(*(block.rows for block in blocks))
+            found.extend(blocks)
+
+    fold(_modules(rows, kinds, ever))
+    fold([_line(rows[place], place) for place in sorted(left)])
     return sorted(found, key=lambda block: (levels[block.rows[0]], min(block.rows)))
 
 
