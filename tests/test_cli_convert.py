@@ -996,7 +996,10 @@ def test_a_new_mesh_in_the_same_pass(mesh, options, kernel, bias, others, run, f
 
 
 def test_every_step_or_the_latest(run, folder):
-    done(run("convert", "run", "out", *TO_NNX, "--step", "all", "--emit-map", "whole.toml"))
+    options = (*TO_NNX, "--step", "all", "--emit-map")
+    ran = run("convert", "run", "out", *options, "refused.toml", "--drop", "params/Dense_1/bias")
+    assert "it exists" not in ran.err and ran.err.count("hint: --map refused.toml") == 1
+    done(run("convert", "run", "out", *options, "whole.toml"))
     assert (folder / "whole.toml").read_text() == EMITTED
     with ocp.CheckpointManager(folder / "out") as manager:
         assert manager.all_steps() == [1, 2]

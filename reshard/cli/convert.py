@@ -121,11 +121,11 @@ def command(
 
 @contextlib.contextmanager
 def _draft(file: str | None) -> Iterator[None]:
-    """Of a conversion that is refused, writes the map of what is decided."""
+    """Of a conversion that is refused, writes the map of what is decided; of several, the first."""
     try:
         yield
     except TreeMismatchError as error:
-        if file is not None and error.draft is not None:
+        if file is not None and error.draft is not None and not pathlib.Path(file).exists():
             _write_new(file, error.draft())
             hint = f"--map {file}, once each `TODO` in it is replaced: all else is decided there"
             error.hints = (hint, *error.hints)

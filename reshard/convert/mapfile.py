@@ -50,26 +50,9 @@ from typing import Any, Literal, cast
 
 from reshard.arrays.boxes import MOST_AXES
 from reshard.arrays.dtypes import parse_dtype
-from reshard.arrays.operations import (
-    Apply,
-    Crop,
-    Pad,
-    Transpose,
-)
-from reshard.convert.map_rules import (
-    Divided,
-    Gathered,
-    Map,
-    Nest,
-    Reshaped,
-    Rule,
-)
-from reshard.convert.replacement import (
-    Pattern,
-    Replacement,
-    parse_pattern,
-    parse_replacement,
-)
+from reshard.arrays.operations import Apply, Crop, Pad, Transpose
+from reshard.convert.map_rules import Divided, Gathered, Map, Nest, Reshaped, Rule
+from reshard.convert.replacement import Pattern, Replacement, parse_pattern, parse_replacement
 from reshard.convert.user_code import load_function
 from reshard.errors import ArgumentError, ReshardError
 from reshard.tree import split_path

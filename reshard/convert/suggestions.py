@@ -17,15 +17,7 @@ from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.replacement import toml_text
 from reshard.errors import ReshardError
 from reshard.transforms import rename
-from reshard.tree import (
-    Path,
-    as_python,
-    format_glob,
-    format_key,
-    format_path,
-    glob_text,
-    named_by,
-)
+from reshard.tree import Path, as_python, format_glob, format_key, format_path, glob_text, named_by
 
 MAX_GLOBS = 5
 # A number that ends a key: of a member of a list, or of a layer with a name of its own.
@@ -153,7 +145,8 @@ def _renames(
     made = {p[begin:end] for p in said.map.origin for begin in (0, 1) for end in range(1, len(p))}
     forth = said.to == "nnx"
     found: tuple[list[_Rename], list[_Rename]] = ([], [])
-    for entry in sorted(abstentions, key=lambda entry: len(entry.linen) != len(entry.nnx)):
+    several = (entry for entry in abstentions if entry.linen)
+    for entry in sorted(several, key=lambda entry: len(entry.linen) != len(entry.nnx)):
         ones, others = _below(entry.linen, linen, (0, 1)), _below(entry.nnx, nnx)
         free = made.isdisjoint(entry.nnx if forth else entry.linen)
         pairs = _numbered(ones, others) if free else []
