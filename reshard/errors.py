@@ -100,7 +100,11 @@ class TreeMismatchError(ReshardError, ValueError):
     Attributes:
       outcomes: of a conversion, what is decided of each leaf all the same, a
         `reshard.convert.decision.Outcome` each; empty if it did not get as far.
+      draft: what returns the text of a map file of what is decided, with `TODO` for what is open;
+        None if there is none.
     """
+
+    draft: Callable[[], str] | None = None
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import reshard
 from reshard.cli.model_argument import build_target
 from reshard.cli.subprocess_model import run_in_subprocess
-from reshard.convert import mapfile
+from reshard.convert import map_writer
 from reshard.convert.conversion import conversion
 from reshard.convert.outputs import OutputComparison
 from reshard.tree import format_path
@@ -220,7 +220,7 @@ memory   # in flight at most
 load     read amplification on the new mesh: 1.00x before, 1.00x after
 """
 EMITTED = f"""\
-{mapfile._HEADER}{mapfile._ORIGINS}
+{map_writer._HEADER}{map_writer._ORIGINS}
 to = 'nnx'
 init = ['dropout/rngs/count', 'dropout/rngs/key']
 
@@ -490,7 +490,8 @@ def test_equal_outputs_clear_what_went_by_order(run, folder, monkeypatch):
 
 
 def test_an_emitted_map_says_the_same_again(run, folder):
-    """With a model, without, and backwards; it is emitted by a dry run, and not for a refusal."""
+    """With a model, without, and backwards; it is emitted by a dry run. Of a refusal it says what
+    is decided, and what is to be done."""
     done(convert(run, "--emit-map", "whole.toml", "--dry-run"))
     assert (folder / "whole.toml").read_text() == EMITTED
     assert (
@@ -499,6 +500,11 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     )
     ran = convert(run, "--emit-map", "refused.toml", "--drop", "params/Dense_1/bias")
     assert ran.status == 2
+    assert "hint: --map refused.toml, once each `TODO` in it is replaced: all else" in ran.err
+    assert "\ninit = ['TODO outer/bias', 'dr" in (folder / "refused.toml").read_text()
+    todo = run("convert", "run/1", "out", *TO_NNX, "--map", "refused.toml")
+    assert refusal(todo).startswith("Error: refused.toml: `TODO` is to be replaced\n  line ")
+    (folder / "refused.toml").unlink()
     whole = ("--map", "whole.toml")
     done(run("convert", "run/1", "out", "--to", "nnx", "--model", "models:training", *whole))
     made = without_random(load("out/default"))
@@ -990,7 +996,10 @@ def test_a_new_mesh_in_the_same_pass(mesh, options, kernel, bias, others, run, f
 
 
 def test_every_step_or_the_latest(run, folder):
-    done(run("convert", "run", "out", *TO_NNX, "--step", "all", "--emit-map", "whole.toml"))
+    options = (*TO_NNX, "--step", "all", "--emit-map")
+    ran = run("convert", "run", "out", *options, "refused.toml", "--drop", "params/Dense_1/bias")
+    assert "it exists" not in ran.err and ran.err.count("hint: --map refused.toml") == 1
+    done(run("convert", "run", "out", *options, "whole.toml"))
     assert (folder / "whole.toml").read_text() == EMITTED
     with ocp.CheckpointManager(folder / "out") as manager:
         assert manager.all_steps() == [1, 2]

@@ -29,10 +29,11 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.convert import mapfile
+from reshard.convert import map_writer
 from reshard.convert.leafmap import LeafMap, Row, Source, applied, from_rows
 from reshard.convert.map_rules import apply_inverse, apply_map, inverse
-from reshard.convert.mapfile import read_map, write_map
+from reshard.convert.map_writer import write_map
+from reshard.convert.mapfile import read_map
 from reshard.convert.replacement import parse_pattern, parse_replacement, whole_path
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import format_path, glob_text, named_by, split_path
@@ -567,14 +568,19 @@ from = '^params/qkv$'
 split = { axis = 0, sizes = [2, 4], into = ['q', '{{v}}'] }
 
 [[rule]]
-from = '^\{v\}$'
-transpose = [1, 0]
-to = '{{v}}'
-
-[[rule]]
 from = '^params/layer_(\d+)/w$'
 stack = { axis = 0, names = ['stage'], by = 1 }
 to = 'blocks/with/a/rather/long/name/of/which/there/are/one/w'
+
+[[rule]]
+from = '''^params/it's$'''
+crop = { widths = [[0, 0], [1, 0]] }
+to = '''it's'''
+
+[[rule]]
+from = '^\{v\}$'
+transpose = [1, 0]
+to = '{{v}}'
 
 [[rule]]
 from = '^blocks/with/a/rather/long/name/of/which/there/are/one/w$'
@@ -582,11 +588,6 @@ unstack = { axis = 0, into = [
     'blocks/with/a/rather/long/name/of/which/there/are/one/w',
     'blocks/with/a/rather/long/name/of/which/there/are/two/w',
 ] }
-
-[[rule]]
-from = '''^params/it's$'''
-crop = { widths = [[0, 0], [1, 0]] }
-to = '''it's'''
 """.lstrip()
     )
     mapped = apply_map(read(text), leaves)
@@ -866,7 +867,7 @@ def test_rules_for_leaves_alone_say_the_same(data):
     """Which are written where fewer rules would not."""
     found = per_layer(data.draw)(3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapfile, "_says", lambda *_: False)
+        patch.setattr(map_writer, "_says", lambda *_: False)
         rules = read(write_map(found, own=[("rngs", "0", "key")]))
     assert all(pattern.literal for rule in rules.rules for pattern in rule.patterns)
     forth = apply_map(rules, {**found.sources(), **dict.fromkeys(found.dropped, ())})

@@ -655,7 +655,7 @@ def test_what_does_not_apply_is_refused(source, tmp_path):
     keys = jax.random.split(jax.random.key(3), 4)
     own = {"a": random((4,)), "b": put(random((4,)), P()), "n": 3, "f": 0.5, "keys": keys}
     own = write(tmp_path / "in", own)
-    keys_stay = "keys: PRNG keys are only moved as they are"
+    keys_stay = "keys: PRNG keys are only moved, stacked and unstacked as they are"
     for operation, handles, text in [
         (
             *(Stack(0), [ckpt["layer_0"], cast["layer_1"]]),
@@ -682,9 +682,11 @@ def test_what_does_not_apply_is_refused(source, tmp_path):
         ),
         (Transpose((1, 0)), [ckpt["together"]], "axes [1, 0] do not reorder [6, 16, 24]"),
         (Stack(0), [ckpt["layer_0"], ckpt["qkv"]], "[32, 96] and [16, 36] cannot be stacked"),
-        (Unstack(0, 4), [own["keys"]], keys_stay),
+        (Unstack(1, 2), [own["keys"]], keys_stay),
         (Transpose((1, 0)), [own["keys"]], keys_stay),
-        (Stack(0), [own["keys"]], keys_stay),
+        (Stack(2), [own["keys"]], keys_stay),
+        (Stack(-1), [own["keys"]], keys_stay),
+        (Concat(0), [own["keys"]], keys_stay),
         (  # which Orbax neither saves nor loads
             *(Split(0, (0, 36, 0)), [ckpt["bias"]]),
             f"{EMPTY}  made/0  float32[0]\n  made/2  float32[0]",

@@ -279,6 +279,21 @@ def test_layers_of_two_kinds_in_turn(tmp_path):
     assert_undone(unstack(one, "params/moe", "params/layer_{}", indices=(1, 3, 5)), ckpt)
 
 
+def test_random_state_is_stacked_and_unstacked_and_restored(tmp_path):
+    """Keys of layers, beside their weights; the last axis of their data is that of one key."""
+    keys = jax.random.split(jax.random.key(3), 3)
+    layers = {f"layer_{i}": {"w": layouts.random((2,), seed=i), "key": keys[i]} for i in range(3)}
+    path = layouts.save_standard(tmp_path / "in", {"params": layers})
+    stacked = stack(reshard.open(path), "params/layer_{}", "params/layers")
+    assert stacked["params/layers/key"].shape == (3, 2)
+    reshard.save(stacked, tmp_path / "stacked")
+    target = {"params": {"layers": {"w": jnp.zeros((3, 2)), "key": keys}}}
+    made = reshard.restore(tmp_path / "stacked", target)["params"]["layers"]
+    np.testing.assert_array_equal(jax.random.key_data(made["key"]), jax.random.key_data(keys))
+    back = unstack(reshard.open(tmp_path / "stacked"), "params/layers", "params/layer_{}")
+    assert reshard.diff(back, path, values=True).equal
+
+
 def test_some_layers_remain(tmp_path):
     """Of seven layers four are stacked, in an order of their own, and three stay."""
     tx, order = optax.adam(1e-3), [3, 1, 0, 2]
@@ -642,6 +657,7 @@ PATTERN_HINT = (
 UNCLEAR = "that does not say which layers"
 NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers are not alike"
+KEYS = "params/l0/w: PRNG keys are only moved, stacked and unstacked as they are"
 STEP = "steps that cannot be carried out\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
 TAKEN = "there are leaves in these places already"
 
@@ -741,7 +757,11 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     (
         stack,
         {"l0": {"w": jax.random.key(0)}, "l1": {"w": jax.random.key(1)}},
-        *(ALL, "params/l0/w: PRNG keys are only moved as they are"),
+        *(("params/l{}", "params/l", 1), KEYS),
+    ),
+    (
+        *(unstack, {"l": {"w": jax.random.split(jax.random.key(0), 2)}}),
+        *(("params/l", "params/l{}", -1), KEYS.replace("l0", "l")),
     ),
     (
         *(unstack, {"layers": {"w": (2,)}}, ("params/layer", "params/layer_{}")),

@@ -22,7 +22,7 @@ from reshard.arrays.handle import (
     StoredChunk,
     check_names,
 )
-from reshard.arrays.operations import Apply, Constant, Operation, Pad
+from reshard.arrays.operations import Apply, Constant, Operation, Pad, Stack, Unstack
 from reshard.arrays.zarr import Encoding
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
@@ -49,8 +49,9 @@ def apply(
                 for h in inputs
             ],
         )
-    if first.key_impl is not None:
-        raise TreeMismatchError(f"{format_path(first.path)}: PRNG keys are only moved as they are")
+    if first.key_impl is not None and not _of_whole_keys(operation, first.shape):
+        text = "PRNG keys are only moved, stacked and unstacked as they are"
+        raise TreeMismatchError(f"{format_path(first.path)}: {text}")
     empty = [
         f"{format_path(path)}  {first.dtype.name}{list(shape)}"
         for path, shape in zip(outputs, made, strict=True)
@@ -89,6 +90,12 @@ def apply(
             )
         )
     return found
+
+
+def _of_whole_keys(operation: Operation, shape: Shape) -> bool:
+    """Whether an operation on data of PRNG keys leaves its last axis, that of a key, as it is."""
+    rank = len(shape) + isinstance(operation, Stack)
+    return isinstance(operation, Stack | Unstack) and operation.axis % rank != rank - 1
 
 
 def _has_value(dtype: np.dtype, value: float) -> bool:

@@ -1,8 +1,10 @@
 """`reshard convert`: a Linen checkpoint converted to NNX, or back."""
 
+import contextlib
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -14,7 +16,7 @@ from reshard.cli.job import job_options, laid_out, prepared, run
 from reshard.cli.options import Flags, flag, value, wants_text
 from reshard.convert.by_order import without_notes
 from reshard.convert.conversion import Conversion
-from reshard.errors import DestinationExistsError, ReshardError
+from reshard.errors import DestinationExistsError, ReshardError, TreeMismatchError
 from reshard.tree import format_path
 
 
@@ -73,7 +75,8 @@ def command(
         # What is dropped is known to the conversion, so that optimizer state goes with it.
         later = not (flags["select"] or flags["rename"])
         ckpt = prepared(ckpt, flags | {"drop": ()} if later else flags)
-        made = convert(ckpt, flags["drop"] if later else ())
+        with _draft(emit_map):
+            made = convert(ckpt, flags["drop"] if later else ())
         if emit_map is not None and not made.map.values:
             raise ReshardError(
                 f"--emit-map {emit_map}: there is no map, as the record of the conversion from "
@@ -113,7 +116,29 @@ def command(
     for warning in warnings:
         click.echo(f"Warning: {warning}", err=True)
     if emit_map is not None:
-        pathlib.Path(emit_map).write_text(found[0].map_text())
+        _write_new(emit_map, found[0].map_text())
+
+
+@contextlib.contextmanager
+def _draft(file: str | None) -> Iterator[None]:
+    """Of a conversion that is refused, writes the map of what is decided; of several, the first."""
+    try:
+        yield
+    except TreeMismatchError as error:
+        if file is not None and error.draft is not None and not pathlib.Path(file).exists():
+            _write_new(file, error.draft())
+            hint = f"--map {file}, once each `TODO` in it is replaced: all else is decided there"
+            error.hints = (hint, *error.hints)
+        raise
+
+
+def _write_new(file: str, text: str) -> None:
+    """Writes a map, and never over an existing file."""
+    try:
+        with open(file, "x", encoding="utf-8") as out:
+            out.write(text)
+    except FileExistsError as error:
+        raise DestinationExistsError(f"--emit-map {file}: it exists") from error
 
 
 def _checked(made: Conversion, dst: str, flags: Flags) -> Conversion:

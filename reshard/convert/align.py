@@ -20,11 +20,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from reshard.arrays.boxes import Shape
-from reshard.arrays.operations import Concat, Transpose
+from reshard.arrays.operations import Concat, Transpose, Unstack
 from reshard.convert import layers
 from reshard.convert.by_order import Modules
 from reshard.convert.layers import NO_MOVE, Match, Placed, moves
-from reshard.convert.leafmap import LeafMap, Source, Value, Zeros, applied
+from reshard.convert.leafmap import LeafMap, Row, Source, Value, Zeros, applied
 from reshard.convert.module_tree import (
     AUXILIARY,
     RNG_KINDS,
@@ -33,7 +33,6 @@ from reshard.convert.module_tree import (
     unlifted,
     without,
 )
-from reshard.convert.replacement import literal_replacement, toml_text, whole_path
 from reshard.tree import Path, format_path
 
 # Where one side has an array for each layer, and the other has one for all of them.
@@ -57,7 +56,7 @@ class Abstention:
     nnx: tuple[Path, ...]
     reason: str
     hint: str = ""
-    rule: str = ""
+    rule: Row | None = None
 
     def __str__(self) -> str:
         candidates = f", perhaps {listed(self.nnx)}" if self.nnx else ""
@@ -136,10 +135,7 @@ def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
         return None
     (axis,) = axes
     parts = tuple(other.path for other in by_shape[shapes[axis]])
-    pattern = toml_text(whole_path(format_path(leaf.path)).text)
-    into = ", ".join(toml_text(literal_replacement(format_path(part)).text) for part in parts)
-    rule = f"from = {pattern}\nunstack = {{ axis = {axis}, into = [{into}] }}"
-    rule += "  # or in another order"
+    rule = Row((leaf.path,), parts, Unstack(axis, len(parts)))
     reason = f"one array for {len(parts)}, and nothing tells which part is which"
     return Abstention((leaf.path,), parts, reason, rule=rule)
 

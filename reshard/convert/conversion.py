@@ -34,7 +34,7 @@ from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.map_rules import OPPOSITE
-from reshard.convert.mapfile import write_map
+from reshard.convert.map_writer import write_map
 from reshard.convert.model import TargetTree, target_tree_of
 from reshard.convert.model_run import RunModel, runs
 from reshard.convert.outputs import OutputComparison, compare_outputs

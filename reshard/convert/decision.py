@@ -23,11 +23,12 @@ from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
 from reshard.convert.layout import Layout, detect
-from reshard.convert.leafmap import LeafMap, Output, Source, Value, Zeros, renaming
-from reshard.convert.map_rules import Map
+from reshard.convert.leafmap import LeafMap, Output, Row, Source, Value, Zeros, renaming
+from reshard.convert.map_rules import MapResult
+from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
 from reshard.convert.mapfile import read_map
 from reshard.convert.model import TargetTree
-from reshard.convert.model_map import Said, Side, by_map, model_map, side_of
+from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.module_tree import inside
 from reshard.convert.optimizer import (
     Leaves,
@@ -42,7 +43,6 @@ from reshard.convert.suggestions import (
     Level,
     covering_globs,
     hints_for,
-    layer_rules,
     level_above,
     shown_once,
 )
@@ -233,6 +233,7 @@ class _Work:
         # What is not decided: leaves of the source by saved path, of the target by place.
         self._verdicts: dict[Path, _Verdict] = {}
         self._verdicts_there: dict[Path, _Verdict] = {}
+        self._apart: dict[Path, Row] = {}  # those of Linen's that are some of NNX's in one array
         self._surplus: list[Path] = []  # saved paths of leaves without a place
 
     def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
@@ -244,7 +245,10 @@ class _Work:
         whole, names = self._whole(model, optimizer, copies)
         self._check(whole, names, {*chosen, *reset})
         if self._problems:
-            raise self._error(self._problems, self._hints, self._outcomes(whole))
+            error = self._error(self._problems, self._hints, self._outcomes(whole))
+            if self._target is not None:
+                error.draft = functools.partial(self._draft, model.map, chosen)
+            raise error
         return self._decision(whole, model, optimizer, copies, chosen, reset)
 
     # The model.
@@ -276,15 +280,11 @@ class _Work:
             level = level_above(self._ckpt, layout, target_side, own, placed)
             if level is not None:
                 raise self._misplaced(init, level)
-        rules = rules or Map("", (), to="nnx")
-        if found.abstentions and not rules.rules and (rules.to or self._to) == "nnx":
-            entries = layer_rules(found.abstentions, rules, source_side, target_side, own)
-            found = dataclasses.replace(found, abstentions=entries)
         self._notes += shown_once(
             f"{listed(one)} are {listed(other)} by their numbers"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
         )
-        self._undecided(found, said)
+        self._undecided(found, said, source_side, target_side)
         self._groups = tuple(group for group in found.groups if group not in found.numbered)
         return _Part(model), initial
 
@@ -324,12 +324,14 @@ class _Work:
             self._notes.append(f"the model's own initial value, as `optional` says: {told}")
         return named | may
 
-    def _undecided(self, found: Alignment, said: Said) -> None:
+    def _undecided(self, found: Alignment, said: MapResult, source: Side, target: Side) -> None:
         """Adds what structure does not decide of leaves beside what a map says, which may be one
         for the other direction."""
         self._problems += shown_once(entry.told(self._to) for entry in found.mismatches)
         self._problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
+            if entry.rule is not None:
+                self._apart[entry.rule.inputs[0]] = entry.rule
             kind = "ambiguous"
             if not (entry.linen and entry.nnx):  # there is nothing that it may be
                 kind = "unexpected" if bool(entry.linen) == (self._to == "nnx") else "missing"
@@ -338,9 +340,7 @@ class _Work:
         for entry in found.mismatches:
             why = _Verdict("mismatch", entry.told(self._to))
             self._open |= dict.fromkeys((*(leaf.path for leaf in entry.linen), entry.nnx.path), why)
-        assert self._target is not None
-        known, there = self._other is not None, self._target.shapes()
-        self._hints += hints_for(found.abstentions, said, self._to, known, self._shapes, there)
+        self._hints += hints_for(found.abstentions, said, source, target, self._other is not None)
 
     # What follows the model.
 
@@ -657,6 +657,38 @@ class _Work:
                 found.append(Outcome((), place, why.kind, "", why.text))
         return found
 
+    def _draft(self, model: LeafMap, initial: set[Path]) -> str:
+        """The text of a map of the model's leaves that are decided, with what is to be done."""
+        assert self._target is not None
+        there, names = self._target.shapes(), self._target.layout.model
+        made = [path for path in model.values if path in model.origin and path in there]
+        decided = dataclasses.replace(
+            model,
+            values={path: model.values[path] for path in made},
+            origin={path: model.origin[path] for path in made},
+        )
+        used = {*decided.sources(), *decided.dropped, *decided.must_be_zero}
+        own = [path for path, saved in names.items() if saved in initial]
+        taken = {*made, *own}.union(*(row.outputs for row in self._apart.values()))
+        # By shape, and by what is open: None is anything.
+        fits: dict[tuple[Shape, _Verdict | None], list[Path]] = {}
+        for path, shape in there.items():
+            for why in dict.fromkeys((self._why_open(path), None)) if path not in taken else ():
+                fits.setdefault((shape, why), []).append(path)
+        rows, near = [], set()
+        for path, shape in self._shapes.items():
+            if path in self._apart:
+                rows.append(self._apart[path])
+            elif path not in used:
+                why = self._why_open(path)
+                key = shape, why if (shape, why) in fits else None
+                near.add(key)
+                rows.append(Row((path,), tuple(fits.get(key, ())[: MAX_CANDIDATES + 1])))
+        candidates = {path for key in near for path in fits.get(key, ())}
+        filled = taken | candidates
+        missing = [path for path in there if path not in filled]
+        return draft_map(decided, self._to, own, rows, missing)
+
     # What is decided.
 
     def _decision(
@@ -791,6 +823,9 @@ def differences(
         if wanted.kind == "key":
             if source.key_impl != wanted.key_impl:
                 keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
+                text = f"{keys}, the model has {wanted}"
+            elif value.shape[:-1] != wanted.shape:
+                keys = f"{source.key_impl} keys{list(value.shape[:-1])}"
                 text = f"{keys}, the model has {wanted}"
         elif wanted.kind != "array":
             continue

@@ -357,22 +357,32 @@ _MOST_HINTS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Mapped:
+class MapResult:
     """What a map makes of leaves.
 
     Attributes:
       map: of all leaves. Those that a rule applies to have an origin, even if they keep their path.
+      to: the API that its rules lead to.
       initial: globs of leaves of the target that keep the model's own initial value.
       optional: the same, of leaves that may not be there.
       notes: what came of rules and globs that may match nothing.
       idle: the rules that may match nothing, and have not.
+      dropped: leaves of the source that are left out where the map is run backwards.
+      problems: what stands against it.
+      hints: what may help.
+      unexpected: leaves that it puts where there are none, and no conversion goes on from.
     """
 
     map: LeafMap
-    initial: tuple[str, ...]
-    optional: tuple[str, ...]
+    to: str
+    initial: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     idle: tuple[Rule, ...] = ()
+    dropped: tuple[Path, ...] = ()
+    problems: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    unexpected: frozenset[Path] = frozenset()
 
     @property
     def untouched(self) -> list[Path]:
@@ -380,7 +390,9 @@ class Mapped:
         return [path for path in self.map.values if path not in self.map.origin]
 
 
-def apply_map(rules: Map, leaves: Mapping[Path, Shape], left_out: Collection[Path] = ()) -> Mapped:
+def apply_map(
+    rules: Map, leaves: Mapping[Path, Shape], left_out: Collection[Path] = ()
+) -> MapResult:
     """The leaf map that rules make.
 
     Args:
@@ -397,10 +409,10 @@ def apply_map(rules: Map, leaves: Mapping[Path, Shape], left_out: Collection[Pat
     for rule in rules.rules:
         tree.apply(rule)
     tree.ignore(rules.ignored)
-    return tree.mapped(rules)
+    return tree.result(rules)
 
 
-def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> Mapped:
+def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
     """The leaf map that rules make in the opposite direction.
 
     Args:
@@ -695,7 +707,7 @@ class _Tree:
     def problem(self, rule: Rule, where: str, text: str) -> None:
         self.problems.append(f"{rule}: {where}: {text}")
 
-    def mapped(self, rules: Map) -> Mapped:
+    def result(self, rules: Map) -> MapResult:
         """The result, once all rules are applied."""
         last = sorted(self.here.values(), key=lambda leaf: leaf.place)
         paths = [self.path(leaf) for leaf in last]
@@ -713,13 +725,9 @@ class _Tree:
         pairs = list(zip(paths, last, strict=True))
         values = {path: leaf.value for path, leaf in pairs if leaf.value is not None}
         origin = {path: "map" for path, leaf in pairs if leaf.last is not None}
-        return Mapped(
-            LeafMap(values, origin, tuple(self.dropped)),
-            rules.initial,
-            rules.optional,
-            tuple(self.notes),
-            tuple(self.idle),
-        )
+        found = LeafMap(values, origin, tuple(self.dropped))
+        outside = rules.initial, rules.optional
+        return MapResult(found, rules.to or "", *outside, tuple(self.notes), tuple(self.idle))
 
     def path(self, leaf: _Leaf) -> Path:
         """The path that rules have given a leaf."""

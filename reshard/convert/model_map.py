@@ -17,7 +17,7 @@ from reshard.convert.align import Abstention, Alignment, align, listed
 from reshard.convert.layers import DICTS, LISTS
 from reshard.convert.layout import COLLECTIONS, Layout
 from reshard.convert.leafmap import LeafMap, Source, Zeros, renaming
-from reshard.convert.map_rules import OPPOSITE, Map, apply_inverse, apply_map
+from reshard.convert.map_rules import OPPOSITE, Map, MapResult, apply_inverse, apply_map
 from reshard.convert.module_tree import (
     Module,
     bare_leaves,
@@ -337,38 +337,11 @@ def side_of(ckpt: Mapping[Path, Any], layout: Layout, known: Module | None = Non
     return Side(layout.api, layout.shapes(ckpt), dtypes, known)
 
 
-@dataclasses.dataclass(frozen=True)
-class Said:
-    """What a map file says.
-
-    Attributes:
-      map: of the leaves that its rules are for: those of the source, or those of the target, if
-        it is run backwards. Leaves that it leaves open have no origin.
-      to: the API that its rules lead to.
-      initial: globs of leaves of the target that keep the model's own initial value.
-      optional: the same, of leaves that may not be there.
-      dropped: leaves of the source that are left out where it is run backwards.
-      problems: what stands against it.
-      hints: what may help.
-      notes: what came of rules and globs that may match nothing.
-      unexpected: leaves that it puts where there are none, and no conversion goes on from.
-    """
-
-    map: LeafMap
-    to: str
-    initial: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    dropped: tuple[Path, ...] = ()
-    problems: tuple[str, ...] = ()
-    hints: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    unexpected: frozenset[Path] = frozenset()
-
-
 def by_map(
     rules: Map | None, source: Side, target: Side | None, left_out: Collection[Path] = ()
-) -> Said:
-    """What a map file says about leaves.
+) -> MapResult:
+    """What a map file says about leaves: about those that its rules are for, of the source, or of
+    the target if it is run backwards. Leaves that it leaves open have no origin.
 
     Args:
       rules: what is in the file, if there is one.
@@ -381,14 +354,14 @@ def by_map(
     """
     to, shapes = OPPOSITE[source.api], source.shapes
     if rules is None:
-        return Said(renaming({path: path for path in shapes}, shapes), to)
+        return MapResult(renaming({path: path for path in shapes}, shapes), to)
     backwards = rules.to == source.api and target is not None
     start, end = (target, source) if backwards and target else (source, target)
     try:
         if rules.to == source.api and not backwards:
-            mapped = apply_inverse(rules, start.shapes)
+            found = apply_inverse(rules, shapes)
         else:
-            mapped = apply_map(rules, start.shapes, () if backwards else left_out)
+            found = apply_map(rules, start.shapes, () if backwards else left_out)
     except TreeMismatchError as error:
         unmatched = [text for text in error.problems if text.endswith("matches no leaf")]
         if rules.to is not None or len(unmatched) < len(rules.rules):
@@ -396,14 +369,12 @@ def by_map(
         other = f'`to = "{source.api}"` above the rules'
         hint = f"{other}, if it was written for that: it runs backwards"
         raise TreeMismatchError(error.summary, error.problems, [hint, *error.hints]) from error
-    said = Said(mapped.map, to, mapped.initial, mapped.optional, notes=mapped.notes)
     if end is None:
-        problems = tuple(
-            f"{format_path(path)}: no rule of the map applies to it" for path in mapped.untouched
-        )
-        return dataclasses.replace(said, problems=problems)
+        texts = map(format_path, found.untouched)
+        problems = tuple(f"{text}: no rule of the map applies to it" for text in texts)
+        return dataclasses.replace(found, to=to, problems=problems)
     if backwards:
-        said = _backwards(said, shapes)
+        found = _backwards(found, shapes)
     linen = start if start.api == "linen" else end
     # An NNX model may have an attribute of such a name.
     attributes = {path[0] for path in end.shapes} if end.api == "nnx" else set()
@@ -411,7 +382,7 @@ def by_map(
     # On Linen's side paths begin with a collection.
     unexpected = [
         path
-        for path in mapped.map.origin
+        for path in found.map.origin
         if path not in end.shapes and (path[0] in collections) == (end.api == "linen")
     ]
     problems = []
@@ -423,11 +394,11 @@ def by_map(
         problems.append(f"{path}: {wrong}")
     hints = (_RENAMES,) if unexpected and to == "nnx" and not backwards else ()
     return dataclasses.replace(
-        said, to=end.api, problems=tuple(problems), hints=hints, unexpected=frozenset(unexpected)
+        found, to=end.api, problems=tuple(problems), hints=hints, unexpected=frozenset(unexpected)
     )
 
 
-def _backwards(said: Said, shapes: Mapping[Path, Shape]) -> Said:
+def _backwards(said: MapResult, shapes: Mapping[Path, Shape]) -> MapResult:
     """What a map says that is run backwards: what it gives an initial value is left out of the
     leaves that are converted, and what it drops keeps its own."""
     texts = {glob_text(path): path for path in shapes}
@@ -445,7 +416,7 @@ def _backwards(said: Said, shapes: Mapping[Path, Shape]) -> Said:
 
 
 def model_map(
-    said: Said, source: Side, target: Side, initial: Collection[Path]
+    said: MapResult, source: Side, target: Side, initial: Collection[Path]
 ) -> tuple[LeafMap, Alignment]:
     """The map of the model's leaves, and what was found of those that a map file leaves open.
     Leaves of the source that nothing is found for stay.
@@ -477,7 +448,7 @@ def model_map(
     return LeafMap(values, origin, said.dropped, zeros), found
 
 
-def _aligned(said: Said, start: Side, end: Side, gone: Collection[Path]) -> Alignment:
+def _aligned(said: MapResult, start: Side, end: Side, gone: Collection[Path]) -> Alignment:
     """What is found of the leaves that a map leaves open."""
     rest = {p: s for p, s in said.map.shapes.items() if p not in gone and p not in said.unexpected}
     made = {path: sources for path, sources in said.map.made_of().items() if path in rest}

@@ -266,30 +266,36 @@ def _evaluated(node: ast.AST, names: Names) -> int:
 # What patterns and replacements are that can change places.
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PathTemplate:
+class Group(NamedTuple):
+    """The number that a group of a pattern has found, and one more or less. Group 0 is the position
+    of a part, `{}` in a replacement."""
+
+    number: int
+    more: int = 0
+
+
+class PathTemplate(NamedTuple):
     """A printed path, or the beginning of one, in which numbers are left open.
 
-        ^params/layer_(\\d+)/w$   ('params/layer_', 1, '/w')
-        ^params/layer_(\\d+)/     for all that is in a module: ('params/layer_', 1, '/')
-        layers/\\1/w              ('layers/', 1, '/w')
+        ^params/layer_(\\d+)/w$   ('params/layer_', Group(1), '/w')
+        ^params/layer_(\\d+)/     for all that is in a module: ('params/layer_', Group(1), '/')
+        layers/\1/w              ('layers/', Group(1), '/w')
 
     Attributes:
-      pieces: texts, and numbers of groups; 0 is the position of a part, `{}` in a replacement.
+      pieces: texts and groups.
       whole: whether it is all of the path, and not the name of a module with a slash behind.
     """
 
-    pieces: tuple[str | int, ...]
+    pieces: tuple[str | Group, ...]
     whole: bool = True
 
     @classmethod
-    def of(cls, pieces: Iterable[str | int], whole: bool) -> "PathTemplate":
+    def of(cls, pieces: Iterable[str | Group], whole: bool) -> "PathTemplate":
         """One of pieces, of which texts may follow each other."""
-        found: list[str | int] = []
+        found: list[str | Group] = []
         for piece in pieces:
-            last = found[-1] if found else None
-            if isinstance(piece, str) and isinstance(last, str):
-                found[-1] = last + piece
+            if isinstance(piece, str) and found and isinstance(found[-1], str):
+                found[-1] += piece
             elif piece != "":
                 found.append(piece)
         return cls(tuple(found), whole)
@@ -297,12 +303,13 @@ class PathTemplate:
     @property
     def groups(self) -> tuple[int, ...]:
         """The numbers of its groups, in the order of the pattern."""
-        return tuple(dict.fromkeys(piece for piece in self.pieces if isinstance(piece, int)))
+        groups = (piece.number for piece in self.pieces if isinstance(piece, Group))
+        return tuple(dict.fromkeys(groups))
 
     @property
     def glob(self) -> str:
         """A glob for what the pattern matches, and for other texts in the place of numbers."""
-        text = "".join("\uffff" if isinstance(piece, int) else piece for piece in self.pieces)
+        text = "".join("\uffff" if isinstance(piece, Group) else piece for piece in self.pieces)
         keys = split_path(text if self.whole else text.removesuffix("/"))
         return format_path(tuple(glob_key(key).replace("\uffff", "*") for key in keys))
 
@@ -314,18 +321,18 @@ class PathTemplate:
         """
         if self.whole and not self.groups:
             return whole_path("".join(map(str, self.pieces)))
-        text, plain = "^", ""
+        plain = ("0" if isinstance(piece, Group) else piece for piece in self.pieces)
+        if any(a[-1:].isdecimal() and b[:1].isdecimal() for a, b in itertools.pairwise(plain)):
+            raise ValueError("numbers are beside each other: where one ends is not said")
+        text, known = "^", []
         for piece in self.pieces:
-            number = "0" if isinstance(piece, int) else piece
-            if plain[-1:].isdecimal() and number[:1].isdecimal():
-                raise ValueError("numbers are beside each other: where one ends is not said")
-            plain += number
             if isinstance(piece, str):
                 text += re.escape(piece)
+            elif piece.number in known:
+                text += rf"\{known.index(piece.number) + 1}"
             else:
-                group = self.groups.index(piece) + 1
-                known = text.count(r"(\d+)")
-                text += rf"\{group}" if group <= known else r"(\d+)"
+                text += r"(\d+)"
+                known.append(piece.number)
         return Pattern(text + "$" * self.whole, None)
 
     def replacement(self, pattern: "PathTemplate") -> Replacement:
@@ -340,18 +347,20 @@ class PathTemplate:
         for piece, after in zip(self.pieces, (*self.pieces[1:], ""), strict=True):
             if isinstance(piece, str):
                 text += literal_replacement(piece).text
-            elif piece in pattern.groups:
-                group = pattern.groups.index(piece) + 1
-                text += rf"\g<{group}>" if str(after)[:1].isdecimal() else rf"\{group}"
-            elif piece == 0:
+            elif piece.number in pattern.groups:
+                number = pattern.groups.index(piece.number) + 1
+                sign = "-" if piece.more < 0 else "+"
+                wide = rf"\g<{number}>" if str(after)[:1].isdecimal() else rf"\{number}"
+                text += rf"{{\{number} {sign} {abs(piece.more)}}}" if piece.more else wide
+            elif piece.number == 0:
                 text += "{}"
             else:
-                raise ValueError(f"what group {piece} matches is lost")
+                raise ValueError(f"what group {piece.number} matches is lost")
         return parse_replacement(text, [pattern.pattern()], ["i"])
 
     def numbered(self, group: int) -> "PathTemplate":
         """The same with the position of a part in the place of a group."""
-        pieces = tuple(0 if piece == group else piece for piece in self.pieces)
+        pieces = tuple(Group(0) if piece == Group(group) else piece for piece in self.pieces)
         return PathTemplate(pieces, self.whole)
 
 
@@ -368,12 +377,12 @@ def pattern_template(pattern: Pattern) -> PathTemplate:
     tokens = _tokens(_PATTERN, body) if pattern.text.startswith("^") else None
     if tokens is None or not (whole or body.endswith("/") or not body):
         raise ValueError(r"it is not `^...$` or `^.../` without wildcards but `(\d+)`")
-    pieces: list[str | int] = []
+    pieces: list[str | Group] = []
+    count = 0
     for group, again, *texts in tokens:
-        if group is not None:
-            pieces.append(1 + sum(isinstance(piece, int) for piece in set(pieces)))
-        else:
-            pieces.append("".join(text or "" for text in texts) if again is None else int(again))
+        count += group is not None
+        number = count if group is not None else int(again or 0)
+        pieces.append(Group(number) if number else "".join(filter(None, texts)))
     return PathTemplate.of(pieces, whole)
 
 
@@ -384,7 +393,7 @@ def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
       ValueError: it has none.
     """
     constant = replacement.constant
-    pieces: list[str | int] = [] if constant is None else [constant]
+    pieces: list[str | Group] = [] if constant is None else [constant]
     for part in replacement.parts if constant is None else ():
         if isinstance(part, Arithmetic):
             tokens = [("0", None, None, None)] if part.source == "i" else None
@@ -394,7 +403,7 @@ def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
             raise ValueError(f"`{replacement.text}` has more in it than text and `\\1`")
         for named, group, slash, text in tokens:
             number = named or group
-            pieces.append(int(number) if number else slash or text or "")
+            pieces.append(Group(int(number)) if number else slash or text or "")
     template = PathTemplate.of(pieces, whole)
     if not whole and pieces and not str(template.pieces[-1]).endswith("/"):
         raise ValueError(f"`{replacement.text}` does not end as the regex does, with a slash")

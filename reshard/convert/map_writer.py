@@ -1,0 +1,519 @@
+"""A conversion as the text of a map file that says all of it, in as few rules.
+
+One rule says rows of the map that differ in numbers alone, those of all leaves of a module, and
+those of numbered modules:
+
+    params/layer_0/attn/q -> layers/0/attn/q
+    params/layer_0/attn/k -> layers/0/attn/k      ^params/layer_(\\d+)/attn/  ->  layers/\\1/attn/
+    params/layer_1/attn/q -> layers/1/attn/q
+    params/layer_1/attn/k -> layers/1/attn/k
+
+A regex must not match what its rule is not for, on either side: it is written only where these are
+all that it matches of the paths that there ever are.
+"""
+
+import collections
+import re
+import tomllib
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from reshard.arrays import operations
+from reshard.arrays.boxes import Shape
+from reshard.arrays.operations import Operation
+from reshard.convert.leafmap import LeafMap, Row, Source, Value, Zeros
+from reshard.convert.map_rules import apply_map, inverse
+from reshard.convert.mapfile import TODO, map_of
+from reshard.convert.replacement import (
+    Group,
+    PathTemplate,
+    literal_replacement,
+    toml_text,
+    whole_path,
+)
+from reshard.errors import ReshardError, TreeMismatchError
+from reshard.tree import Path, format_glob, format_path, glob_text, named_by
+
+_HEADER = """\
+# A whole map between the leaves of two checkpoints. Each rule is for a leaf, for all leaves of a
+# module (`^a/b/`), or for those that differ in numbers alone (`(\\d+)`), and sees what the rules
+# before it have left. Any of it can be edited: `from` is a regex that is searched for in printed
+# paths, `to` a replacement as `re.sub` takes it. As long as `from` has no other wildcards, and all
+# of its numbers are in the new paths, the map can be used in the opposite direction, too: with the
+# model that is made then, where an optimizer's state or a step is beside it. Where the
+# source was renamed, selected from or cast before, that is not in it.
+"""
+_ORIGINS = """\
+# Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
+# the order of modules of one class (structure).
+"""
+# What the user fills in in a path of a rule that is shown.
+NAME = "NAME"
+_WIDTH = 100
+# Of a leaf that is open, as the comment of its rule has them.
+MAX_CANDIDATES = 8
+_JOINS = operations.Concat | operations.Stack
+_PARTS = operations.Split | operations.Unstack
+# The key and the value of a rule's operation.
+Setting = tuple[str, Any] | None
+_DIGITS = re.compile(r"(\d+)")
+# A text with its numbers at odd places; None where they count the pieces of a whole.
+Parted = tuple[str | None, ...]
+# Of a number in a line: which side, which text of it, and where in that.
+_Place = tuple[int, int, int]
+
+
+class Block(NamedTuple):
+    """Rows that one rule says: their places among all rows, and their paths before and after. If
+    the only path of several pieces has the group 0, that is the number of the piece."""
+
+    rows: tuple[int, ...]
+    inputs: tuple[PathTemplate, ...]
+    outputs: tuple[PathTemplate, ...]
+
+
+def write_map(
+    found: LeafMap,
+    initial: Sequence[str] = (),
+    to: str | None = None,
+    own: Collection[Path] = (),
+    others: Collection[Path] = (),
+) -> str:
+    """The text of a map file that `read_map` and `apply_map` make the same map of, and `inverse`
+    and `apply_map` the way back. Rules that say more than their own leaves are not written.
+
+    Args:
+      found: the map.
+      initial: globs of leaves of the target that keep the model's own initial value.
+      to: the API that it converts to, `"nnx"` or `"linen"`.
+      own: more leaves of the target that do.
+      others: leaves of either side that the map says nothing of.
+
+    Raises:
+      TreeMismatchError: a leaf is made of values that were given.
+    """
+    drops = [Row((path,), (), None, "map") for path in found.dropped]
+    rows, settings = [*drops, *found.sequence()], []
+    shapes = {**dict.fromkeys(found.dropped, ()), **found.sources()}
+    for row in rows:
+        inputs = [shapes.pop(path) for path in row.inputs]
+        if row.outputs:
+            made = inputs if row.operation is None else row.operation.shapes(inputs)
+            shapes.update(zip(row.outputs, made, strict=True))
+        if isinstance(row.operation, operations.Constant):
+            names = " and ".join(map(format_path, row.outputs))
+            raise TreeMismatchError(f"no map can hold the values of {names}")
+        settings.append(_setting(row.operation, inputs))
+    resets = [Row((path,), (), None, "map") for path in own]
+    globs = [block.inputs[0].glob for block in blocks_of(resets, [""] * len(resets), found.values)]
+    ever = {*found.sources(), *found.values, *found.must_be_zero, *own, *others}
+    blocks = blocks_of(rows, list(map(repr, settings)), ever)
+    short = _written(rows, settings, blocks, [*initial, *globs], to)
+    if _says(short, found, own):
+        return short
+    every = [*initial, *map(format_glob, own)]
+    literal = [_block([_line(row, place, False)], {}) for place, row in enumerate(rows)]
+    return _written(rows, settings, literal, every, to)
+
+
+def draft_map(
+    decided: LeafMap,
+    to: str,
+    own: Collection[Path],
+    open_rows: Sequence[Row],
+    missing: Collection[Path],
+) -> str:
+    """The text of a map file of what is decided, with `TODO` for the user to replace.
+
+    Args:
+      decided, to, own: as for `write_map`.
+      open_rows: leaves of the source that are open, each with the leaves of the target that it may
+        be or, by an operation, may become.
+      missing: leaves of the target that are none of these.
+    """
+    others = {*missing, *(path for row in open_rows for path in (*row.inputs, *row.outputs))}
+    resets = [f"{TODO} {format_glob(path)}" for path in missing]
+    rules = [write_map(decided, resets, to, own, others)]
+    for row in open_rows:
+        texts = [literal_replacement(format_path(path)).text for path in row.outputs]
+        near = [*map(toml_text, texts[:MAX_CANDIDATES]), *["..."][: len(texts) > MAX_CANDIDATES]]
+        rules.append(f"[[rule]]\nfrom = {toml_text(whole_path(format_path(row.inputs[0])).text)}\n")
+        if isinstance(row.operation, operations.Unstack):
+            parts = {"axis": row.operation.axis, "into": [TODO] * len(texts)}
+            rules[-1] += f"{_assigned('unstack', parts)}  # {', '.join(near)}\n"
+        else:
+            near = near or ["nothing fits: `drop = true` leaves it out"]
+            rules[-1] += f"{_assigned('to', TODO)}  # {' or '.join(near)}\n"
+    return "\n".join(rules)
+
+
+def _written(
+    rows: Sequence[Row],
+    settings: Sequence[Setting],
+    blocks: Sequence[Block],
+    initial: Sequence[str],
+    to: str | None,
+) -> str:
+    """The text of a map, with a rule for each block of rows."""
+    texts = [_HEADER + (_ORIGINS if any(row.origin != "map" for row in rows) else "")]
+    top = [("to", to)] * (to is not None) + [("init", initial)] * bool(initial)
+    if top:
+        texts.append("".join(f"{_assigned(key, value)}\n" for key, value in top))
+    return "\n".join(
+        [*texts, *(_rule_text(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks)]
+    )
+
+
+def _says(text: str, found: LeafMap, own: Collection[Path]) -> bool:
+    """Whether a text says a map, in both directions if it has both."""
+    values: dict[Path, Value] = {
+        p: value for p, value in found.values.items() if not isinstance(value, Zeros)
+    }
+    whole = LeafMap(values)
+    zeros = {path: zeros.shape for path, zeros in found.must_be_zero.items()}
+    leaves = {**whole.sources(), **zeros, **dict.fromkeys(found.dropped, ())}
+    stay = {path: Source(path, shape) for path, shape in zeros.items()}
+    try:
+        made = whole.inverse()
+    except TreeMismatchError:  # an operation has none
+        made = None
+    try:
+        rules = map_of(tomllib.loads(text), "the map")
+        forth = apply_map(rules, leaves).map
+        if made is None:
+            return _are(forth, values | stay, found.dropped)
+        undone = inverse(rules)
+        back = apply_map(undone, whole.shapes | dict.fromkeys(own, ())).map
+    except ReshardError:
+        return False
+    texts = {glob_text(path): path for path in leaves}
+    named = {texts[text] for glob in undone.initial for text in named_by(texts, glob)}
+    return (
+        named == {*found.dropped}
+        and _are(forth, values | stay, found.dropped)
+        and _are(back, made.values, own)
+    )
+
+
+def _are(found: LeafMap, values: Mapping[Path, Value], dropped: Collection[Path]) -> bool:
+    return found.values == values and {*found.dropped} == {*dropped}
+
+
+def _rule_text(row: Row, setting: Setting, block: Block) -> str:
+    """The rule of a block of rows like this one."""
+    sources = [template.pattern().text for template in block.inputs]
+    paths = [template.replacement(block.inputs[0]).text for template in block.outputs]
+    numbers = block.inputs[0].groups
+    joins, parts = isinstance(row.operation, _JOINS), isinstance(row.operation, _PARTS)
+    lines = ["[[rule]]" if row.origin == "map" else f"[[rule]]  # {row.origin}"]
+    lines.append(_assigned("from", sources if joins and 0 not in numbers else sources[0]))
+    if not paths:
+        lines.append("drop = true")
+    if setting is not None:
+        key, value = setting
+        if joins and 0 in numbers:
+            value = value | {"by": numbers.index(0) + 1}
+        if parts:
+            value = value | {"into": paths[0] if 0 in block.outputs[0].groups else paths}
+        lines.append(_assigned(key, value))
+    if paths and not parts:
+        lines.append(_assigned("to", paths[0]))
+    return "\n".join(lines) + "\n"
+
+
+def rules_of(rows: Sequence[Row], leaves: Mapping[Path, Shape]) -> list[str]:
+    """Rules for rows on leaves of these shapes."""
+    settings = [_setting(row.operation, [leaves[path] for path in row.inputs]) for row in rows]
+    blocks = blocks_of(rows, list(map(repr, settings)), leaves)
+    return [_rule_text(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks]
+
+
+def renaming_rules(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path]) -> list[str]:
+    """What rules say, less `[[rule]]`, that rename some of the leaves: paths before and after, and
+    whether these are of leaves, or else of modules. The user replaces `NAME` in a path after."""
+    pairs = list(dict.fromkeys(pairs))
+    rules = []
+    for block in _renamed(pairs, leaves):
+        _, after, whole = pairs[block.rows[0]]
+        to = literal_replacement(format_path(after) + "/" * (not whole))
+        if block.outputs:
+            to = block.outputs[0].replacement(block.inputs[0])
+        lines = _assigned("from", block.inputs[0].pattern().text), _assigned("to", to.text)
+        rules.append("\n".join(lines))
+    return rules
+
+
+def unstacking_rules(
+    pairs: Iterable[tuple[Path, Path]], leaves: Collection[Path], axes: Sequence[int]
+) -> list[str]:
+    """Rules that unstack modules, along the first of several axes that it may be: their paths, and
+    what those of the layers begin with."""
+    rules = []
+    for block in _renamed(((*pair, False) for pair in pairs), leaves):
+        before, after = block.inputs[0], block.outputs[0]
+        into = after.replacement(before).text.removesuffix("/") + rf"{{}}/\{len(before.groups) + 1}"
+        lines = ["[[rule]]", _assigned("from", f"{before.pattern().text}(.*)$")]
+        lines.append(_assigned("unstack", {"axis": axes[0], "into": into}))
+        others = " or ".join(map(str, axes[1:]))  # the shapes do not tell
+        rules.append("\n".join(lines) + (f"  # or axis = {others}" if others else "") + "\n")
+    return rules
+
+
+def _renamed(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path]) -> list[Block]:
+    """Paths before and after, and whether they are of leaves, as few blocks."""
+    groups: dict[Hashable, list[_Line]] = {}
+    ever = {*leaves}
+    for place, (before, after, whole) in enumerate(pairs):
+        known = () if NAME in after else (_parted(after),)
+        line = _Line((place,), ((_parted(before),), known), (1, len(known)), whole)
+        groups.setdefault(line.letters, []).append(line)
+        ever.add(after if whole else (*after, "_"))
+    paths = _Paths((), ever)
+    blocks = [block for lines in groups.values() for block in paths.folded(lines, shift=True)]
+    return sorted(blocks, key=lambda block: min(block.rows))
+
+
+def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
+    """The key and the value of an operation on leaves of these shapes, less what paths have."""
+    match operation:
+        case None:
+            return None
+        case operations.Transpose(axes=axes):
+            return "transpose", axes
+        case operations.Reshape(shape=shape):
+            return "reshape", {"from": inputs[0], "to": shape}
+        case operations.Pad(widths=widths, fill=fill):
+            return "pad", {"widths": widths, "fill": fill}
+        case operations.Crop(widths=widths):
+            return "crop", {"widths": widths}
+        case operations.Split(axis=axis, sizes=sizes):
+            return "split", {"axis": axis, "sizes": sizes}
+        case operations.Unstack(axis=axis):
+            return "unstack", {"axis": axis}
+        case operations.Concat(axis=axis):
+            return "concat", {"axis": axis, "sizes": [shape[axis] for shape in inputs]}
+        case operations.Stack():
+            names = {"names": operation.names} if operation.names else {}
+            return "stack", {"axis": operation.axis} | names
+        case operations.Apply(name=name, shape=shape, dtype=dtype):
+            sizes = {} if shape is None else {"shape": shape}
+            kind = {} if dtype is None else {"dtype": dtype.name}
+            return "apply", {"function": name, **sizes, **kind} if sizes or kind else name
+
+
+def _assigned(key: str, value: Any) -> str:
+    """A line of TOML; a list that makes it long is broken into lines."""
+    line = f"{key} = {_toml(value)}"
+    return line if len(line) <= _WIDTH else f"{key} = {_toml(value, broken=True)}"
+
+
+def _toml(value: Any, broken: bool = False) -> str:
+    """A value as TOML; if it is to be broken, with a line for each text of a list."""
+    if isinstance(value, str):
+        return toml_text(value)
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{key} = {_toml(entry, broken)}" for key, entry in value.items())
+        return f"{{ {inner} }}"
+    if isinstance(value, Sequence):
+        entries = [_toml(entry, broken) for entry in value]
+        if broken and entries and isinstance(value[0], str):
+            return "".join(["[\n", *(f"    {entry},\n" for entry in entries), "]"])
+        return f"[{', '.join(entries)}]"
+    return repr(value)
+
+
+class _Line(NamedTuple):
+    """A row, or all rows of a module: their places, the paths before and after, and how many these
+    are. `whole`: whether they are paths of leaves."""
+
+    rows: tuple[int, ...]
+    sides: tuple[tuple[Parted, ...], tuple[Parted, ...]]
+    counts: tuple[int, int] = (1, 1)
+    whole: bool = True
+
+    @property
+    def letters(self) -> Hashable:
+        """It without its numbers."""
+        texts = [text for side in self.sides for text in side]
+        nones = tuple(place for text in texts for place, n in enumerate(text) if n is None)
+        return (self.whole, len(self.sides[0]), nones, *(text[::2] for text in texts))
+
+
+def blocks_of(
+    rows: Sequence[Row], settings: Sequence[Hashable], others: Collection[Path]
+) -> list[Block]:
+    """Rows as few blocks, in an order in which they can be carried out, one after another.
+
+    Args:
+      rows: the rows, each on what earlier ones have left; one without outputs drops a leaf.
+      settings: what else a rule says of each row, but its paths.
+      others: paths of leaves, on either side, that no row is for.
+    """
+    ever = {*others, *(path for row in rows for path in (*row.inputs, *row.outputs))}
+    levels = _levels(rows)
+    kinds: list[Hashable] = []
+    for place, row in enumerate(rows):
+        # A regex rule that changes nothing is refused: a row that does so is for itself.
+        still = row.operation is None and row.inputs == row.outputs
+        kinds.append((row.origin, levels[place], settings[place], place if still else None))
+    paths, left, found = _Paths(rows, ever), {*range(len(rows))}, []
+
+    def fold(lines: Iterable[_Line]) -> None:
+        groups: dict[Hashable, list[_Line]] = {}
+        for line in lines:
+            groups.setdefault((line.letters, kinds[line.rows[0]]), []).append(line)
+        for alike in groups.values():
+            blocks = paths.folded([line for line in alike if line.rows[0] in left])
+            left.difference_update(*(block.rows for block in blocks))
+            found.extend(blocks)
+
+    fold(_modules(rows, kinds, ever))
+    fold([_line(rows[place], place) for place in sorted(left)])
+    return sorted(found, key=lambda block: (levels[block.rows[0]], min(block.rows)))
+
+
+def _levels(rows: Sequence[Row]) -> list[int]:
+    """For each row how many follow from one another up to it. Rows of one level share no path."""
+    at: dict[Path, int] = {}
+    levels: list[int] = []
+    for row in rows:
+        paths = (*row.inputs, *row.outputs)
+        level = 1 + max(at.get(path, 0) for path in paths)
+        at |= dict.fromkeys(paths, level)
+        levels.append(level)
+    return levels
+
+
+def _modules(rows: Sequence[Row], kinds: Sequence[Hashable], ever: Collection[Path]) -> list[_Line]:
+    """Modules all of whose leaves get the same relative paths in another one, outer ones first."""
+    below = collections.Counter(path[:end] for path in ever for end in range(1, len(path)))
+    members: dict[tuple[Path, Path, Hashable], list[int]] = {}
+    for place, row in enumerate(rows):
+        if row.operation is None and row.outputs:  # what is dropped is named by leaf
+            before, after = row.inputs[0], row.outputs[0]
+            while before[1:] and after[1:] and before[-1] == after[-1]:
+                before, after = before[:-1], after[:-1]
+                members.setdefault((before, after, kinds[place]), []).append(place)
+    return [
+        _Line(tuple(inside), ((_parted(before),), (_parted(after),)), whole=False)
+        for (before, after, _), inside in sorted(members.items(), key=lambda x: len(x[0][0]))
+        if 1 < len(inside) == below[before] == below[after]
+    ]
+
+
+def _line(row: Row, place: int, counted: bool = True) -> _Line:
+    """A row, with the paths of numbered pieces as one if these are to be counted."""
+    before, after = (tuple(map(_parted, side)) for side in (row.inputs, row.outputs))
+    if counted and isinstance(row.operation, _JOINS):
+        before = _counted(before)
+    if counted and isinstance(row.operation, _PARTS):
+        after = _counted(after)
+    return _Line((place,), (before, after), (len(row.inputs), len(row.outputs)))
+
+
+def _counted(texts: tuple[Parted, ...]) -> tuple[Parted, ...]:
+    """Texts that count from 0 in one place, and are the same elsewhere, as one."""
+    if len({text[::2] for text in texts}) > 1:
+        return texts
+    columns = list(zip(*texts, strict=True))
+    differ = [place for place, column in enumerate(columns) if len({*column}) > 1]
+    if [columns[place] for place in differ] != [tuple(map(str, range(len(texts))))]:
+        return texts
+    return ((*texts[0][: differ[0]], None, *texts[0][differ[0] + 1 :]),)
+
+
+def _parted(path: Path) -> Parted:
+    return tuple(_DIGITS.split(format_path(path)))
+
+
+def _groups(varying: Mapping[_Place, Sequence[Any]], shift: bool) -> dict[_Place, Group]:
+    """Groups for places where numbers vary, the same one for the same numbers. `shift`: also for
+    those that differ from others by as much everywhere."""
+    first: dict[Any, tuple[int, int]] = {}
+    groups = {}
+    for place, column in varying.items():
+        plain = shift and all(str(int(number)) == number for number in column)
+        start = int(column[0]) if plain else 0
+        steps = tuple(int(number) - start for number in column) if plain else column
+        group, base = first.setdefault(steps, (len(first) + 1, start))
+        groups[place] = Group(group, start - base)
+    return groups
+
+
+def _block(lines: Sequence[_Line], numbers: Mapping[_Place, Group]) -> Block:
+    """Lines as a block, with groups for the numbers at some places."""
+    sides: tuple[list[PathTemplate], list[PathTemplate]] = ([], [])
+    for side, texts in enumerate(lines[0].sides):
+        for at, text in enumerate(texts):
+            pieces = [
+                numbers.get((side, at, place), Group(0) if piece is None else piece)
+                for place, piece in enumerate(text)
+            ]
+            whole = lines[0].whole
+            sides[side].append(PathTemplate.of(pieces + ["/"] * (not whole), whole))
+    rows = tuple(place for line in lines for place in line.rows)
+    return Block(rows, tuple(sides[0]), tuple(sides[1]))
+
+
+class _Paths:
+    """All paths that there ever are, and the modules that they are in."""
+
+    def __init__(self, rows: Sequence[Row], ever: Collection[Path]):
+        self._rows = rows
+        self._known: dict[Hashable, list[str]] = {}
+        modules = {path[:end] for path in ever for end in range(1, len(path))}
+        for whole, paths in ((True, ever), (False, modules)):
+            for path in paths:
+                text = format_path(path) + "/" * (not whole)
+                self._known.setdefault((whole, _parted(path)[::2]), []).append(text)
+
+    def folded(self, lines: Sequence[_Line], shift: bool = False) -> list[Block]:
+        """Lines that differ in numbers alone as few blocks. `shift`: some may count from another
+        number than others."""
+        if not lines:
+            return []
+        first = lines[0]
+        varying = {
+            (side, at, place): column
+            for side, texts in enumerate(first.sides)
+            for at, text in enumerate(texts)
+            for place in range(1, len(text), 2)
+            if len({*(column := tuple(line.sides[side][at][place] for line in lines))}) > 1
+        }
+        groups = _groups(varying, shift)
+        count = len({group for group, _ in groups.values()})
+        block = _block(lines, groups)
+        if self._fits(lines, block, count):
+            return [block]
+        if not count:
+            return [_block([_line(self._rows[first.rows[0]], first.rows[0], False)], {})]
+        # Numbers that are not on both sides, or else those that there are fewest of, stay.
+        sides: dict[Any, set[tuple[int, int]]] = {}
+        for key, column in varying.items():
+            sides.setdefault(column, set()).add(key[:2])
+        most = sum(map(len, first.sides))
+        column = min(sides, key=lambda column: (len(sides[column]) == most, len({*column})))
+        parts: dict[str | None, list[_Line]] = {}
+        for line, number in zip(lines, column, strict=True):
+            parts.setdefault(number, []).append(line)
+        return [block for part in parts.values() for block in self.folded(part, shift)]
+
+    def _fits(self, lines: Sequence[_Line], block: Block, count: int) -> bool:
+        """Whether all paths of a block have so many groups, on each side in one order, and its
+        regexes match no other paths than those of its lines."""
+        if not count and not any(None in text for side in lines[0].sides for text in side):
+            return True
+        sides = zip((block.inputs, block.outputs), lines[0].sides, (0, 1), strict=True)
+        for templates, texts, side in sides:
+            orders = {tuple(filter(None, template.groups)) for template in templates}
+            if len(orders) > 1 or any(len(order) < count for order in orders):
+                return False
+            matches = [
+                pattern.search(known)
+                for template, text in zip(templates, texts, strict=True)
+                for pattern in [template.pattern().regex]
+                for known in self._known[lines[0].whole, text[::2]]
+            ]
+            if sum(map(bool, matches)) != sum(line.counts[side] for line in lines):
+                return False
+        return True
