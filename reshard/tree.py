@@ -292,7 +292,7 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
             raise ArgumentError(f"rename `{pattern}={replacement}`: {error}") from error
         if changed == texts:
             problems.append(f"`{pattern}` matches no leaf")
-            near = nearest_to_regex(pattern, paths)
+            near = nearest_to_regex(pattern, (p for p in paths if texts[p] == printed[p]))
             hints += [f"the nearest leaf is `{name}`" for name in near]
         texts = changed
     if problems:

@@ -424,7 +424,7 @@ def test_nothing_but_the_answer_reaches_the_terminal(saved, stores, tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, env=lonely, check=True)
     assert done.stderr == "" and json.loads(done.stdout)["path"] == url
     stores.faults.append(Fault("list nobody", 403, 2))
-    words[-1] = "s3://nobody-has-it/run"
+    words[-2:] = ["s3://nobody-has-it/run"]
     done = subprocess.run(words, capture_output=True, text=True, env=lonely, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert re.match(r"Error: .* cannot be read\n", done.stderr), done.stderr

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 
 import in_process
@@ -22,10 +21,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from in_process import refused, reshard_in, shown
+from jobs import RESHARD
 
 pytestmark = pytest.mark.usefixtures("forked")
 TOPICS = pathlib.Path(__file__).parents[1] / "reshard" / "cli" / "topics"
-RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 # Shapes, and the entries of their specs.
 SPECS = {
     "params": {
@@ -192,7 +191,7 @@ def test_help_of_a_command_is_its_own(tmp_path):
 
 def test_help_of_no_topic(tmp_path):
     names = ", ".join(file.stem for file in sorted(TOPICS.glob("*.md")))
-    commands = "ckpt, commit, convert, diff, digest, help, inspect, verify"
+    commands = "ckpt, commit, convert, diff, digest, doctor, help, inspect, verify"
     told = f"there is no topic or command `mesh`\n  topics: {names}\n  commands: {commands}\n\n"
     told += "hint: reshard help meshes"
     assert refused(tmp_path, "help", "mesh") == f"Error: {told}\n"

@@ -5,7 +5,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import sysconfig
 
 import in_process
 import jax
@@ -14,10 +13,10 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
+from jobs import RESHARD
 
 import reshard
 
-RESHARD = pathlib.Path(sysconfig.get_path("scripts")) / "reshard"
 MODEL = """
 import jax
 import jax.numpy as jnp

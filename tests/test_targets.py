@@ -1142,11 +1142,6 @@ WRONG_MODELS = [
         "hint: the nearest leaf is `layer/b`",
     ),
     (
-        {"specs": {"[": "data"}},
-        "the spec rules cannot be read\n"
-        "  `[` is not a regex: unterminated character set at position 0",
-    ),
-    (
         {"specs": {"w": P("data"), "layers": {"b": P("data"), "c": P()}}},
         "the tree of specs has leaves that the model lacks\n"
         "  layers/b\n"
