@@ -126,24 +126,20 @@ def write_item(
     names = [f"{database}{number}" for number in range(count)]
     digests = _write(share, directory, names, max_memory, report)
     states = {stored_name(path): digest.state for path, digest in digests.items()}
+    there: dict[str, int] = {}
+    databases: dict[str, int] = {}
+    files: set[str] = set()
     with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
-        walked = pool.map(lambda name: list((directory / name).walk()), names)
-        there = {
-            f"{name}/{entry.path}": entry.nbytes
-            for name, entries in zip(names, walked, strict=True)
-            for entry in entries
-            if entry.is_file
-        }
-    if share.format.ocdbt:
-        databases, files = {}, set()
-        for name in names:
-            if f"{name}/{MANIFEST}" in there:
-                databases[name], found = contents(directory / name)
-                files |= {f"{name}/{file}" for file in found}
-        _check_there(share, directory, sum(databases.values()), files - there.keys())
-    else:
-        databases, files = {}, there.keys()
-        _check_there(share, directory, len(there), ())
+        looked = pool.map(lambda name: _look(directory / name, share.format.ocdbt), names)
+        for name, (sizes, listed) in zip(names, looked, strict=True):
+            there |= {f"{name}/{path}": size for path, size in sizes.items()}
+            if listed is not None:
+                databases[name], used = listed
+                files |= {f"{name}/{file}" for file in used}
+    if not share.format.ocdbt:
+        files = {*there}
+    count = sum(databases.values()) if share.format.ocdbt else len(there)
+    _check_there(share, directory, count, files - there.keys())
     sync(directory, there)
     return Written(
         databases,
@@ -152,6 +148,14 @@ def write_item(
         states,
         {} if share.format.ocdbt else {file[len(names[0]) + 1 :]: file for file in there},
     )
+
+
+def _look(directory: Location, ocdbt: bool) -> tuple[dict[str, int], tuple[int, set[str]] | None]:
+    """Files that have been written, with their bytes; and what is in a database, if it is one."""
+    with directory.remembered():
+        directory.ahead(unseen=[MANIFEST] if ocdbt else [], below=True)
+        sizes = {entry.path: entry.nbytes for entry in directory.walk() if entry.is_file}
+        return sizes, contents(directory) if ocdbt and MANIFEST in sizes else None
 
 
 def sync(directory: Location, files: Collection[str]) -> None:

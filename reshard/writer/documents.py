@@ -22,18 +22,18 @@ from reshard.sharding.mesh import (
 )
 from reshard.tree import Key, Path, nested
 from reshard.writer.format import TargetFormat
+from reshard.writer.plan import ItemPlan
 
 
-def documents(
-    ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]], target: TargetFormat
-) -> dict[str, bytes]:
-    """File name -> content of an item's documents, from the chunk shapes in the destination."""
+def documents(item: ItemPlan) -> dict[str, bytes]:
+    """File name -> content of an item's documents."""
+    ckpt, chunks = item.ckpt, {array.layout.path: array.chunk for array in item.arrays}
     strings = nested(  # Orbax nests their names at each slash
         (tuple(stored_name(path).split("/")), leaf)
         for path, leaf in ckpt.items()
         if isinstance(leaf, str)
     )
-    found = {TREE_FILE: _tree(ckpt, target), SHARDING_FILE: _shardings(ckpt)}
+    found = {TREE_FILE: _tree(ckpt, item.format), SHARDING_FILE: _shardings(ckpt)}
     if ckpt.source.described:
         found[f"{ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
     if strings:

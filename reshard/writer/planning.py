@@ -32,7 +32,7 @@ from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, as_python, format_path
 from reshard.units import format_bytes, parse_bytes, whole_kib
 from reshard.verify.digest_record import FILE
-from reshard.writer.commit import REPLACED_SUFFIX
+from reshard.writer import commit as committing
 from reshard.writer.format import TargetFormat, target_format
 from reshard.writer.links import files_to_link
 from reshard.writer.names import name_errors
@@ -42,6 +42,9 @@ from reshard.writer.siblings import UNFINISHED_PREFIX, Sibling, siblings, source
 
 # Encoded estimates may be this far off when the room on the disk is checked.
 _ESTIMATE_ERROR = 1.1
+# What earlier versions of this program have left beside a destination.
+_EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
+_EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
 # The part of an item's stored bytes that is copied verbatim at least where data files are linked:
 # a conversion changes counters and random state, and nothing else.
 _MOST = 15 / 16
@@ -190,10 +193,11 @@ def _check_destination(
     """What the user should know of a destination; raises DestinationError unless these may be
     written there."""
     _check_apart(destination, checkpoints[0].source.root)
-    if destination.is_local:
-        notes = _check_directory(destination, checkpoints, overwrite)
-    else:
-        with destination.parent.remembered():
+    with destination.parent.remembered():
+        _check_earlier(destination)
+        if destination.is_local:
+            notes = _check_directory(destination, checkpoints, overwrite)
+        else:
             notes = _check_prefix(destination)
     return notes + _written_steps(destination, [c.source for c in checkpoints if c.source.step])
 
@@ -225,6 +229,20 @@ def _check_apart(destination: Location, source: Location) -> None:
         )
 
 
+def _check_earlier(destination: Location) -> None:
+    """Raises DestinationError for what an earlier version of this program has left."""
+    parent = destination.parent
+    names = parent.names() if not parent.is_local or parent.is_dir() else ()
+    for pattern in _EARLIER:
+        left = parent / pattern.format(destination.name)
+        if left.name in names:
+            raise DestinationError(
+                f"an earlier version of reshard has left an unfinished job: `{left}`",
+                ["this version cannot resume it"],
+                [committing.restart_hint(left)],
+            )
+
+
 def _check_directory(
     destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
 ) -> list[str]:
@@ -232,11 +250,12 @@ def _check_directory(
     exists = destination.exists()
     if destination.is_symlink() or (exists and not destination.is_dir()):
         raise DestinationExistsError(f"`{destination}` is a file or a symbolic link")
-    if destination.name.startswith(UNFINISHED_PREFIX) or destination.name.endswith(REPLACED_SUFFIX):
+    suffix = committing.REPLACED_SUFFIX
+    if destination.name.startswith(UNFINISHED_PREFIX) or destination.name.endswith(suffix):
         text = f"`{destination}` is such a name as an unfinished job has"
         raise DestinationError(text, hints=["write under another name"])
     # An earlier job may have been stopped between two renames.
-    replaced = destination.beside(destination.name + REPLACED_SUFFIX)
+    replaced = destination.beside(destination.name + suffix)
     if (exists or replaced.exists()) and not overwrite:
         raise DestinationExistsError(
             f"`{destination}` exists",
@@ -262,16 +281,16 @@ def _check_prefix(destination: Location) -> list[str]:
         raise DestinationError(
             f"`{destination}` is a whole bucket", hints=[f"a name in it: {destination}/1000"]
         )
-    above = {place: place / MARKER for place in (parent, parent.parent)}
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        *complete, is_object = pool.map(Location.is_file, [*above.values(), destination])
-    for place, is_complete in zip(above, complete, strict=True):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        marker = pool.submit((parent.parent / MARKER).read_whole)
+        above = {parent: (parent / MARKER).is_file(), parent.parent: marker.result() is not None}
+    for place, is_complete in above.items():
         if is_complete:
             raise DestinationError(
                 f"`{destination}` is inside of `{place}`, which is complete",
                 hints=["write to a prefix beside it"],
             )
-    if is_object:
+    if destination.is_file():
         text = f"`{destination}` is an object, and not a prefix of others"
         raise DestinationExistsError(text)
     if not set(manager_steps(parent).values()) - {destination.name}:
