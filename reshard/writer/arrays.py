@@ -102,10 +102,10 @@ class Written(NamedTuple):
       chunks: in plain files, where a chunk will be -> where it was written.
     """
 
-    databases: Mapping[str, int]
-    files: Mapping[str, int]
-    nodes: Mapping[str, int]
-    digests: Mapping[str, Sequence[int]]
+    databases: Mapping[str, int] = {}
+    files: Mapping[str, int] = {}
+    nodes: Mapping[str, int] = {}
+    digests: Mapping[str, Sequence[int]] = {}
     chunks: Mapping[str, str] = {}
 
 
@@ -167,23 +167,18 @@ def sync(directory: Location, files: Collection[str]) -> None:
 
 
 def _check_there(share: ItemShare, directory: Location, count: int, gone: Collection[str]) -> None:
-    """Raises CorruptCheckpointError where not all is there that was written. A chunk that holds a
-    fill value alone may be absent on a disk."""
+    """Raises CorruptCheckpointError where not all keys are there that were written. A chunk that
+    holds a fill value alone may be absent on a disk."""
     problems = [f"`{directory / file}` is not there" for file in gone]
-    if not share.format.fills and (missing := _key_count(share) - count):
-        problems.append(f"{missing} chunks are not there")
-    if problems:
-        raise CorruptCheckpointError("what was written cannot be read back", problems)
-
-
-def _key_count(share: ItemShare) -> int:
-    """How many keys are written."""
-    count = sum(1 for some in share.values for _ in some.chunks(share.format))
+    missing = len(share.metadata) - count + sum(len(v.chunks(share.format)) for v in share.values)
     for group, start, stop in share.boxes:
         for _, array in group:
             for box in array.boxes(start, stop):
-                count += math.prod(end - begin for begin, end in chunk_ranges(box, array.chunk))
-    return count + len(share.metadata)
+                missing += math.prod(end - begin for begin, end in chunk_ranges(box, array.chunk))
+    if missing and not share.format.fills:
+        problems.append(f"{missing} chunks are not there")
+    if problems:
+        raise CorruptCheckpointError("what was written cannot be read back", problems)
 
 
 class Target(NamedTuple):
@@ -206,10 +201,6 @@ class Target(NamedTuple):
         """The transaction of a batch. On a disk it may be several commits, of what is encoded first
         and of the rest; in a bucket each would be three requests, one after another."""
         return ts.Transaction(atomic=self.format.ocdbt and not self.directory.is_local)
-
-    def wait(self, write: ts.Future) -> None:
-        """Waits for a write; raises DestinationError if it fails."""
-        wait_written(write, self.directory)
 
 
 def _write(
@@ -296,8 +287,8 @@ def write_chunks(
             write = array[box.box].write(values, can_reference_source_data_indefinitely=True)
             copies.append(write.copy)
         for copy in copies:
-            target.wait(copy)
-        wait = functools.partial(target.wait, transaction.future)
+            wait_written(copy, target.directory)
+        wait = functools.partial(wait_written, transaction.future, target.directory)
         # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
         # into a directory that is being removed.
         filled.free_after(wait, committed, transaction.future.done)
@@ -333,13 +324,10 @@ class _Box:
         self.handle = handle
         self.array = array
         self.box = box
+        self.elements = math.prod(shape_of(box))
         self.left = 1
         self.buffer: np.ndarray | None = None
         self.kept: Reservation | None = None
-
-    @property
-    def elements(self) -> int:
-        return math.prod(shape_of(self.box))
 
     def pieces(self, budget: Budget) -> Iterator[Unit]:
         """What is read of it, one source chunk at a time."""
@@ -420,8 +408,10 @@ def copy_chunks(
                 raise CorruptCheckpointError(f"the stored value `{key}` is missing")
             writes.append(writable.write(new, result.value))
         for write in writes:
-            target.wait(write)
-        reservation.free_after(functools.partial(target.wait, transaction.future), committed)
+            wait_written(write, target.directory)
+        reservation.free_after(
+            functools.partial(wait_written, transaction.future, target.directory), committed
+        )
         transaction.commit_async()
         report(sum(size for _, _, _, size in batch))
 
@@ -444,7 +434,7 @@ def write_values(values: Mapping[str, bytes], target: Target, budget: Budget) ->
         transaction = target.begin()
         store = target.stores[0].with_transaction(transaction)
         for write in [store.write(key, value) for key, value in values.items()]:
-            target.wait(write)
-        wait = functools.partial(target.wait, transaction.future)
+            wait_written(write, target.directory)
+        wait = functools.partial(wait_written, transaction.future, target.directory)
         budget.reserve(sum(map(len, values.values()))).free_after(wait)
         transaction.commit_async()

@@ -95,8 +95,13 @@ def begin(
       DestinationError: another job writes there, has left something, or is another one than the
         one to resume; or the destination is complete.
     """
-    if destination.is_local:
-        _put_back(destination)
+    replaced = destination.beside(destination.name + REPLACED_SUFFIX)
+    # A job was stopped between two renames, or after them.
+    if destination.is_local and replaced.exists():
+        if destination.exists():
+            remove_aside(destination, replaced)
+        else:
+            disk.rename(replaced, destination)
     start = _beside(destination, token if shared else secrets.token_hex(8)), None, frozenset[str]()
     for path, found in jobs(destination).items():
         if not path.is_local and _is_committed(path, found, token if resume else None):
@@ -151,17 +156,6 @@ def restart_hint(left: Location) -> str:
     """How to begin without what a job has left."""
     removes = f"rm -r {shell_quoted(str(left))}" if left.is_local else f"delete `{left}`"
     return f"{removes}, then begin anew"
-
-
-def _put_back(destination: Location) -> None:
-    """Where a job was stopped between two renames, gives the old checkpoint its name back; where it
-    was stopped after them, deletes it."""
-    replaced = destination.beside(destination.name + REPLACED_SUFFIX)
-    if replaced.exists():
-        if not destination.exists():
-            disk.rename(replaced, destination)
-        else:
-            remove_aside(destination, replaced)
 
 
 def _is_committed(destination: Location, found: Found, token: str | None) -> bool:

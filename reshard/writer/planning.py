@@ -192,9 +192,23 @@ def _check_destination(
 ) -> list[str]:
     """What the user should know of a destination; raises DestinationError unless these may be
     written there."""
-    _check_apart(destination, checkpoints[0].source.root)
-    with destination.parent.remembered():
-        _check_earlier(destination)
+    source, parent = checkpoints[0].source.root, destination.parent
+    real, root = destination.resolved(), source.resolved()
+    if real.below(root) is not None or root.below(real) is not None:
+        beside = "write beside the source, and rename when you have looked at the result"
+        raise DestinationError(
+            f"the destination `{destination}` and the source `{source}` are inside one another",
+            hints=[beside if destination.is_local else "write to a prefix beside the source"],
+        )
+    with parent.remembered():
+        names = parent.names() if not parent.is_local or parent.is_dir() else ()
+        for left in (pattern.format(destination.name) for pattern in _EARLIER):
+            if left in names:
+                raise DestinationError(
+                    f"an earlier version of reshard has left an unfinished job: `{parent / left}`",
+                    ["this version cannot resume it"],
+                    [committing.restart_hint(parent / left)],
+                )
         if destination.is_local:
             notes = _check_directory(destination, checkpoints, overwrite)
         else:
@@ -216,31 +230,6 @@ def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
     other = f"to write a root, give it another name: {destination.beside(f'root-{name}')}"
     summary = f"`{destination}` is the name of a step, and `{root}` is a manager's root"
     raise DestinationError(summary, written, [*one[: len(steps) == 1], other])
-
-
-def _check_apart(destination: Location, source: Location) -> None:
-    """Raises DestinationError if one of them is in the other."""
-    real, root = destination.resolved(), source.resolved()
-    if real.below(root) is not None or root.below(real) is not None:
-        beside = "write beside the source, and rename when you have looked at the result"
-        raise DestinationError(
-            f"the destination `{destination}` and the source `{source}` are inside one another",
-            hints=[beside if destination.is_local else "write to a prefix beside the source"],
-        )
-
-
-def _check_earlier(destination: Location) -> None:
-    """Raises DestinationError for what an earlier version of this program has left."""
-    parent = destination.parent
-    names = parent.names() if not parent.is_local or parent.is_dir() else ()
-    for pattern in _EARLIER:
-        left = parent / pattern.format(destination.name)
-        if left.name in names:
-            raise DestinationError(
-                f"an earlier version of reshard has left an unfinished job: `{left}`",
-                ["this version cannot resume it"],
-                [committing.restart_hint(left)],
-            )
 
 
 def _check_directory(

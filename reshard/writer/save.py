@@ -407,11 +407,10 @@ def _write_item(
     linked, spare = link_files(item, directory)
     groups = item.groups(in_memory=True)
     values = [] if linked else [ValueRange(handle) for handle in item.linked]
-    written = Written({}, {}, {}, {})
+    written = found = Written()
     if values or groups:
         share = ItemShare(number, item.format, {}, values, groups)
         written = write_item(share, directory, attempt.name(REST, ""), max_memory, report)
-    found = Written({}, {}, {}, {})
     if linked:
         found = write_linked(item, directory, attempt.name(REST, "linked"))
     return written._replace(
