@@ -59,7 +59,11 @@ def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
         document["use_zarr3"] = target.zarr3
     rich = document.pop("value_metadata_tree", None)
     if rich is not None and not ckpt.retyped:
-        document["value_metadata_tree"] = json.dumps(_without_write_shapes(json.loads(rich)))
+        # Less the shapes of shards on the old mesh, which are optional in it.
+        types = json.loads(
+            rich, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if k != "write_shape"}
+        )
+        document["value_metadata_tree"] = json.dumps(types)
     return document
 
 
@@ -76,13 +80,6 @@ def _in_order(paths: Iterable[Path]) -> Iterator[Path]:
                 yield node[key]
 
     return below(nested((path, path) for path in paths))
-
-
-def _without_write_shapes(node: Any) -> Any:
-    """The record of container types, less the shapes of shards on the old mesh (optional in it)."""
-    if isinstance(node, dict):
-        return {k: _without_write_shapes(v) for k, v in node.items() if k != "write_shape"}
-    return [_without_write_shapes(v) for v in node] if isinstance(node, list) else node
 
 
 def _value(leaf: Leaf, described: bool) -> dict[str, Any]:
