@@ -371,10 +371,9 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
         for number, found in enumerate(described)
         for name, data in found.items()
     }
+    files = copy_siblings(copied, folder, plan.max_memory, report)
     with concurrent.futures.ThreadPoolExecutor(_DOCUMENTS) as pool:
-        writes = pool.map(lambda text: (folder / text[0]).write(text[1]), texts.values())
-        files = copy_siblings(copied, folder, plan.max_memory, report)
-        list(writes)
+        list(pool.map(lambda text: (folder / text[0]).write(text[1]), texts.values()))
     files |= {path: (name, len(data)) for path, (name, data) in texts.items()}
     sync(folder, [name for name, _ in files.values()])
     items, entries = {}, []
