@@ -160,8 +160,7 @@ def modules(old: str = "", new: str = "") -> list[Any]:
             shared = vars(fresh).keys() & vars(other).keys()
             own = {n for n in shared if getattr(vars(other)[n], "__module__", "") == other.__name__}
             vars(fresh).update({name: vars(other)[name] for name in own})
-        vars(fresh).update(disk=disk, concurrent=threads, _check_earlier=lambda place: None)
-        vars(fresh).update(dumped=json.dumps, parsed=parsed)
+        vars(fresh).update(disk=disk, concurrent=threads, dumped=json.dumps, parsed=parsed)
         made.append(fresh)
     assert found == (1 if old else 2), f"{found} places have: {old}"
     vars(made[1])["value_files"] = value_files
@@ -272,14 +271,14 @@ class World:
         staged = {}
         if part == self.job.REST:
             path = f"{ITEM}/{attempt.name(part, 'files')}/0"
-            staged = {path: 1}
+            staged = {f"{ITEM}/{META}": (path, 1)}
             (attempt.job.directory / path).replace(b"meta " + attempt.job.token.encode(), "")
         for name, data in names.items():
             (directory / name).replace(data, "")
         if not self.calm and self.random.random() < 0.05:
             raise DestinationError("a share has failed")
         item = {"files": dict.fromkeys(names, 1), "nodes": {}}
-        attempt.publish(part, {"items": {"0": item}, "staged": staged})
+        attempt.publish(part, {"items": {"0": item}, "files": staged})
 
     def _finish(self, attempt: Any, overwrite: bool) -> None:
         own = attempt.job
@@ -287,7 +286,7 @@ class World:
         node = f"{attempt.name(self.job.ROOT, '')}/d/n"
         (own.item_directory(0) / node).replace(b"data " + own.token.encode(), "")
         refs = [node, *(name for part in parts.values() for name in part["items"]["0"]["files"])]
-        [staged] = parts[self.job.REST]["staged"]
+        [(staged, _)] = parts[self.job.REST]["files"].values()
         files = {f"{ITEM}/{META}": staged, f"{ITEM}/{MANIFEST}": json.dumps(refs).encode()}
         markers = [(MARKER, b"marker " + own.token.encode())]
         kept = [f"{ITEM}/{ref}" for ref in refs]

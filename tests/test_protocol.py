@@ -52,8 +52,8 @@ MUTANTS = {
     ),
     "the old checkpoint is not put back": (
         "disk without exchange",
-        "if not destination.exists():\n            disk.rename(replaced, destination)",
-        "if False:\n            disk.rename(replaced, destination)",
+        "if destination.exists():\n            remove_aside(destination, replaced)",
+        "if True:\n            remove_aside(destination, replaced)",
     ),
     "a failure between two renames": (
         "disk without exchange",

@@ -27,6 +27,7 @@ from jobs import (
     save,
     started,
     stop_at,
+    unfinished,
 )
 from layouts import hashes
 from sampling import few, some
@@ -109,11 +110,6 @@ def assert_whole(out, expected):
     assert_pruned(out)
 
 
-def left(out):
-    """Directories of unfinished jobs."""
-    return sorted(out.parent.glob(f".reshard-{out.name}.*"))
-
-
 def parts(directory):
     """Documents of parts that are written."""
     found = directory.rglob("ocdbt.process_*/*.json")
@@ -156,7 +152,7 @@ def test_killed_at_a_moment_of_interest(sources, expected, tmp_path, kind):
             assert ended(started(source, out, {"resume": True})) == 0
         assert values(out) == expected(kind)[1]
         shutil.rmtree(out)
-        for directory in left(out):
+        for directory in unfinished(out):
             shutil.rmtree(directory)
     assert killed > len(moments) // 2
 
@@ -164,16 +160,8 @@ def test_killed_at_a_moment_of_interest(sources, expected, tmp_path, kind):
 def killed(source, out, name="reshard.writer.save:build_root", count=1, **options):
     """Leaves what a job has written that was killed; its documents of parts, by name."""
     assert ended(started(source, out, options, name, count)) == -signal.SIGKILL
-    [directory] = left(out)
+    [directory] = unfinished(out)
     return parts(directory)
-
-
-def test_a_commit_that_was_killed_before_the_rename(sources, expected, tmp_path):
-    """Its manifest counts, so the nodes that the next commit has written do not."""
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
-    killed(source, out, "reshard.writer.commit:disk.rename")
-    assert ended(started(source, out, {"resume": True})) == 0
-    assert_whole(out, expected("ckpt zarr2"))
 
 
 @pytest.mark.parametrize("kind", few(KINDS, "ckpt zarr2", "convert zarr3-files"))
@@ -272,7 +260,7 @@ def stopped(source, out, part=0.6, **options):
 def test_a_job_that_fails_leaves_its_finished_shares_and_says_so(sources, expected, tmp_path):
     source, out = sources("ckpt zarr2"), tmp_path / "out"
     [note] = stopped(source, out)
-    [directory] = left(out)
+    [directory] = unfinished(out)
     found = parts(directory)
     count = json.loads(found["rest"].read_bytes())["count"]
     shares = set(found) - {"rest"}
@@ -302,14 +290,14 @@ def test_a_signal(sources, expected, tmp_path, number):
     source, out = sources("ckpt zarr2"), tmp_path / "out"
     words = [RESHARD, "ckpt", source, out, "--to", "1x8", "--max-memory", MEMORY]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    while not left(out):
+    while not unfinished(out):
         time.sleep(0.005)
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode in (0, 130)
     if process.returncode:
         assert err.lstrip().startswith("Interrupted")
-        assert left(out) == [] or "--resume goes on with it" in err
+        assert unfinished(out) == [] or "--resume goes on with it" in err
 
 
 # What is no longer the same job.
@@ -381,7 +369,7 @@ def test_shares_of_different_divisions_are_not_mixed(tmp_path, monkeypatch):
 def test_another_job_that_has_left_shares(sources, tmp_path):
     source, out = reshard.open(sources("ckpt zarr2")), tmp_path / "out"
     reshard.save(source, out, share=(0, 2), link=False)
-    [directory] = left(out)
+    [directory] = unfinished(out)
     with pytest.raises(reshard.DestinationError) as error:
         reshard.save(source, out, share=(0, 2), link=False, codec="none")
     hint = f"rm -r '{directory}', then begin anew"

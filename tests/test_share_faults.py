@@ -17,32 +17,11 @@ from flax import nnx
 from jobs import RESHARD, unfinished
 from sampling import few
 from test_executors import cluster, free_port
-from test_shares_written import assert_same, write
+from test_shares_written import assert_same
 
 import reshard
-from reshard.writer import commit as committing
 
 pytestmark = pytest.mark.usefixtures("forked")
-
-
-def test_two_commits_at_once(jobs, tmp_path, monkeypatch):
-    """The one that comes later finds that all is done."""
-    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
-    write(source, out, range(2), 2)
-    publish, told = committing.publish, []
-
-    def late(*args):
-        if not told:
-            told.append(None)
-            told.append(reshard.commit(out))
-        publish(*args)
-
-    monkeypatch.setattr(committing, "publish", late)
-    with pytest.raises(reshard.DestinationError):
-        reshard.commit(out)
-    assert told == [None, True]
-    assert reshard.commit(out) is False
-    assert_same(out, whole)
 
 
 # Jobs of `--workers` and Dask, at a function of the user's that waits.

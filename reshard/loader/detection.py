@@ -113,7 +113,7 @@ def has_large_arrays(path: str | os.PathLike) -> bool:
     nbytes = described = 0
     with contextlib.suppress(ReshardError, OSError):
         root = parse_location(path)
-        for entry in itertools.islice(root.walk(), _FILES_TO_JUDGE_BY if root.is_local else 0):
+        for entry in itertools.islice(root.walk(), _FILES_TO_JUDGE_BY) if root.is_local else ():
             nbytes += entry.nbytes if entry.is_file else 0
             described += entry.nbytes if entry.path.rpartition("/")[2] == TREE_FILE else 0
     return 0 < described * _LARGE < nbytes

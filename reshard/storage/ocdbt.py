@@ -121,13 +121,16 @@ def build_root(
     databases: Sequence[tuple[dict[str, Any], int]],
     max_memory: int,
     cache_bytes: int,
-) -> None:
-    """Writes a database that refers to what others in its directory hold, each of so many keys;
-    `name` is as of `root_spec`. A few commits, one after another: one of all takes much memory, and
-    one for each database the square of their number."""
+) -> bytes:
+    """Writes the nodes of a database that refers to what others in its directory hold, each of so
+    many keys; `name` is as of `root_spec`. Its manifest, which is written nowhere. A few commits,
+    one after another: one of all takes much memory, and one for each database the square of their
+    number."""
     most = max_memory // (2 * _KEY_BYTES)
     context = new_context(cache_bytes)
-    root = ts.KvStore.open(root_spec(directory, name), context=context).result()
+    memory = {"driver": "memory"}
+    spec = root_spec(directory, name) | {"manifest": memory}
+    root = ts.KvStore.open(spec, context=context).result()
     left = list(databases)
     while left:
         transaction = ts.Transaction(atomic=True)
@@ -141,6 +144,7 @@ def build_root(
         for copy in copies:
             wait_written(copy, directory)
         wait_written(transaction.commit_async(), directory)
+    return ts.KvStore.open(memory, context=context).result().read(MANIFEST).result().value
 
 
 def entry_copies(
@@ -235,9 +239,9 @@ def stored_values(
             yield key, StoredValue(size, part, path, None, truncated, offset)
 
 
-def node_files(directory: Location, manifest: Location | None = None) -> set[str]:
-    """Files below `directory` that hold the nodes of its OCDBT database, whose `manifest` may be in
-    another one."""
+def node_files(directory: Location, manifest: bytes | None = None) -> set[str]:
+    """Files below `directory` that hold the nodes of its OCDBT database, whose `manifest` need not
+    be there yet."""
     return {file for file, _, _ in _btree_nodes(directory, manifest, leaves=False)}
 
 
@@ -257,13 +261,16 @@ def value_files(directory: Location, nodes: bool = False) -> set[str]:
 
 
 def _btree_nodes(
-    directory: Location, manifest: Location | None = None, leaves: bool = True
+    directory: Location, manifest: Location | bytes | None = None, leaves: bool = True
 ) -> Iterator[tuple[str, bytes, list[dict[str, Any]]]]:
     """The file of each node of the newest version of a database, whose manifest may be in another
-    directory; and of leaves, unless these are not to be read, the key prefix and the entries."""
+    directory, or in memory; and of leaves, unless these are not to be read, the key prefix and the
+    entries."""
     base, decode, seen = directory.open(new_context()), _Decoder(), set()
     with asking(f"the OCDBT database in `{directory}`", other=CorruptCheckpointError):
-        data = ((manifest or directory) / MANIFEST).read() or b""
+        data = manifest
+        if not isinstance(data, bytes):
+            data = ((data or directory) / MANIFEST).read() or b""
         newest = decode(MANIFEST, data).get("versions", [])[-1:]
         roots = [(v["root"], v["root_height"]) for v in newest]
         # The root of an empty database has no location.

@@ -44,6 +44,8 @@ def read_values(
     in an executor, if that is said. An error does not end it: what follows of that group is left
     out. Raises MemoryLimitError with all stored chunks that do not fit into `max_memory`, and
     StoreError where a bucket does not give what it is asked for."""
+    if not groups:
+        return {}
     least = [(group[0].path, least_memory(group)) for group in groups]
     check_fits(least, max_memory)
     limit = in_flight(max_memory, cores(), max((nbytes for _, nbytes in least), default=0))

@@ -102,10 +102,10 @@ class Written(NamedTuple):
       chunks: in plain files, where a chunk will be -> where it was written.
     """
 
-    databases: Mapping[str, int]
-    files: Mapping[str, int]
-    nodes: Mapping[str, int]
-    digests: Mapping[str, Sequence[int]]
+    databases: Mapping[str, int] = {}
+    files: Mapping[str, int] = {}
+    nodes: Mapping[str, int] = {}
+    digests: Mapping[str, Sequence[int]] = {}
     chunks: Mapping[str, str] = {}
 
 
@@ -126,24 +126,20 @@ def write_item(
     names = [f"{database}{number}" for number in range(count)]
     digests = _write(share, directory, names, max_memory, report)
     states = {stored_name(path): digest.state for path, digest in digests.items()}
+    there: dict[str, int] = {}
+    databases: dict[str, int] = {}
+    files: set[str] = set()
     with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
-        walked = pool.map(lambda name: list((directory / name).walk()), names)
-        there = {
-            f"{name}/{entry.path}": entry.nbytes
-            for name, entries in zip(names, walked, strict=True)
-            for entry in entries
-            if entry.is_file
-        }
-    if share.format.ocdbt:
-        databases, files = {}, set()
-        for name in names:
-            if f"{name}/{MANIFEST}" in there:
-                databases[name], found = contents(directory / name)
-                files |= {f"{name}/{file}" for file in found}
-        _check_there(share, directory, sum(databases.values()), files - there.keys())
-    else:
-        databases, files = {}, there.keys()
-        _check_there(share, directory, len(there), ())
+        looked = pool.map(lambda name: _look(directory / name, share.format.ocdbt), names)
+        for name, (sizes, listed) in zip(names, looked, strict=True):
+            there |= {f"{name}/{path}": size for path, size in sizes.items()}
+            if listed is not None:
+                databases[name], used = listed
+                files |= {f"{name}/{file}" for file in used}
+    if not share.format.ocdbt:
+        files = {*there}
+    count = sum(databases.values()) if share.format.ocdbt else len(there)
+    _check_there(share, directory, count, files - there.keys())
     sync(directory, there)
     return Written(
         databases,
@@ -152,6 +148,14 @@ def write_item(
         states,
         {} if share.format.ocdbt else {file[len(names[0]) + 1 :]: file for file in there},
     )
+
+
+def _look(directory: Location, ocdbt: bool) -> tuple[dict[str, int], tuple[int, set[str]] | None]:
+    """Files that have been written, with their bytes; and what is in a database, if it is one."""
+    with directory.remembered():
+        directory.ahead(unseen=[MANIFEST] if ocdbt else [], below=True)
+        sizes = {entry.path: entry.nbytes for entry in directory.walk() if entry.is_file}
+        return sizes, contents(directory) if ocdbt and MANIFEST in sizes else None
 
 
 def sync(directory: Location, files: Collection[str]) -> None:
@@ -163,23 +167,18 @@ def sync(directory: Location, files: Collection[str]) -> None:
 
 
 def _check_there(share: ItemShare, directory: Location, count: int, gone: Collection[str]) -> None:
-    """Raises CorruptCheckpointError where not all is there that was written. A chunk that holds a
-    fill value alone may be absent on a disk."""
+    """Raises CorruptCheckpointError where not all keys are there that were written. A chunk that
+    holds a fill value alone may be absent on a disk."""
     problems = [f"`{directory / file}` is not there" for file in gone]
-    if not share.format.fills and (missing := _key_count(share) - count):
-        problems.append(f"{missing} chunks are not there")
-    if problems:
-        raise CorruptCheckpointError("what was written cannot be read back", problems)
-
-
-def _key_count(share: ItemShare) -> int:
-    """How many keys are written."""
-    count = sum(1 for some in share.values for _ in some.chunks(share.format))
+    missing = len(share.metadata) - count + sum(len(v.chunks(share.format)) for v in share.values)
     for group, start, stop in share.boxes:
         for _, array in group:
             for box in array.boxes(start, stop):
-                count += math.prod(end - begin for begin, end in chunk_ranges(box, array.chunk))
-    return count + len(share.metadata)
+                missing += math.prod(end - begin for begin, end in chunk_ranges(box, array.chunk))
+    if missing and not share.format.fills:
+        problems.append(f"{missing} chunks are not there")
+    if problems:
+        raise CorruptCheckpointError("what was written cannot be read back", problems)
 
 
 class Target(NamedTuple):
@@ -202,10 +201,6 @@ class Target(NamedTuple):
         """The transaction of a batch. On a disk it may be several commits, of what is encoded first
         and of the rest; in a bucket each would be three requests, one after another."""
         return ts.Transaction(atomic=self.format.ocdbt and not self.directory.is_local)
-
-    def wait(self, write: ts.Future) -> None:
-        """Waits for a write; raises DestinationError if it fails."""
-        wait_written(write, self.directory)
 
 
 def _write(
@@ -292,8 +287,8 @@ def write_chunks(
             write = array[box.box].write(values, can_reference_source_data_indefinitely=True)
             copies.append(write.copy)
         for copy in copies:
-            target.wait(copy)
-        wait = functools.partial(target.wait, transaction.future)
+            wait_written(copy, target.directory)
+        wait = functools.partial(wait_written, transaction.future, target.directory)
         # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
         # into a directory that is being removed.
         filled.reservation.free_after(wait, committed, transaction.future.done)
@@ -329,13 +324,10 @@ class _Box:
         self.handle = handle
         self.array = array
         self.box = box
+        self.elements = math.prod(shape_of(box))
         self.left = 1
         self.buffer: np.ndarray | None = None
         self.kept: Reservation | None = None
-
-    @property
-    def elements(self) -> int:
-        return math.prod(shape_of(self.box))
 
     def pieces(self, budget: Budget) -> Iterator[Unit]:
         """What is read of it, one source chunk at a time."""
@@ -416,8 +408,10 @@ def copy_chunks(
                 raise CorruptCheckpointError(f"the stored value `{key}` is missing")
             writes.append(writable.write(new, result.value))
         for write in writes:
-            target.wait(write)
-        reservation.free_after(functools.partial(target.wait, transaction.future), committed)
+            wait_written(write, target.directory)
+        reservation.free_after(
+            functools.partial(wait_written, transaction.future, target.directory), committed
+        )
         transaction.commit_async()
         report(sum(size for _, _, _, size in batch))
 
@@ -440,7 +434,7 @@ def write_values(values: Mapping[str, bytes], target: Target, budget: Budget) ->
         transaction = target.begin()
         store = target.stores[0].with_transaction(transaction)
         for write in [store.write(key, value) for key, value in values.items()]:
-            target.wait(write)
-        wait = functools.partial(target.wait, transaction.future)
+            wait_written(write, target.directory)
+        wait = functools.partial(wait_written, transaction.future, target.directory)
         budget.reserve(sum(map(len, values.values()))).free_after(wait)
         transaction.commit_async()

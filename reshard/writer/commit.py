@@ -46,9 +46,6 @@ from reshard.writer.siblings import UNFINISHED_PREFIX
 
 # Not a name of a step, and not temporary: an old checkpoint must not be swept away by a manager.
 REPLACED_SUFFIX = ".replaced-by-reshard"
-# What earlier versions of this program have left beside a destination.
-_EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
-_EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
 # Requests at once.
 _REQUESTS = 32
 RESUME = "resume=True goes on with it"
@@ -98,9 +95,13 @@ def begin(
       DestinationError: another job writes there, has left something, or is another one than the
         one to resume; or the destination is complete.
     """
-    _check_earlier(destination)
-    if destination.is_local:
-        _put_back(destination)
+    replaced = destination.beside(destination.name + REPLACED_SUFFIX)
+    # A job was stopped between two renames, or after them.
+    if destination.is_local and replaced.exists():
+        if destination.exists():
+            remove_aside(destination, replaced)
+        else:
+            disk.rename(replaced, destination)
     start = _beside(destination, token if shared else secrets.token_hex(8)), None, frozenset[str]()
     for path, found in jobs(destination).items():
         if not path.is_local and _is_committed(path, found, token if resume else None):
@@ -151,35 +152,10 @@ def share_count(destination: Location) -> int | None:
     return next((found.count for found in jobs(destination).values() if found.documents), None)
 
 
-def _check_earlier(destination: Location) -> None:
-    """Raises DestinationError for what an earlier version of this program has left."""
-    parent = destination.parent
-    names = parent.names() if not parent.is_local or parent.is_dir() else ()
-    for pattern in _EARLIER:
-        left = parent / pattern.format(destination.name)
-        if left.name in names:
-            raise DestinationError(
-                f"an earlier version of reshard has left an unfinished job: `{left}`",
-                ["this version cannot resume it"],
-                [restart_hint(left)],
-            )
-
-
 def restart_hint(left: Location) -> str:
     """How to begin without what a job has left."""
     removes = f"rm -r {shell_quoted(str(left))}" if left.is_local else f"delete `{left}`"
     return f"{removes}, then begin anew"
-
-
-def _put_back(destination: Location) -> None:
-    """Where a job was stopped between two renames, gives the old checkpoint its name back; where it
-    was stopped after them, deletes it."""
-    replaced = destination.beside(destination.name + REPLACED_SUFFIX)
-    if replaced.exists():
-        if not destination.exists():
-            disk.rename(replaced, destination)
-        else:
-            remove_aside(destination, replaced)
 
 
 def _is_committed(destination: Location, found: Found, token: str | None) -> bool:
@@ -253,17 +229,15 @@ def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
 def needed(job: Job, document: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     """Paths and bytes of all files that the document of a part names."""
     for number, written in document["items"].items():
-        prefix = f"{job.items[int(number)]}/".lstrip("/")
         for name, size in {**written["files"], **written["nodes"]}.items():
-            yield prefix + name, size
-    for path, size in document.get("staged", {}).items():
-        yield path, size
+            yield job.path(number, name), size
+    yield from document.get("files", {}).values()
 
 
 @contextlib.contextmanager
 def attempted(attempt: Attempt, whole: bool = False) -> Iterator[None]:
     """Runs an attempt: if it fails, what it has not published is removed. Where it is at a `whole`
-    job, or at its commit, the error notes what remains of the job."""
+    job, or at its commit, which removes what has ended, the error notes what remains of the job."""
     try:
         with disk_errors(attempt.job.destination):
             attempt.begin()
@@ -275,8 +249,9 @@ def attempted(attempt: Attempt, whole: bool = False) -> Iterator[None]:
             with contextlib.suppress(ReshardError, OSError):
                 _note_rest(attempt, error)
         raise
-    with contextlib.suppress(ReshardError):  # what it has done stands
-        attempt.end()
+    if not whole:
+        with contextlib.suppress(ReshardError):  # what it has done stands
+            attempt.end()
 
 
 def _note_rest(attempt: Attempt, error: BaseException) -> None:

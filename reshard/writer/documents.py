@@ -22,18 +22,18 @@ from reshard.sharding.mesh import (
 )
 from reshard.tree import Key, Path, nested
 from reshard.writer.format import TargetFormat
+from reshard.writer.plan import ItemPlan
 
 
-def documents(
-    ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]], target: TargetFormat
-) -> dict[str, bytes]:
-    """File name -> content of an item's documents, from the chunk shapes in the destination."""
+def documents(item: ItemPlan) -> dict[str, bytes]:
+    """File name -> content of an item's documents."""
+    ckpt, chunks = item.ckpt, {array.layout.path: array.chunk for array in item.arrays}
     strings = nested(  # Orbax nests their names at each slash
         (tuple(stored_name(path).split("/")), leaf)
         for path, leaf in ckpt.items()
         if isinstance(leaf, str)
     )
-    found = {TREE_FILE: _tree(ckpt, target), SHARDING_FILE: _shardings(ckpt)}
+    found = {TREE_FILE: _tree(ckpt, item.format), SHARDING_FILE: _shardings(ckpt)}
     if ckpt.source.described:
         found[f"{ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
     if strings:
@@ -59,7 +59,11 @@ def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
         document["use_zarr3"] = target.zarr3
     rich = document.pop("value_metadata_tree", None)
     if rich is not None and not ckpt.retyped:
-        document["value_metadata_tree"] = json.dumps(_without_write_shapes(json.loads(rich)))
+        # Less the shapes of shards on the old mesh, which are optional in it.
+        types = json.loads(
+            rich, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if k != "write_shape"}
+        )
+        document["value_metadata_tree"] = json.dumps(types)
     return document
 
 
@@ -76,13 +80,6 @@ def _in_order(paths: Iterable[Path]) -> Iterator[Path]:
                 yield node[key]
 
     return below(nested((path, path) for path in paths))
-
-
-def _without_write_shapes(node: Any) -> Any:
-    """The record of container types, less the shapes of shards on the old mesh (optional in it)."""
-    if isinstance(node, dict):
-        return {k: _without_write_shapes(v) for k, v in node.items() if k != "write_shape"}
-    return [_without_write_shapes(v) for v in node] if isinstance(node, list) else node
 
 
 def _value(leaf: Leaf, described: bool) -> dict[str, Any]:

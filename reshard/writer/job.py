@@ -71,6 +71,10 @@ class Job:
     def item_directory(self, number: int) -> Location:
         return self.directory / self.items[number]
 
+    def path(self, number: int | str, name: str) -> str:
+        """The path below the job's directory of a file of an item."""
+        return f"{self.items[int(number)]}/{name}".lstrip("/")
+
 
 class Attempt:
     """One process that writes some of a job: shares, the rest, the commit.
@@ -102,22 +106,21 @@ class Attempt:
         return f"{PROCESS}{self.token}{part}x{suffix}"
 
     def begin(self) -> None:
-        """Says who writes. Raises StoreError for a bucket that ignores conditions."""
-        file, data = self.begun, dumped(self._about)
-        if file.is_local:
-            file.parent.make_directory()
-        file.create(data)
-        if not file.is_local and file.create(data):
-            raise StoreError(
-                f"`{self.job.destination}` cannot be written",
-                ["this store ignores conditions of writes, so two jobs could mix there"],
-                ["write to a disk, and copy the result"],
-            )
+        """Says who writes."""
+        self._data = dumped(self._about)
+        self.begun.create(self._data)
 
     def publish(self, part: str, document: Mapping[str, Any]) -> None:
         """Says that a part is written, the last thing that is done for it: from then on it belongs
-        to the job. Raises DestinationError where the job is complete by now, or was removed."""
-        if not self.begun.exists():
+        to the job. Raises DestinationError where the job is complete by now, or was removed, and
+        StoreError for a bucket that ignores conditions."""
+        if self.begun.create(self._data):
+            if self.begun.create(self._data):
+                raise StoreError(
+                    f"`{self.job.destination}` cannot be written",
+                    ["this store ignores conditions of writes, so two jobs could mix there"],
+                    ["write to a disk, and copy the result"],
+                )
             raise DestinationError(f"the job that writes `{self.job.destination}` has ended")
         self.published.add(part)  # before: an interrupt may come between the two
         data = dumped({"part": part, **self._about, **document})
@@ -125,8 +128,9 @@ class Attempt:
         self._about.pop("fingerprint", None)  # one document has it
 
     def is_in(self, destination: Location) -> bool:
-        """Whether a directory is the one that it has written into, under another name."""
-        return (destination / (self.begun.below(self.job.directory) or "")).exists()
+        """Whether a directory is the one that it has written into, under another name. Whoever has
+        committed the job, too, may have removed some of that."""
+        return any(self.token in entry.path for entry in destination.walk())
 
     def end(self) -> None:
         """Says that nothing more will be written."""

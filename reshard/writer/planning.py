@@ -32,7 +32,7 @@ from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, as_python, format_path
 from reshard.units import format_bytes, parse_bytes, whole_kib
 from reshard.verify.digest_record import FILE
-from reshard.writer.commit import REPLACED_SUFFIX
+from reshard.writer import commit as committing
 from reshard.writer.format import TargetFormat, target_format
 from reshard.writer.links import files_to_link
 from reshard.writer.names import name_errors
@@ -42,6 +42,9 @@ from reshard.writer.siblings import UNFINISHED_PREFIX, Sibling, siblings, source
 
 # Encoded estimates may be this far off when the room on the disk is checked.
 _ESTIMATE_ERROR = 1.1
+# What earlier versions of this program have left beside a destination.
+_EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
+_EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
 # The part of an item's stored bytes that is copied verbatim at least where data files are linked:
 # a conversion changes counters and random state, and nothing else.
 _MOST = 15 / 16
@@ -189,11 +192,26 @@ def _check_destination(
 ) -> list[str]:
     """What the user should know of a destination; raises DestinationError unless these may be
     written there."""
-    _check_apart(destination, checkpoints[0].source.root)
-    if destination.is_local:
-        notes = _check_directory(destination, checkpoints, overwrite)
-    else:
-        with destination.parent.remembered():
+    source, parent = checkpoints[0].source.root, destination.parent
+    real, root = destination.resolved(), source.resolved()
+    if real.below(root) is not None or root.below(real) is not None:
+        beside = "write beside the source, and rename when you have looked at the result"
+        raise DestinationError(
+            f"the destination `{destination}` and the source `{source}` are inside one another",
+            hints=[beside if destination.is_local else "write to a prefix beside the source"],
+        )
+    with parent.remembered():
+        names = parent.names() if not parent.is_local or parent.is_dir() else ()
+        for left in (pattern.format(destination.name) for pattern in _EARLIER):
+            if left in names:
+                raise DestinationError(
+                    f"an earlier version of reshard has left an unfinished job: `{parent / left}`",
+                    ["this version cannot resume it"],
+                    [committing.restart_hint(parent / left)],
+                )
+        if destination.is_local:
+            notes = _check_directory(destination, checkpoints, overwrite)
+        else:
             notes = _check_prefix(destination)
     return notes + _written_steps(destination, [c.source for c in checkpoints if c.source.step])
 
@@ -214,17 +232,6 @@ def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
     raise DestinationError(summary, written, [*one[: len(steps) == 1], other])
 
 
-def _check_apart(destination: Location, source: Location) -> None:
-    """Raises DestinationError if one of them is in the other."""
-    real, root = destination.resolved(), source.resolved()
-    if real.below(root) is not None or root.below(real) is not None:
-        beside = "write beside the source, and rename when you have looked at the result"
-        raise DestinationError(
-            f"the destination `{destination}` and the source `{source}` are inside one another",
-            hints=[beside if destination.is_local else "write to a prefix beside the source"],
-        )
-
-
 def _check_directory(
     destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
 ) -> list[str]:
@@ -232,11 +239,12 @@ def _check_directory(
     exists = destination.exists()
     if destination.is_symlink() or (exists and not destination.is_dir()):
         raise DestinationExistsError(f"`{destination}` is a file or a symbolic link")
-    if destination.name.startswith(UNFINISHED_PREFIX) or destination.name.endswith(REPLACED_SUFFIX):
+    suffix = committing.REPLACED_SUFFIX
+    if destination.name.startswith(UNFINISHED_PREFIX) or destination.name.endswith(suffix):
         text = f"`{destination}` is such a name as an unfinished job has"
         raise DestinationError(text, hints=["write under another name"])
     # An earlier job may have been stopped between two renames.
-    replaced = destination.beside(destination.name + REPLACED_SUFFIX)
+    replaced = destination.beside(destination.name + suffix)
     if (exists or replaced.exists()) and not overwrite:
         raise DestinationExistsError(
             f"`{destination}` exists",
@@ -262,16 +270,16 @@ def _check_prefix(destination: Location) -> list[str]:
         raise DestinationError(
             f"`{destination}` is a whole bucket", hints=[f"a name in it: {destination}/1000"]
         )
-    above = {place: place / MARKER for place in (parent, parent.parent)}
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        *complete, is_object = pool.map(Location.is_file, [*above.values(), destination])
-    for place, is_complete in zip(above, complete, strict=True):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        marker = pool.submit((parent.parent / MARKER).read_whole)
+        above = {parent: (parent / MARKER).is_file(), parent.parent: marker.result() is not None}
+    for place, is_complete in above.items():
         if is_complete:
             raise DestinationError(
                 f"`{destination}` is inside of `{place}`, which is complete",
                 hints=["write to a prefix beside it"],
             )
-    if is_object:
+    if destination.is_file():
         text = f"`{destination}` is an object, and not a prefix of others"
         raise DestinationExistsError(text)
     if not set(manager_steps(parent).values()) - {destination.name}:

@@ -10,10 +10,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.arrays.boxes import grid_size
 from reshard.arrays.digests import Digest
 from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.handle import stored_name
@@ -73,6 +72,8 @@ from reshard.writer.siblings import (
     state_of,
 )
 
+# Documents that are written, or read, at once.
+_DOCUMENTS = 32
 # How often a share looks whether the job that it belongs to goes on.
 _LOOK_SECONDS = 1.0
 
@@ -227,7 +228,7 @@ def execute(
                 # Digests of an earlier run are of what it read; what it wrote may have changed.
                 written = (each for part in parts.values() for each in written_of(part).values())
                 doubted = {name for each in written for name in each.digests}
-                state = source_state(plan.checkpoints)
+                state = functools.partial(source_state, plan.checkpoints)
                 complete(attempt, state, report, plan.overwrite, plan.verify, doubted)
     return plan
 
@@ -361,30 +362,31 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
     job = attempt.job
     folder = job.item_directory(0) / attempt.name(REST, "files")
     folder.make_directory()
-    copied = copy_siblings(plan.siblings, folder, plan.max_memory, report)
     markers = marker_texts(plan.checkpoints, job.destination)
     # Markers of other items have another path in them.
-    files = {path: found for path, found in copied.items() if path not in markers}
+    copied = [sibling for sibling in plan.siblings if sibling.path not in markers]
+    described = [documents(item) for item in plan.items]
+    texts = {
+        job.path(number, name): (f"{number}.{name.replace('/', '.')}", data)
+        for number, found in enumerate(described)
+        for name, data in found.items()
+    }
+    files = copy_siblings(copied, folder, plan.max_memory, report)
+    with concurrent.futures.ThreadPoolExecutor(_DOCUMENTS) as pool:
+        list(pool.map(lambda text: (folder / text[0]).write(text[1]), texts.values()))
+    files |= {path: (name, len(data)) for path, (name, data) in texts.items()}
+    sync(folder, [name for name, _ in files.values()])
     items, entries = {}, []
-    for number, item in enumerate(plan.items):
+    for number, (item, found) in enumerate(zip(plan.items, described, strict=True)):
         items[number] = _write_item(attempt, number, item, plan.max_memory, report)._asdict()
-        chunks = {array.layout.path: array.chunk for array in item.arrays}
-        found = documents(item.ckpt, chunks, item.format)
-        names = [f"{number}.{name.replace('/', '.')}" for name in found]
-        with concurrent.futures.ThreadPoolExecutor(len(found)) as pool:
-            list(pool.map(lambda name, data: (folder / name).write(data), names, found.values()))
-        for name, (document, data) in zip(names, found.items(), strict=True):
-            files[f"{job.items[number]}/{document}".lstrip("/")] = name, len(data)
-        hashes = {document: hashlib.sha256(data).hexdigest() for document, data in found.items()}
+        hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
         entries.append(_entry(item, hashes, plan.max_memory, report))
-    sync(folder, [entry.path for entry in folder.walk() if entry.is_file])
     top = folder.below(job.directory)
     attempt.publish(
         REST,
         {
             "items": items,
-            "staged": {f"{top}/{name}": size for name, size in files.values()},
-            "files": {path: f"{top}/{name}" for path, (name, _) in files.items()},
+            "files": {path: (f"{top}/{name}", size) for path, (name, size) in files.items()},
             "folders": [*job.items, *(s.path for s in plan.siblings if not s.is_file)],
             "entries": entries,
             "markers": markers,
@@ -404,11 +406,10 @@ def _write_item(
     linked, spare = link_files(item, directory)
     groups = item.groups(in_memory=True)
     values = [] if linked else [ValueRange(handle) for handle in item.linked]
-    written = Written({}, {}, {}, {})
+    written = found = Written()
     if values or groups:
         share = ItemShare(number, item.format, {}, values, groups)
         written = write_item(share, directory, attempt.name(REST, ""), max_memory, report)
-    found = Written({}, {}, {}, {})
     if linked:
         found = write_linked(item, directory, attempt.name(REST, "linked"))
     return written._replace(
@@ -423,16 +424,11 @@ def _entry(
 ) -> dict[str, Any]:
     """What the commit is to know of an item."""
     record = item_record(item, hashes, max_memory, report)
-    # How many values are stored at least: chunks of a fill value may be absent.
-    keys = len(item.metadata()) + sum(len(item.values(h)) for h in (*item.linked, *item.copied))
-    if not item.format.fills:
-        keys += sum(grid_size(a.layout.shape, a.chunk) for a in item.arrays if not a.moved)
     return {
         "ocdbt": item.format.ocdbt,
         "zarr3": item.format.zarr3,
         "fills": item.format.fills,
         "file_bytes": item.format.file_bytes,
-        "keys": keys,
         "path": str(item.ckpt.source.path),
         "verify": verify_hint(item.ckpt.source),
         "record": json.loads(record.dump()),
@@ -502,13 +498,14 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     attempt = Attempt(job)
     with committing.attempted(attempt, whole=True):
         report = counted(sum(nbytes) if verify else 0, progress)
-        complete(attempt, state_of(map(Location, rest["source"])), report, overwrite, verify)
+        state = functools.partial(state_of, [*map(Location, rest["source"])])
+        complete(attempt, state, report, overwrite, verify)
     return True
 
 
 def complete(
     attempt: Attempt,
-    state: Mapping[str, str],
+    state: Callable[[], Mapping[str, str]],
     report: Report,
     overwrite: bool,
     verify: bool,
@@ -518,60 +515,60 @@ def complete(
     databases and digests. Before that, reads back all arrays if it is to `verify`, or else those
     whose names are `doubted`."""
     job = attempt.job
-    found = look(job.directory)
-    parts = committing.chosen(job, found)
-    rest = parts[REST]
-    if changed := changed_paths(rest["source"], state):
-        raise _source_changed(changed, committing.restart_hint(job.directory))
-    written = [written_of(document) for document in parts.values()]
-    files: dict[str, bytes | str] = dict(rest["files"])
-    markers = [(path, files.pop(path)) for path in rest["files"] if path.endswith(MARKER)]
-    markers += [(path, text.encode()) for path, text in rest["markers"].items()]
-    kept: list[str] = []
-    checks = []
-    for number, entry in enumerate(rest["entries"]):
-        own = [each[number] for each in written if number in each]
-        arrays = _with_digests(entry, own)
-        stored = sum(sum(each.databases.values()) + len(each.chunks) for each in own)
-        if stored < entry["keys"]:
-            problem = f"{entry['keys'] - stored} of {entry['keys']} values are not there"
-            raise CorruptCheckpointError(f"not all of `{entry['path']}` was written", [problem])
-        prefix = f"{job.items[number]}/".lstrip("/")
-        hashes = entry["record"]["files"].items()
-        places = {job.directory / rest["files"][prefix + name]: text for name, text in hashes}
-        if wrong := [f"`{place}`" for place, text in places.items() if place.sha256() != text]:
-            text = "what was written is not what is read back"
-            raise CorruptCheckpointError(text, wrong, [committing.OVERWRITE])
-        record = {**entry["record"], "arrays": arrays}
-        files[prefix + FILE] = json.dumps(record).encode()
-        files |= {prefix + k: prefix + v for each in own for k, v in each.chunks.items()}
-        manifest = None
-        if entry["ocdbt"] and arrays:
-            manifest, nodes = _merge(attempt, number, entry, own, rest["max_memory"])
-            files[prefix + MANIFEST] = (manifest / MANIFEST).read_whole() or b""
-            data = (file for each in own for file in each.files)
-            kept += [prefix + file for file in dict.fromkeys([*data, *nodes])]
-        checked = {name: a for name, a in arrays.items() if verify or name in doubted}
-        if checked and (manifest or job.destination.is_local):
-            place, databases = job.item_directory(number), ("",) if manifest else ()
-            store = ArrayStore(entry["zarr3"], place, databases, entry["fills"], manifest=manifest)
-            checks.append(
-                functools.partial(
-                    read_back, store, checked, entry["verify"], rest["max_memory"], report
+    with concurrent.futures.ThreadPoolExecutor(_DOCUMENTS) as pool:
+        now = pool.submit(state)
+        parts = committing.chosen(job, look(job.directory))
+        rest = parts[REST]
+        if changed := changed_paths(rest["source"], now.result()):
+            raise _source_changed(changed, committing.restart_hint(job.directory))
+        staged = {path: name for path, (name, _) in rest["files"].items()}
+        hashes = {
+            staged[job.path(number, name)]: text
+            for number, entry in enumerate(rest["entries"])
+            for name, text in entry["record"]["files"].items()
+        }
+        hashed = pool.map(lambda name: (job.directory / name).sha256(), hashes)
+        written = [written_of(document) for document in parts.values()]
+        files: dict[str, bytes | str] = {}
+        kept: list[str] = []
+        checks = []
+        for number, entry in enumerate(rest["entries"]):
+            own = [each[number] for each in written if number in each]
+            arrays = _with_digests(entry, own)
+            record = {**entry["record"], "arrays": arrays}
+            files[job.path(number, FILE)] = json.dumps(record).encode()
+            for each in own:
+                files |= {job.path(number, k): job.path(number, v) for k, v in each.chunks.items()}
+            manifest = None
+            if entry["ocdbt"] and arrays:
+                manifest, nodes = _merge(attempt, number, entry, own, rest["max_memory"])
+                files[job.path(number, MANIFEST)] = manifest
+                data = (file for each in own for file in each.files)
+                kept += [job.path(number, file) for file in dict.fromkeys([*data, *nodes])]
+            checked = {name: a for name, a in arrays.items() if verify or name in doubted}
+            if checked and (manifest or job.destination.is_local):
+                store = _unpublished(attempt, number, entry, manifest)
+                limit = rest["max_memory"]
+                checks.append(
+                    functools.partial(read_back, store, checked, entry["verify"], limit, report)
                 )
-            )
+        if wrong := [n for n, found in zip(hashes, hashed, strict=True) if found != hashes[n]]:
+            text = "what was written is not what is read back"
+            places = [f"`{job.directory / name}`" for name in wrong]
+            raise CorruptCheckpointError(text, places, [committing.OVERWRITE])
+    markers = [(path, staged.pop(path)) for path in [*staged] if path.endswith(MARKER)]
+    markers += [(path, text.encode()) for path, text in rest["markers"].items()]
     needed = {path for document in parts.values() for path, _ in committing.needed(job, document)}
     dropped = [path for path in needed - {*kept} if not is_of_an_attempt(path)]
-    result = Result(files, markers, kept, dropped, rest["folders"])
+    result = Result({**staged, **files}, markers, kept, dropped, rest["folders"])
     committing.publish(attempt, result, overwrite, lambda: [check() for check in checks])
 
 
 def _merge(
     attempt: Attempt, number: int, entry: Mapping[str, Any], written: Sequence[Written], limit: int
-) -> tuple[Location, set[str]]:
-    """Builds the root database of an item; where its manifest is, and the files of its nodes."""
+) -> tuple[bytes, set[str]]:
+    """Builds the root database of an item; its manifest, and the files of its nodes."""
     directory = attempt.job.item_directory(number)
-    name = attempt.name(ROOT, "")
     databases = []
     for each in written:
         for own, keys in each.databases.items():
@@ -580,8 +577,20 @@ def _merge(
             else:
                 spec = stage_spec(directory, own, entry["file_bytes"])
             databases.append((spec, keys))
-    build_root(directory, name, databases, limit, CACHE_BYTES)
-    return directory / name, node_files(directory, directory / name)
+    manifest = build_root(directory, attempt.name(ROOT, ""), databases, limit, CACHE_BYTES)
+    return manifest, node_files(directory, manifest)
+
+
+def _unpublished(
+    attempt: Attempt, number: int, entry: Mapping[str, Any], manifest: bytes | None
+) -> ArrayStore:
+    """The arrays of an item before the commit; in a bucket, a manifest has another name then."""
+    directory, place = attempt.job.item_directory(number), None
+    if manifest is not None and not directory.is_local:
+        place = directory / attempt.name(ROOT, "")
+        (place / MANIFEST).write(manifest)
+    parts = () if manifest is None else ("",)
+    return ArrayStore(entry["zarr3"], directory, parts, entry["fills"], manifest=place)
 
 
 def _with_digests(entry: Mapping[str, Any], written: Sequence[Written]) -> dict[str, Any]:

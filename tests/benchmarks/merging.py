@@ -17,7 +17,7 @@ import time
 import tensorstore as ts
 
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import build_root, new_context, ocdbt_spec, stage_spec
+from reshard.storage.ocdbt import MANIFEST, build_root, new_context, ocdbt_spec, stage_spec
 from reshard.units import parse_bytes
 from reshard.writer.arrays import CACHE_BYTES
 
@@ -49,9 +49,10 @@ def merge(directory: Location, keys: int, shares: int, max_memory: int) -> dict[
     ]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
-    build_root(directory, _ROOT, databases, max_memory, CACHE_BYTES)
+    manifest = build_root(directory, _ROOT, databases, max_memory, CACHE_BYTES)
     seconds = time.perf_counter() - begin
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (directory / _ROOT / MANIFEST).write(manifest)
     spec = ocdbt_spec(directory, directory / _ROOT)
     merged = ts.KvStore.open(spec, context=new_context()).result()
     return {

@@ -183,6 +183,9 @@ def buckets(bench: Bench) -> Iterator[Row]:
     )
     measured = times(timed_seconds(slow), timed_seconds(fast))
     yield Row("W1, bucket to bucket: time with 50 ms a request", "1.5x", "1.15x", measured)
+    chain = (timed_seconds(slow) - timed_seconds(fast)) / 0.05
+    measure = "W1, bucket to bucket: requests that wait for one another"
+    yield Row(measure, "40", "30", f"{chain:.0f}")
 
 
 def workers(bench: Bench) -> Iterator[Row]:
