@@ -48,12 +48,13 @@ _SCALES = "arrays that stay float8_e8m0fnu: "
 def select(
     ckpt: Checkpoint, patterns: str | Sequence[str] = "**", *, drop: str | Sequence[str] = ()
 ) -> Checkpoint:
-    """The leaves that some glob of `patterns` names and none of `drop` does: a glob that matches a
-    module names what is in it.
+    """Keep the leaves that match a glob of `patterns` and no glob of `drop`.
+
+    A glob that matches a module means all leaves in it.
 
     Raises:
-      TreeMismatchError: a glob names nothing, nothing is left, or a list would lose positions.
-      CorruptCheckpointError: one of two leaves stored under one name would be left.
+      TreeMismatchError: a glob matches nothing, no leaf is left, or a list would lose positions.
+      CorruptCheckpointError: of two leaves that are stored under one name, only one would be left.
 
     Example:
       >>> ckpt = reshard.select(reshard.open("run/1000"), "params/**", drop="**/bias")
@@ -90,7 +91,7 @@ def _left(
 
 
 def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str]) -> Checkpoint:
-    """Leaves under new paths: (regex, replacement) pairs applied in order to the printed path.
+    """Give leaves new paths: (regex, replacement) pairs, applied in order to the printed path.
 
     Raises:
       TreeMismatchError: see `reshard.tree.rename_paths`; also two leaves that would be stored
@@ -115,17 +116,17 @@ def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str
 
 
 def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Checkpoint:
-    """Floating-point arrays in another floating-point dtype, rounded to nearest even.
+    """Cast floating-point arrays to another floating-point dtype, rounding to nearest even.
 
     Args:
       dtype: a floating-point dtype or its name (`"bfloat16"`).
-      where: globs; of the leaves they name, floating-point arrays are cast. Integers, PRNG keys
-        and Python scalars stay as they are. `float8_e8m0fnu`, the dtype of block scales, is cast
-        only if a glob other than `**` names the array.
+      where: globs. Floating-point arrays among their leaves are cast. Integers, PRNG keys and
+        Python scalars stay as they are. `float8_e8m0fnu`, the dtype of block scales, is cast only
+        if a glob other than `**` names the array.
 
     Raises:
-      ArgumentError: the dtype is not floating-point, or TensorStore has none such.
-      TreeMismatchError: nothing would be cast.
+      ArgumentError: the dtype is not floating-point, or TensorStore does not have it.
+      TreeMismatchError: no array would be cast.
 
     Example:
       >>> ckpt = reshard.cast(reshard.open("run/1000"), "bfloat16", where="**/kernel")

@@ -164,35 +164,37 @@ def to_nnx(
     source: Any = None,
     check: Any = False,
 ) -> Checkpoint:
-    """A Linen checkpoint as the checkpoint of an NNX model. Reads no array (but see `init`).
+    """Convert a Linen checkpoint to one of an NNX model. Reads no array, except for `check`.
 
     Args:
       checkpoint: a checkpoint, or the path of one.
       model: the NNX model, as `reshard.target` takes it: its class, a function that returns it (or
-        a dict or tuple of it and its optimizer), or abstract or real instances. Without it the map
-        alone decides, and only the source is checked.
-      map_file: path of a map file; see `reshard.convert.mapfile`. Leaves that it leaves alone are
-        found by their paths, or by the order of modules of one class.
-      drop: globs of leaves of the source that are left out.
+        a dict or tuple of the model and its optimizer), or abstract or real instances. Without it,
+        the map alone decides, and only the source is checked.
+      map_file: the path of a map file; see `reshard help maps`. Other leaves are paired by their
+        paths, or by the order of modules of one class.
+      drop: globs of leaves of the source to leave out.
       init: globs of leaves of the target that keep the model's own initial value, which is
-        computed: state of random numbers, constants that the model owns.
-      layout: what the source is, one of `reshard.convert.layout.KINDS`, instead of being found out.
-      source: the Linen model that the checkpoint is of, for the classes of modules with names of
-        their own, which its paths do not say.
-      check: whether both models are run and must have equal outputs: what they are called with, as
-        `reshard.convert.outputs.arguments_of` has it, or True for what Linen's is initialised
-        with. Each model is then in memory once, in float32, one after the other.
+        computed: random state, or constants that the model owns.
+      layout: the layout of the source, one of `reshard.convert.layout.KINDS`, if it is not
+        detected.
+      source: the Linen model of the checkpoint. It supplies the classes of modules, which paths do
+        not show.
+      check: run both models, and require equal outputs. True calls them with the arguments that
+        initialise the Linen model; or give the arguments, as
+        `reshard.convert.outputs.arguments_of` takes them. Each model is in memory once, in
+        float32, one after the other.
 
     Returns:
-      A checkpoint in the form that Orbax gives `nnx.state(model)`. Optimizer state comes along; if
+      A checkpoint in the form that Orbax gives `nnx.state(model)`. Optimizer state is included. If
       the model is a module alone, the two are below the keys `model` and `optimizer`.
 
     Raises:
-      ArgumentError: the model is one of the other API or makes none, the map cannot be read, or
-        there is neither of the two.
+      ArgumentError: the model is of the other API or makes none, the map cannot be read, or there
+        is neither a model nor a map.
       TreeMismatchError: leaves of the source without a place, leaves of the target without a
-        source, shapes, dtypes and collections that differ, optimizer state that cannot follow:
-        all of them. Or, with `check`, the outputs of the models differ.
+        source, shapes, dtypes and collections that differ, optimizer state that cannot follow: all
+        of them. Or, with `check`, the outputs of the models differ.
 
     Example:
       >>> from flax import nnx
@@ -220,21 +222,21 @@ def to_linen(
     source: Any = None,
     check: Any = False,
 ) -> Checkpoint:
-    """An NNX checkpoint as that of a Linen model: the inverse of `to_nnx`.
+    """Convert an NNX checkpoint to that of a Linen model: the inverse of `to_nnx`.
 
-    A checkpoint that `to_nnx` made goes back to exactly what it was made of, without a model; one
-    that was trained on since then needs the Linen model.
+    A checkpoint that `to_nnx` made converts back to the same bits without a model. If you have
+    trained it since, give the Linen model.
 
     Args:
-      checkpoint: as for `to_nnx`.
+      checkpoint: a checkpoint, or the path of one.
       model: the Linen model: a function that returns its variables or its `TrainState`, or such a
         state, abstract or real.
-      map_file: as for `to_nnx`; a map that was made for the way to NNX is run backwards.
+      map_file: the path of a map file. A map for the way to NNX is run backwards.
       drop: as for `to_nnx`.
       init: as for `to_nnx`.
       layout: as for `to_nnx`.
-      source: the NNX model that the checkpoint is of, whose classes and definition order its paths
-        do not say.
+      source: the NNX model of the checkpoint. It supplies the classes of modules and the order in
+        which they are defined, which paths do not show.
       check: as for `to_nnx`.
 
     Raises:

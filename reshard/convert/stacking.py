@@ -29,23 +29,24 @@ def stack(
     indices: Sequence[int] | None = None,
     names: str | Sequence[str] = (),
 ) -> Checkpoint:
-    """Layers with arrays of their own as one array each, with the layers along a new axis.
+    """Stack the arrays of layers into one array each, along a new axis.
 
-    Optimizer state follows its parameters: what is beside the `params` or `model` that they are in.
+    Optimizer state follows its parameters: the state beside the `params` or `model` that holds
+    them.
 
     Args:
       ckpt: the checkpoint.
-      layers: the path of a layer, `{}` for its number: `params/layer_{}`. `*` stands for any text
-        within a key: what it stands for makes groups, each of which is stacked on its own.
+      layers: the path of a layer, with `{}` for its number: `params/layer_{}`. `*` matches any
+        text within a key, and makes groups; each group is stacked on its own.
       into: the path of the stacked layers, with the `*` of `layers` in their order.
-      axis: where the new axis is in each array.
-      indices: numbers of the layers, in order; by default all of them, which are then 0, 1, ...
-      names: mesh axes that the new axis is partitioned over.
+      axis: the position of the new axis in each array.
+      indices: numbers of the layers, in order; by default all of them, which must be 0, 1, ...
+      names: mesh axes over which the new axis is partitioned.
 
     Raises:
-      ArgumentError: the arguments do not say which layers.
+      ArgumentError: the arguments do not name the layers.
       TreeMismatchError: no layer matches, layers differ in their leaves or shapes, a number is
-        missing, paths collide, or optimizer state cannot follow: all that is found.
+        missing, paths collide, or optimizer state cannot follow: all problems.
       ShardingError: the new axis cannot be partitioned over `names`.
 
     Example:
@@ -104,19 +105,18 @@ def unstack(
     *,
     indices: Sequence[int] | None = None,
 ) -> Checkpoint:
-    """Stacked layers as layers with arrays of their own: undoes `stack`.
+    """Split stacked layers into arrays of their own: the inverse of `stack`.
 
     Args:
       ckpt: the checkpoint.
       stacked: the path of the stacked layers: `params/layers`, with `*` as in `stack`.
-      into: the path of a layer, `{}` for its number, with the `*` of `stacked` in their order.
+      into: the path of a layer, with `{}` for its number and the `*` of `stacked` in their order.
       axis: the axis of the layers in each array.
       indices: numbers of the layers, in order; 0, 1, ... by default.
 
     Raises:
       ArgumentError: as `stack`.
-      TreeMismatchError: as `stack`; also where arrays of one group have different numbers of
-        layers.
+      TreeMismatchError: as `stack`; also if arrays of one group have different numbers of layers.
 
     Example:
       >>> ckpt = reshard.stack(reshard.open("run/1000"), "params/layer_{}", into="params/layers")

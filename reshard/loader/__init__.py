@@ -16,21 +16,24 @@ def open(
     item: str | None = None,
     concurrency: int = REQUESTS,
 ) -> Checkpoint:
-    """Opens a saved checkpoint; reads metadata only and touches no device.
+    """Open a saved checkpoint. Reads only metadata and needs no device.
 
     Args:
       path: a PyTree item directory, a standalone checkpoint, a step, a `CheckpointManager` root,
         or a checkpoint of Orbax's v1 API; on a disk, or in a bucket (`gs://`, `s3://`).
-      step: the step of a manager's root; the latest committed one by default.
+      step: the step of a manager's root; by default, the latest committed one.
       item: the item of a step that has several trees.
-      concurrency: requests to a bucket that are under way at once, of this checkpoint's arrays.
+      concurrency: how many requests for arrays are sent to a bucket at once.
+
+    Returns:
+      The checkpoint.
 
     Raises:
-      CheckpointNotFoundError: nothing there, no such step or item, or it is being deleted.
+      CheckpointNotFoundError: the path, step or item does not exist, or is being deleted.
       UncommittedCheckpointError: its writer never finished.
-      CheckpointFormatError: it is something else; the message says what.
+      CheckpointFormatError: it is not an Orbax checkpoint; the message names what it is.
       CorruptCheckpointError: its parts contradict each other.
-      StoreError: a bucket has not given what it was asked for.
+      StoreError: a request to a bucket failed.
 
     Example:
       >>> ckpt = reshard.open("run/1000")

@@ -33,14 +33,15 @@ _KINDS = {
 
 
 def to_html(x: Any) -> str:
-    """One self-contained HTML page of a checkpoint, a plan, a diff, a coverage or an array: where
-    its bytes are, what every device holds, and what a job changes. Reads no array.
+    """Return a self-contained HTML page of a checkpoint, a plan, a diff, a coverage or an array.
 
-    It needs no network and no other file, and has all that `--json` has of partition specs, meshes
-    and chunks. At most 2 MB for 10,000 leaves, whatever the number of devices.
+    The page shows where the bytes are, what every device holds, and what a job changes. No array
+    is read. The page needs no network and no other file, and has everything that `--json` has of
+    partition specs, meshes and chunks. It has at most 2 MB for 10,000 leaves, on any number of
+    devices.
 
     Raises:
-      ArgumentError: it is none of these.
+      ArgumentError: the object has no page.
 
     Example:
       >>> plan = reshard.plan(reshard.to_mesh(reshard.open("run/1000"), "1x8"), "out/1000")

@@ -57,44 +57,41 @@ def restore(
     replicas: str = "read",
     progress: Progress | None = None,
 ) -> Any:
-    """A checkpoint's values as live arrays, in the containers and with the shardings of a target.
+    """Read a checkpoint into live arrays, in the containers and with the shardings of a target.
 
-    Every mismatch is found before an array is read. Each process reads what its own devices hold,
-    each stored chunk once; CPU arrays are the buffers that were read into, unless processes
-    exchange them.
+    Every mismatch is found before an array is read. Each process reads the bytes of its own
+    devices, and each stored chunk once. CPU arrays are the buffers that the bytes were read into,
+    unless processes exchange them.
 
     Args:
       checkpoint: a checkpoint, or the path of one.
-      target: an abstract state, as `reshard.target` builds it; or a real one, whose shardings are
-        taken: pytrees come back as new ones, NNX modules are updated in place once every read has
-        succeeded; or a `jax.sharding.Mesh` alone, for nested dicts and lists of arrays on the
-        saved specs projected to that mesh.
-      cast: False for equal dtypes; True also for casts that keep every value (wider floats,
-        integers that fit); `"lossy"` also for floats rounded to nearest even.
+      target: an abstract state, as `reshard.target` returns it; a real state, whose shardings are
+        used; or a `jax.sharding.Mesh` alone, for nested dicts and lists of arrays on the saved
+        specs. A real pytree is returned as a new one. A real NNX module is updated in place, after
+        every read has succeeded.
+      cast: False for equal dtypes. True also for casts that keep every value (wider floats,
+        integers that fit). `"lossy"` also for floats rounded to nearest even.
       keep: globs of leaves of a real target that keep their own values.
-      unexpected: `"error"`, or `"ignore"` to leave out what the target lacks.
-      max_memory: bytes in flight at most beyond the result, a number or text (`"256MiB"`); by
-        default as much as keeps all cores busy.
-      replicas: what the processes of a `jax.distributed` job do about what several of them hold,
-        the whole array or a stored chunk of it. `"read"`: each reads it. `"broadcast"`: each stored
-        byte is fetched once per job; every process reads a part, and their devices exchange it in
-        bounded memory. It pays where the network between devices is faster than the store, or the
-        store counts or limits what is fetched: weights in a bucket that are replicated over many
-        hosts. It does not where a disk is near, or where little is replicated. Each process still
-        reads for itself what `max_memory` has no room to exchange, what is not on a
-        `NamedSharding` over all processes, and complex numbers and elements of less than a byte.
-        All processes then make the same call, and if it fails in one, it fails in all. For a
-        single process both are the same.
+      unexpected: `"error"`, or `"ignore"` to leave out leaves that the target lacks.
+      max_memory: bytes in flight at most, beyond the result, a number or text (`"256MiB"`); by
+        default, enough to keep all cores busy.
+      replicas: how the processes of a `jax.distributed` job read an array or chunk that several of
+        them need. `"read"`: each reads it. `"broadcast"`: each stored byte is fetched once per
+        job. Every process reads a part, and their devices exchange the parts in bounded memory.
+        This is faster if the network between devices is faster than the store, for example for
+        replicated weights in a bucket on many hosts. Three kinds of arrays are not exchanged:
+        those that do not fit in `max_memory`, those without a `NamedSharding` over all processes,
+        and those of complex numbers or of elements smaller than one byte. All processes make the
+        same call. If it fails in one, it fails in all. For a single process both are the same.
       progress: called with numbers of decoded bytes, read or received.
 
     Returns:
-      The target's structure with `jax.Array`s on the target's shardings. Numpy arrays, Python
-      scalars and strings of the target come back as such.
+      The target's structure with `jax.Array`s on the target's shardings. NumPy arrays, Python
+      scalars and strings of the target stay what they are.
 
     Raises:
-      ArgumentError: an argument that is not one of its choices, or not for a bare mesh; a target
-        that is a class, a function or a text; processes that are to restore together, whose targets
-        differ.
+      ArgumentError: an argument that is not one of its choices or not for a bare mesh; a target
+        that is a class, a function or text; or processes whose targets differ.
       TreeMismatchError: leaves that are missing, unexpected, or of another shape, dtype or kind,
         and leaves of the target without a usable sharding: all of them.
       ShardingError: saved specs that do not fit a bare mesh.

@@ -42,38 +42,39 @@ def target(
     semantics: str | None = None,
     inputs: Sequence[Any] = (),
 ) -> Any:
-    """The abstract state of a model, laid out on a mesh. Nothing is computed, no device is used.
+    """Compute the abstract state of a model, with a sharding on every array. Needs no device.
 
     Args:
-      model: what the state is of:
+      model: the model, in one of these forms:
         a Linen module, with `inputs`, for the variables that its `init` returns;
         a callable that returns variables, a `TrainState`, an NNX module, or any other pytree;
         an NNX module class (called with `rngs=nnx.Rngs(0)` if it asks for `rngs`);
         an NNX module, optimizer or state; or any pytree of arrays or `jax.ShapeDtypeStruct`s.
       mesh: the mesh.
-      rules: logical axis names to mesh axes: ordered pairs, a dict, or a callable (`MeshRules`); a
+      rules: logical axis names to mesh axes: ordered pairs, a dict, or a callable (`MeshRules`). A
         value is a mesh axis, a tuple of axes, or None. Without rules, the names in NNX and in
         `Partitioned` are mesh axes.
-      specs: for leaves without annotations, and before all annotations: ordered (path regex,
-        partition spec) pairs or a dict of them, the first match wins; or a pytree of
-        `PartitionSpec`s with the structure of the state, as `flax.linen.get_partition_spec` gives
-        it, whose names go through `rules`.
-      semantics: how `rules` are read where a name or a mesh axis occurs twice, `"linen"` or
-        `"nnx"` (see `reshard.sharding.rules`); by default as the model's API does.
+      specs: for leaves without annotations, and as overrides: ordered (path regex, partition spec)
+        pairs or a dict of them, the first match wins; or a pytree of `PartitionSpec`s with the
+        structure of the state, as `flax.linen.get_partition_spec` returns it. Its names go through
+        `rules`.
+      semantics: how to read `rules` in which a name or a mesh axis occurs twice, `"linen"` or
+        `"nnx"` (see `reshard.sharding.rules`); by default, as the model's API does.
       inputs: example arguments for a Linen module or a callable. Arrays and
-        `jax.ShapeDtypeStruct`s are traced, everything else is passed on as it is.
+        `jax.ShapeDtypeStruct`s are traced; other values are passed on as they are.
 
     Returns:
-      The state in its own containers, each array leaf a `jax.ShapeDtypeStruct` with a
-      `NamedSharding` on `mesh`: boxes around them, optimizer state sharded as its parameters. An
-      NNX module comes back as a new, abstract module.
+      The state in its own containers. Each array leaf is a `jax.ShapeDtypeStruct` with a
+      `NamedSharding` on `mesh`, inside its box. Optimizer state is sharded as its parameters. An
+      NNX module is returned as a new, abstract module.
 
     Warns:
-      UserWarning: an axis name has no rule, and what is replicated for it; or no rule has a leaf.
+      UserWarning: an axis name has no rule, with the bytes that are replicated for it; or a rule
+        has no leaf.
 
     Raises:
-      ArgumentError: the model is none, or makes none.
-      ShardingError: specs that do not fit: all of them, with what `coverage` would list.
+      ArgumentError: the model is not one of these forms, or makes none.
+      ShardingError: specs that do not fit: all of them.
 
     Example:
       >>> from flax import nnx
@@ -123,7 +124,7 @@ def coverage(
     semantics: str | None = None,
     inputs: Sequence[Any] = (),
 ) -> Coverage:
-    """What each rule reached, and what is replicated at which cost. Takes what `target` takes.
+    """Show which leaves each rule matches, and what replication costs. Takes what `target` takes.
 
     Problems that `target` would raise are listed in `Coverage.problems`.
 

@@ -29,24 +29,25 @@ def to_mesh(
     axes: Mapping[str, str] | None = None,
     target: Any = None,
 ) -> Checkpoint:
-    """Every device array laid out on `mesh`.
+    """Lay every device array out on `mesh`.
 
-    The saved spec is projected by axis name. Arrays saved from a single device become replicated,
-    and a note says which. Host values stay on the host: Python scalars always, numpy arrays
-    unless a spec of `specs` matches them, and those of 64 bits unless one matches them alone.
+    Each saved partition spec is projected by axis name. Arrays saved from a single device become
+    replicated, and a note lists them. Host values stay on the host. This includes Python scalars,
+    and NumPy arrays unless `specs` matches them. NumPy arrays of 64 bits stay unless a spec
+    matches one alone.
 
     Args:
       mesh: any form that `reshard.sharding.mesh.parse_mesh` takes; no devices are needed.
-      specs: ordered (path regex, partition spec) pairs that override the saved specs; the first
-        match wins.
+      specs: ordered (path regex, partition spec) pairs that replace saved specs; the first match
+        wins.
       axes: saved axis name -> axis of `mesh`, or `""` to replicate.
-      target: an abstract state on `mesh`, as `reshard.target` builds it. Its specs take the place
-        of the saved ones, and its leaves must be those of the checkpoint.
+      target: an abstract state on `mesh`, as `reshard.target` returns it. Its specs replace the
+        saved ones, and its leaves must be those of the checkpoint.
 
     Raises:
-      ShardingError: every leaf whose spec does not fit, with what to type for each.
+      ShardingError: every leaf whose spec does not fit, each with a hint.
       TreeMismatchError: every leaf in which the checkpoint and `target` differ.
-      ArgumentError: the target is a class, a function or a text.
+      ArgumentError: the target is a class, a function or text.
 
     Example:
       >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "data=1,model=8", {"bias$": ""})

@@ -48,39 +48,42 @@ def diff(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Compares two checkpoints: their trees and the contents of their arrays.
+    """Compare two checkpoints: their trees and the contents of their arrays.
 
-    Meshes, partition specs, chunk grids and formats are no differences unless `layout` asks for
-    them. Contents are compared by recorded digests; arrays without a digest on both sides are read.
-    Other items, metrics and custom metadata are not compared.
+    Meshes, partition specs, chunks and formats are compared only with `layout`. Contents are
+    compared by recorded digests. Arrays without a digest on both sides are read. Other items,
+    metrics and custom metadata are not compared.
 
-    A leaf has moved if its contents are those of one leaf on the other side alone. Where several
-    leaves have the same contents (zeros), those have moved whose paths differ as the paths of a
-    leaf do that has.
+    A leaf has moved if exactly one leaf of the other side has its contents. If several leaves have
+    the same contents, for example zeros, those have moved whose paths differ in the way of a leaf
+    that has moved.
 
     Args:
-      a: a checkpoint, or what `reshard.open` takes.
-      b: another.
-      values: True reads all arrays, whatever is recorded. False reads none: if some have no digests
-        and nothing else differs, `equal` of the result is None. Arrays that are read are compared
-        bit for bit, so that 0.0 and -0.0 differ and so do NaNs of different payloads; arrays of
-        different dtypes as numbers.
-      rtol: with `values`: floating-point and complex elements are equal where |a - b| <= atol +
-        rtol * |b|, in float64 or complex128; NaN equals NaN, and infinities themselves alone.
+      a: a checkpoint, or the path of one.
+      b: another checkpoint, or its path.
+      values: True reads all arrays. False reads none: if some have no digests and nothing else
+        differs, `equal` of the result is None. Arrays of one dtype are compared bit for bit, so
+        0.0 differs from -0.0, and NaNs differ by their payloads. Arrays of different dtypes are
+        compared as numbers.
+      rtol: with `values`, floating-point and complex elements are equal if |a - b| <= atol + rtol
+        * |b| in float64 or complex128. NaN equals NaN. An infinity equals only itself.
       atol: see `rtol`.
-      layout: also compare partition specs and meshes (names and sizes of their axes), chunk shapes,
+      layout: also compare partition specs, meshes (names and sizes of their axes), chunk shapes
         and formats.
-      select: globs of the leaves to compare; each must match a leaf of one of the two.
+      select: globs of the leaves to compare; each must match a leaf of one side.
       drop: globs of leaves to leave out.
       max_memory: bytes in flight at most, in each worker.
-      workers: processes of this machine that read, beside this one; or how many `executor` has.
-      executor: any `concurrent.futures.Executor`, which has parts of it read.
+      workers: how many processes of this machine read. With `executor`, the number of its workers.
+      executor: any `concurrent.futures.Executor` that reads instead.
       progress: called with (bytes done, bytes in all).
 
+    Returns:
+      The differences; `equal` is True, False, or None if contents were not compared.
+
     Raises:
-      ArgumentError: a tolerance without `values`, or one that is no finite number from 0.
-      TreeMismatchError: a glob matches nothing, or nothing is left.
-      CorruptCheckpointError: arrays that cannot be read, all of them.
+      ArgumentError: a tolerance without `values`, or one that is not a finite number of 0 or more.
+      TreeMismatchError: a glob matches nothing, or no leaf is left.
+      CorruptCheckpointError: arrays that cannot be read: all of them.
       MemoryLimitError: stored chunks that do not fit into `max_memory`.
 
     Example:

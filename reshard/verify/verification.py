@@ -76,18 +76,23 @@ def verify(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Reads all of a checkpoint: whether every leaf is there, every chunk decodes, and the values
-    are those that digests were recorded of.
+    """Check that a checkpoint is complete, undamaged and unchanged. Reads every array.
+
+    Checks that every leaf exists, that every chunk decodes, and that the values equal the recorded
+    digests.
 
     Args:
       checkpoint: a checkpoint, or the path of one.
-      against: what its values are to be: a checkpoint with the same tree, on any mesh and in any
-        format (`to_nnx`, `rename` and others make the tree the same), or the path of one; or the
-        path of a record of digests.
+      against: also compare with a checkpoint of the same tree, on any mesh and in any format, or
+        with its path; or with the path of a record of digests. `to_nnx`, `rename` and the other
+        transforms make trees the same.
       max_memory: bytes in flight at most, in each worker.
-      workers: processes of this machine that read, beside this one; or how many `executor` has.
-      executor: any `concurrent.futures.Executor`, which has parts of it read.
+      workers: how many processes of this machine read. With `executor`, the number of its workers.
+      executor: any `concurrent.futures.Executor` that reads instead.
       progress: called with (bytes done, bytes in all).
+
+    Returns:
+      The result, which is true if nothing is wrong.
 
     Raises:
       CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError: it cannot be opened.
@@ -193,20 +198,24 @@ def digest(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> dict[Path, str]:
-    """The digest of every array, which does not depend on how it is stored: see
-    `reshard.arrays.digests`.
+    """Compute the digest of every array. It does not depend on how the array is stored.
+
+    `reshard.arrays.digests` defines it.
 
     Args:
       checkpoint: a checkpoint, or the path of one.
-      write: record them beside the arrays, with hashes of all other files; arrays that are not in
-        this checkpoint (`select`) stay as they are recorded.
+      write: record the digests beside the arrays, with hashes of the tree's documents. Records of
+        arrays that are not in this checkpoint (`select`) stay.
       max_memory: bytes in flight at most, in each worker.
-      workers: processes of this machine that read, beside this one; or how many `executor` has.
-      executor: any `concurrent.futures.Executor`, which has parts of it read.
+      workers: how many processes of this machine read. With `executor`, the number of its workers.
+      executor: any `concurrent.futures.Executor` that reads instead.
       progress: called with (bytes done, bytes in all).
 
+    Returns:
+      Path -> digest, 32 hexadecimal digits.
+
     Raises:
-      CorruptCheckpointError: arrays that cannot be read, or are not what was recorded: all of them.
+      CorruptCheckpointError: arrays that cannot be read, or differ from their record: all of them.
       DestinationError: the record cannot be written.
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
 

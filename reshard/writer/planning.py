@@ -65,20 +65,17 @@ def plan(
     digest: bool = False,
     verify: bool = False,
 ) -> Plan:
-    """What `save` would do with the same arguments, without doing it.
+    """Compute what `save` would do with the same arguments, without doing it.
 
     Args:
-      ckpt: what to save; see `save`.
-      destination: where to; without it, data files are taken to be shareable.
+      ckpt: the checkpoint, or several steps of one manager's root.
+      destination: a path or a URL. Without it, data files count as linkable.
       max_memory: bytes, or text such as `"256MiB"`.
-      chunks: `"shard"`, `"keep"`, or the most decoded bytes of a chunk.
-      format, ocdbt, codec, file_size: the format of the destination; see `save`.
-      link: whether unchanged data files may be shared with the source.
-      overwrite: whether an existing destination is to be replaced.
-      digest, verify: what is read beside; see `save`.
+      chunks: `"shard"`, `"keep"`, or the largest number of decoded bytes in a chunk.
+      format, ocdbt, codec, file_size, link, overwrite, digest, verify: as for `save`.
 
     Returns:
-      The plan; what would make `save` raise is in its `problems`.
+      The plan. Its `problems` are the errors that `save` would raise.
 
     Example:
       >>> plan = reshard.plan(reshard.to_mesh(reshard.open("run/1000"), "1x8"), "out/1000")

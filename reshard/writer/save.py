@@ -98,49 +98,54 @@ def save(
     executor: concurrent.futures.Executor | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Writes a checkpoint, in the layout that its source has; whole or not at all.
+    """Write a checkpoint, complete or not at all, in the layout of its source.
 
-    A step stays a step with its other items, a manager's root stays a root with that step, v1
-    stays v1; format, codec and its level stay the source's unless they are given. Nothing but
-    `max_memory` bytes is in flight at any time. Chunks that do not change are not decoded. If
-    nearly all of an item stays as it is, its data files are shared with the source by hard links,
-    which is safe: Orbax and TensorStore never write to a data file again.
+    A step stays a step with its other items. A manager's root stays a root with that step. A v1
+    checkpoint stays v1. The format, the codec and its level stay those of the source unless you
+    give others. At most `max_memory` bytes of arrays are in flight at any time. Unchanged chunks
+    are not decoded. If nearly all of an item stays as it is, its data files are hard-linked. This
+    is safe: Orbax and TensorStore never write to a data file again.
 
-    A job is written in shares of about 1 GiB. If it fails, shares that are complete stay.
+    A job is written in shares of about 1 GiB. If it fails, its finished shares stay for `resume`.
 
-    Digests of the values are recorded beside the arrays (see `reshard.arrays.digests`), and where
-    the source has some, what is read is compared with them.
+    Digests of the values are recorded beside the arrays (see `reshard.arrays.digests`). If the
+    source has recorded digests, the arrays that are read are compared with them.
 
     Args:
       ckpt: the checkpoint, or several steps of one manager's root.
-      destination: a path or a URL; nothing may be there unless `overwrite`.
+      destination: a path or a URL. It must not exist unless `overwrite` is given.
       max_memory: bytes, or text such as `"256MiB"`.
-      chunks: `"shard"` for one chunk a shard of the new mesh (split where memory asks for it),
-        `"keep"` for the source's chunks, or the most decoded bytes of a chunk.
-      link: share data files where that is possible; otherwise stored chunks are copied.
-      overwrite: replace a checkpoint on a disk, once the new one is complete; what an unfinished
-        job has left does not matter.
-      digest: also read arrays that are copied verbatim, if they have no digest on record.
-      verify: read back all that was written, before the commit.
-      resume: keep the shares that an earlier run of the same job has written.
-      share: (i, n) writes share i of n, numbered from 0, and nothing more; in any order, by
-        processes on any hosts that see source and destination. `reshard.commit` makes a checkpoint
-        of them once all are there. A share that was stopped is written again by the same call.
-      workers: processes of this machine that write the job's shares, each in `max_memory`; their
-        processors are those of this one, divided.
-      executor: what runs the shares instead: any `concurrent.futures.Executor`, of `workers`.
+      chunks: `"shard"` for one chunk per shard of the new mesh (split if memory requires it),
+        `"keep"` for the source's chunks, or the largest number of decoded bytes in a chunk.
+      format: `"zarr2"` or `"zarr3"`.
+      ocdbt: True for an OCDBT database, False for plain files.
+      codec: `"none"`, `"zstd:9"`, `"blosc:lz4:5"`; the level may be left out.
+      file_size: approximate bytes of a data file of an OCDBT database.
+      link: hard-link data files if possible; otherwise stored chunks are copied.
+      overwrite: replace a checkpoint on a disk once the new one is complete; ignore the leftovers
+        of unfinished jobs.
+      digest: also read arrays that are copied verbatim and have no recorded digest, and record
+        one.
+      verify: read back everything that was written, before the commit.
+      resume: use the shares that an earlier run of the same job has finished.
+      share: (i, n) writes only share i of n, numbered from 0. Any processes that see the source
+        and the destination may write the shares, in any order. Then `reshard.commit` makes the
+        checkpoint. If a share was stopped, the same call writes it again.
+      workers: how many processes of this machine write the shares. Each uses `max_memory`, and
+        they divide this process's cores. With `executor`, the number of its workers.
+      executor: any `concurrent.futures.Executor` that runs the shares instead.
       progress: called with (bytes done, bytes in all) after each batch.
 
     Returns:
       The plan that was executed.
 
     Raises:
-      ArgumentError: `max_memory` or `chunks` is no number of bytes, the checkpoints are not steps
-        of one root, or there is no such share.
+      ArgumentError: an argument is wrong for any checkpoint, the checkpoints are not steps of one
+        root, or there is no such share.
       DestinationError: the destination exists, is being written, or cannot be written.
       MemoryLimitError: a stored chunk does not fit in `max_memory`.
       CorruptCheckpointError: stored data is missing, does not decode, belongs to two leaves, or
-        is not what the source's digests were recorded of; or what was written reads differently.
+        differs from its recorded digest; or the written values differ when they are read back.
 
     Example:
       >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "1x8")
@@ -446,22 +451,23 @@ def _entry(
 
 
 def commit(destination: str | os.PathLike, *, progress: Progress | None = None) -> bool:
-    """Makes a checkpoint of the shares that `save(..., share=(i, n))` has written, once all of them
-    are there: merges their databases and digests, and gives it its name, or in a bucket its
-    markers. It may be repeated, also after it was stopped.
+    """Make a checkpoint of the shares that `save(..., share=(i, n))` has written.
+
+    Merges their databases and digests, then gives the result its name, or in a bucket its markers.
+    You can repeat the call, also after it was stopped.
 
     Args:
-      destination: what was given to `save`.
-      progress: called with (bytes done, bytes in all) of what is read back, where the job verifies.
+      destination: the path or URL that was given to `save`.
+      progress: called with (bytes done, bytes in all) while values are read back, if the job
+        verifies.
 
     Returns:
-      Whether there was something to commit: False where the destination is complete.
+      True if there was something to commit, False if the destination is already complete.
 
     Raises:
-      CheckpointNotFoundError: there are no shares of this destination.
-      DestinationError: shares are missing, or what they have written is.
-      CorruptCheckpointError: the source has changed, or what was read is not what its digests were
-        recorded of.
+      CheckpointNotFoundError: there are no shares for this destination.
+      DestinationError: shares are missing, or files of theirs.
+      CorruptCheckpointError: the source has changed, or values differ from their recorded digests.
 
     Example:
       >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "1x8")
