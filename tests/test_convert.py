@@ -484,7 +484,7 @@ hint: map_file=..."""
   collections are at the top: `params`
 
 hint: reshard.to_nnx(ckpt, ...) converts it
-hint: if that is wrong, name the layout with layout=..."""
+hint: layout=... chooses another, if that is wrong"""
     assert refusal(reshard.to_linen, linen) == message
     reshard.save(reshard.to_nnx(linen, model), nnx_path)
     message = f"""\
@@ -492,7 +492,7 @@ hint: if that is wrong, name the layout with layout=..."""
   the record of its conversion says so
 
 hint: reshard.to_linen(ckpt, ...) converts it
-hint: if that is wrong, name the layout with layout=..."""
+hint: layout=... chooses another, if that is wrong"""
     assert refusal(reshard.to_nnx, nnx_path, model) == message
     message = """\
 there is no layout `flax`; there are
@@ -785,7 +785,7 @@ def test_moments_follow_the_operations_of_a_map(model, mapped, tmp_path):
         None: ["there is no model, so only the source was checked against the map"],
         mapped_model: [
             "the model has no optimizer: 19 leaves of optimizer state are below `optimizer`, "
-            "checked against nothing"
+            "unchecked"
         ],
         mapped_training: [],
     }

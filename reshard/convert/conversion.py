@@ -295,7 +295,7 @@ def conversion(
             found.why,
             [
                 f"reshard.to_{OPPOSITE[to]}(ckpt, ...) converts it",
-                "if that is wrong, name the layout with layout=...",
+                "layout=... chooses another, if that is wrong",
             ],
         )
     if to == "linen" and model is None and map_file is None:

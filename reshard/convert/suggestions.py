@@ -152,6 +152,8 @@ def _renames(
         pairs = _numbered(ones, others) if free else []
         renames = found[0 if pairs else 1]
         for one, other in pairs or [_pair(ones, others)]:
+            if one == other:  # then the standard conversions say as much
+                continue
             at, there = next(iter(ones)), next(iter(others), other)  # where it is a name to fill in
             at, there = one if one in ones else at, other if other in others else there
             kinds = sorted({path[:1] for path in linen if path[1 : len(at) + 1] == at})
