@@ -154,14 +154,8 @@ def run(folder):
     def call(*arguments):
         build_target.cache_clear()
         status, out, err = in_process.reshard_in(folder, *arguments)
-        call.warned = re.findall(
-            r"^Warning: (\d+ lea(?:f was|ves were) matched only by .*)\n", err, re.MULTILINE
-        )
-        return Ran(
-            status,
-            out,
-            re.sub(r"(?m)^Warning: \d+ lea(f was|ves were) matched only by .*\n", "", err),
-        )
+        call.warned = re.findall(r"^Warning: (\d+ lea(?:f|ves) went by .*)\n", err, re.MULTILINE)
+        return Ran(status, out, re.sub(r"(?m)^Warning: \d+ lea(f|ves) went by .*\n", "", err))
 
     with in_process.inside(folder):
         yield call
@@ -216,16 +210,14 @@ def without_random(tree):
     return {path: leaf for path, leaf in by_path(tree).items() if "/rngs/" not in path}
 
 
-WARNING = "4 leaves were matched only by the order of modules of one class: "
-WARNING += "Dense_0 -> inner, Dense_1 -> outer"
+WARNING = "4 leaves went by the order of modules of one class: Dense_0 -> inner, Dense_1 -> outer"
 ORDER = {"leaves": 4, "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]]}
 PLAN = """\
 16 arrays, #: 3 rewritten, 13 copied verbatim
 read     # in 3 chunks
 write    # in 3 chunks
 memory   # in flight at most
-device   # before, # after
-load     a restore reads exactly the bytes that it needs, before and after the job
+load     read amplification on the new mesh: 1.00x before, 1.00x after
 """
 EMITTED = f"""\
 {map_writer._HEADER}{map_writer._ORIGINS}
@@ -256,8 +248,7 @@ def test_to_nnx_and_back(run, folder):
         "read     # in 1 chunk\n"
         "write    # in 1 chunk\n"
         "memory   # in flight at most\n"
-        "device   # before, # after\n"
-        "load     a restore reads exactly the bytes that it needs, before and after the job\n"
+        "load     read amplification on the new mesh: 1.00x before, 1.00x after\n"
         "wrote back\n"
     )
     layouts.assert_same_tree(load("back/default"), linen)
@@ -365,7 +356,7 @@ def test_a_refused_conversion_tells_what_is_decided_all_the_same(run, folder):
         expected[f"{above}/head/kernel", "->"] = differs
         expected[f"{above}/head/more", "->"] = (
             "unexpected",
-            "params/head/more: NNX has no counterpart",
+            "params/head/more: NNX has nothing for it",
         )
         for name in ("bias", "kernel"):
             expected[f"{above}/Dense_0/{name}", "->"] = open_
@@ -424,7 +415,7 @@ def test_order_is_a_warning_until_outputs_were_compared(run, folder):
     assert custom["reshard.order"] == ORDER
     for one, other in (("out", "run/1"), ("run/1", "out")):
         assert done(run("verify", one, "--against", other, "--quiet")) == ""
-        assert run.warned == [f"{WARNING}; equal values do not prove the pairing"]
+        assert run.warned == [f"{WARNING}; equal values do not say that it is right"]
     # A map says which is which; and the way back has the record of no conversion.
     done(convert(run, "--quiet", "--map", "names.toml", "--overwrite"))
     assert run.warned == []
@@ -460,7 +451,7 @@ def test_order_stays_on_record_in_what_is_made_of_a_conversion(run, folder, monk
     assert done(run("convert", "back", "again", *there, *random, "--quiet")) == ""
     assert (run.warned, order("again")) == ([], ORDER)
     assert done(run("verify", "again", "--against", "back", "--quiet")) == ""
-    assert run.warned == [f"{WARNING}; equal values do not prove the pairing"]
+    assert run.warned == [f"{WARNING}; equal values do not say that it is right"]
     # What was on record before is so again.
     assert done(run("convert", "again", "as_it_was", "--to", "linen", "--quiet")) == ""
     assert order("as_it_was") == ORDER
@@ -487,7 +478,7 @@ def test_equal_outputs_clear_what_went_by_order(run, folder, monkeypatch):
     for groups in ((), made.groups):
         found = OutputComparison(0.0, (), (), not_seen=groups)
         cleared = made.compared(found)
-        not_seen = f"{WARNING}; not seen: exchanging them does not change the outputs"
+        not_seen = f"{WARNING}; not seen: the outputs do not show which is which"
         assert cleared.warnings == ((not_seen,) if groups else ())
         kept = [note for note in made.checkpoint.notes if "order" not in note]
         assert cleared.checkpoint.notes == (*kept, repr(found), *cleared.warnings)
@@ -521,7 +512,7 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     (folder / "alone.toml").write_text(re.sub("init = .*\n", "", EMITTED))
     ran = run("convert", "run/1", "alone", "--to", "nnx", "--map", "alone.toml")
     assert done(ran).splitlines()[-2:] == [
-        "note     there is no model, so only the source was checked against the map",
+        "note     the map alone decided: only the source was checked",
         "wrote alone",
     ]
     assert by_path(load("alone/default")) == made
@@ -600,7 +591,7 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
     options = ("--to", "linen", "--model", "models:linen", "--drop", "model/**/rngs/**")
     assert refusal(run("convert", "trained", "back", *options)) == (
         f"Error: `{folder}/trained` does not become the Linen model\n"
-        "  Dense_0 and Dense_1, perhaps inner and outer: ambiguous by name and class\n"
+        "  Dense_0 and Dense_1, perhaps inner and outer: no name and no class tells which\n"
         "\n"
         "hint: --source-model MODULE:NAME, the NNX model, tells the classes\n"
         "hint: --map FILE decides, by rules such as: from = '^inner/', to = 'params/Dense_0/'\n"
@@ -1150,7 +1141,7 @@ def test_a_signal_while_the_model_is_made(folder):
     while process.poll() is None and not (folder / "begun").exists():
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    assert process.communicate() == ("", "\nInterrupted; no partial output was left behind.\n")
+    assert process.communicate() == ("", "\nInterrupted; nothing half-written was left behind.\n")
     assert process.returncode == 130
     assert files(folder) == before | {"begun"}
 

@@ -84,7 +84,7 @@ def test_some_tasks_of_an_array_run_again(at, monkeypatch):
     for name, value in {"ID": "7", "MIN": "3", "MAX": "7", "COUNT": "2"}.items():
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     assert share(at, "again", "auto").splitlines()[-1].startswith("wrote share 7 of 10;")
-    text = "Invalid value for --shard: an array job must begin at task 0, not 3-7"
+    text = "Invalid value for --shard: an array job that begins has all tasks from 0 on, not 3-7"
     assert why_not(at, "new", "auto") == text
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "10")
     text = "SLURM_ARRAY_TASK_ID is 10, and the job has 10 shares, numbered from 0"
@@ -108,7 +108,7 @@ def test_a_share_of_another_command_is_told_what_differs_and_the_first_command(a
     )
     assert who == "reshard ckpt run other --to 1x8 --shard 1/3 --dtype params/w0=bfloat16 --quiet"
     [left] = unfinished(at / "other")
-    assert hint == f"hint: rm -r '{left}', then start again"
+    assert hint == f"hint: rm -r '{left}', then begin anew"
     told = refused(
         at, "ckpt", "run", "other", "--to", "1x8", "--shard", "0/4", "--dtype", "params/w0=bfloat16"
     )

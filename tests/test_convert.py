@@ -295,7 +295,7 @@ def test_all_that_stands_against_nnx_is_told_at_once_and_before_anything_is_read
 `{tmp_path}/linen` does not become the NNX model
   c: [3, 2] in the checkpoint, [2, 3] in the model: transposed
   d: params in the checkpoint, BatchStat in the model
-  params/e, perhaps f: ambiguous by name and class
+  params/e, perhaps f: no name and no class tells which
   opt_state/0/trace/a/bias  float32[5]: unexpected
   opt_state/0/trace/a/kernel  float32[4,5]: unexpected
   opt_state/0/trace/b/bias  float32[2]: unexpected
@@ -340,7 +340,7 @@ def test_all_that_stands_against_linen_is_told_at_once_and_before_anything_is_re
     message = f"""\
 `{tmp_path}/nnx` does not become the Linen model
   a/bias: [5] in the checkpoint, [6] in the model
-  params/e, perhaps d and f: ambiguous by name and class
+  params/e, perhaps d and f: no name and no class tells which
   drop/rngs/count  uint32[]: unexpected
   drop/rngs/key  uint32[2]: unexpected
   opt_state/0/count  int32[]: unexpected
@@ -429,7 +429,7 @@ def test_factored_moments_that_cannot_follow_are_told_beside_all_else(tmp_path):
     file = map_of(tmp_path, "from = ['^params/q$', '^params/k$'], concat = { axis = 1 }, to = 'qk'")
     message = f"""\
 `{path}` does not become the NNX model
-  params/left: NNX has no counterpart
+  params/left: NNX has nothing for it
   opt_state/0/v_row/q + 0/v_row/k: it has [4] of its parameter's [4, 6], and concat cannot be \
 carried over to a part
   opt_state/0/v_col/q + 0/v_col/k: it has [6] of its parameter's [4, 6], and concat cannot be \
@@ -474,7 +474,7 @@ def test_what_cannot_be_a_conversion_is_refused(tmp_path):
     linen, nnx_path = save(tmp_path / "linen", {"params": {"a": some(3)}}), tmp_path / "nnx"
     model = functools.partial(named, a=(3,))
     message = """\
-a conversion needs a model or a map
+there is neither a model nor a map to convert by
 
 hint: model=...
 hint: map_file=..."""
@@ -484,7 +484,7 @@ hint: map_file=..."""
   collections are at the top: `params`
 
 hint: reshard.to_nnx(ckpt, ...) converts it
-hint: layout=... chooses another, if that is wrong"""
+hint: layout=... says otherwise, if that is wrong"""
     assert refusal(reshard.to_linen, linen) == message
     reshard.save(reshard.to_nnx(linen, model), nnx_path)
     message = f"""\
@@ -492,7 +492,7 @@ hint: layout=... chooses another, if that is wrong"""
   the record of its conversion says so
 
 hint: reshard.to_linen(ckpt, ...) converts it
-hint: layout=... chooses another, if that is wrong"""
+hint: layout=... says otherwise, if that is wrong"""
     assert refusal(reshard.to_nnx, nnx_path, model) == message
     message = """\
 there is no layout `flax`; there are
@@ -699,7 +699,7 @@ def test_initial_values_that_there_are_not(tmp_path):
     abstract = nnx.eval_shape(model)
     assert refusal(reshard.to_nnx, path, abstract, of=reshard.ArgumentError, init="b") == (
         "an abstract model has no initial values\n  b/value\n\n"
-        "hint: give the model's class, or a function that returns the model"
+        "hint: give what makes the model: its class, or a function that returns it"
     )
     assert refusal(reshard.to_nnx, path, model, init="c") == "no leaf matches\n  `c`"
     told = functools.partial(reshard.to_nnx, path, map_file=map_of(tmp_path, ("^params/", "")))
@@ -711,10 +711,10 @@ def test_initial_values_that_there_are_not(tmp_path):
         )
     summary = f"`{path}` does not become the NNX model\n"
     assert refusal(told, model, init=["a", "b"]) == (
-        f"{summary}  a: init keeps its initial value, but it has a source"
+        f"{summary}  a: it has a source, and is to keep its initial value"
     )
     assert refusal(reshard.to_nnx, path, model, init=["a", "b"]) == (
-        f"{summary}  params/a: NNX has no counterpart\n\n"
+        f"{summary}  params/a: NNX has nothing for it\n\n"
         "hint: map_file=... decides, by rules such as: from = '^params/a$', to = 'NAME'"
     )
 
@@ -782,10 +782,10 @@ def test_moments_follow_the_operations_of_a_map(model, mapped, tmp_path):
     ckpt = reshard.to_nnx(mapped / "linen", model, map_file=mapped / "map.toml")
     assert by_path(restored(ckpt, tmp_path)) == trained(to_map(), map_by_hand)
     notes = {
-        None: ["there is no model, so only the source was checked against the map"],
+        None: ["the map alone decided: only the source was checked"],
         mapped_model: [
             "the model has no optimizer: 19 leaves of optimizer state are below `optimizer`, "
-            "unchecked"
+            "checked against nothing"
         ],
         mapped_training: [],
     }
@@ -1005,7 +1005,7 @@ def test_a_copy_of_the_parameters_follows_them(goal, boxed, tmp_path):
         "whole": lambda: {**training(MOMENTUM), "ema_params": nnx.state(twin(), nnx.Param)},
     }[goal]
     ckpt = reshard.to_nnx(source, model, init=RANDOM)
-    unchecked = "" if goal == "whole" else ", unchecked"
+    unchecked = "" if goal == "whole" else ", checked against nothing"
     assert f"{FOLLOWS}{unchecked}" in ckpt.notes
     reshard.save(ckpt, tmp_path / "nnx")
     got = by_path(load(tmp_path / "nnx"))
@@ -1263,7 +1263,7 @@ def test_what_a_map_renames_is_as_open_as_its_new_name(tmp_path):
     rules = map_of(tmp_path, ("^params/old_(.)$", r"params/new_\1"))
     model = functools.partial(named, x=(3,), y=(3,))
     told = refused(reshard.to_nnx, source, model, map_file=rules)
-    text = "params/new_a and params/new_b, perhaps x and y: ambiguous by name and class"
+    text = "params/new_a and params/new_b, perhaps x and y: no name and no class tells which"
     assert told.problems == (text,)
     assert {(row.before, row.after): (row.origin, row.problem) for row in told.outcomes} == {
         ((("params", "old_a"),), None): ("ambiguous", text),
@@ -1468,7 +1468,7 @@ def test_a_module_called_params_is_not_taken_for_a_collection(tmp_path):
     assert (
         str(error)
         == """\
-the keys below `params` may be modules or collections
+what is below `params` can be read as modules or as collections
   modules: one is called `params`, as `params/params`, beside `params/head`
   collections: the parameters are `params/params`, and none are in `params/head`
 
@@ -1499,7 +1499,7 @@ def test_a_module_called_params_in_a_train_state(tmp_path):
         assert (
             str(error)
             == """\
-the keys below `params` may be modules or collections
+what is below `params` can be read as modules or as collections
   modules: one is called `params`, as `params/params`, beside `params/head`
   collections: the parameters are `params/params`, and none are in `params/head`
 
@@ -1934,7 +1934,7 @@ def test_recurrent_cells_in_layers_that_a_map_stacks(tmp_path):
     file = map_of(tmp_path, stacked + r", to = 'params/layers/\2'")
     convert = functools.partial(reshard.to_nnx, model=stack, map_file=file)
     error = refused(convert, save(tmp_path / "wrong", tree))
-    assert error.summary == "leaves without a place in the result are not zero"
+    assert error.summary == "leaves that have no place in the result are not zero"
     assert error.problems == tuple(f"params/layer_{n}/cell/hn/bias  float32[5]" for n in range(3))
     for cell in layers:
         cell["hn"]["bias"] = np.zeros(5, "float32")

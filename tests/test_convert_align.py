@@ -664,12 +664,12 @@ UNDECIDED = {
     "another that may be one of them": (
         *(dense("Dense_0") | dense("head"), {"a": square}),
         "Dense_0, perhaps a: head in Linen may be, or hold, one of them\n"
-        "head: NNX has no counterpart",
+        "head: NNX has nothing for it",
     ),
     "another that may hold one of them": (
         *(dense("Dense_0") | dense("Mlp_0__Dense_0"), {"a": square}),
         "Dense_0, perhaps a: Mlp_0 in Linen may be, or hold, one of them\n"
-        "Mlp_0: NNX has no counterpart",
+        "Mlp_0: NNX has nothing for it",
     ),
     "one in a module of NNX's": (
         *(dense("Dense_0"), {"a": square, "b": named("Mlp", c=square)}),
@@ -678,11 +678,11 @@ UNDECIDED = {
     "flattened": (
         dense("MlpBlock_0__Dense_0") | dense("MlpBlock_0__Dense_1"),
         {"linear1": square, "linear2": square},
-        "MlpBlock_0, perhaps linear1 and linear2: ambiguous by name and class",
+        "MlpBlock_0, perhaps linear1 and linear2: no name and no class tells which",
     ),
     "classes of other names": (
         *(dense("Block_0__Dense_0"), {"a": named("Layer", b=square)}),
-        "Block_0, perhaps a: ambiguous by name and class",
+        "Block_0, perhaps a: no name and no class tells which",
     ),
     "a class that holds something else": (
         dense("Mlp_0__gate") | dense("Mlp_0__up"),
@@ -697,7 +697,7 @@ UNDECIDED = {
     ),
     "a leaf of another name": (
         *({"pos_embedding": (3, 4)}, {"pos_embeddings": lambda: nnx.Param(jnp.zeros((3, 4)))}),
-        "params/pos_embedding, perhaps pos_embeddings: ambiguous by name and class",
+        "params/pos_embedding, perhaps pos_embeddings: no name and no class tells which",
     ),
     "the same name twice": (
         *(dense("a_0"), {"a": lambda: nnx.List([square()]), "a_0": square}),
@@ -708,15 +708,15 @@ UNDECIDED = {
         {"a": lambda: nnx.List([nnx.Param(jnp.zeros(4))]), "a_0": lambda: nnx.Param(jnp.zeros(4))},
         "params/a_0, perhaps a_0 and a/0: the same name for several",
     ),
-    "nothing there": (dense("head"), {}, "head: NNX has no counterpart"),
+    "nothing there": (dense("head"), {}, "head: NNX has nothing for it"),
     "something in blocks": (
         *(BLOCKS, {"blocks": lambda: nnx.List([block_of(4), block_of(5)])}),
         "params/Block_0/LayerNorm_0/bias -> blocks/0/ln/bias\n"
         "params/Block_0/LayerNorm_0/scale -> blocks/0/ln/scale\n"
         "params/Block_1/LayerNorm_0/bias -> blocks/1/ln/bias\n"
         "params/Block_1/LayerNorm_0/scale -> blocks/1/ln/scale\n"
-        "Block_0/Mlp_0, perhaps blocks/0/linear: ambiguous by name and class\n"
-        "Block_1/Mlp_0, perhaps blocks/1/linear: ambiguous by name and class",
+        "Block_0/Mlp_0, perhaps blocks/0/linear: no name and no class tells which\n"
+        "Block_1/Mlp_0, perhaps blocks/1/linear: no name and no class tells which",
     ),
     "an axis that shapes do not tell, of a scan": (
         {"ScanDense_0__kernel": (3, 3, 3), "ScanDense_0__bias": (3, 3)},
@@ -782,7 +782,7 @@ def test_the_order_of_a_list_is_known_in_a_module_of_which_it_is_not():
     names = {f"LayerNorm_{i}": f"norms/{i}" for i in range(2)}
     assert pairs_of(found) == of_layers(names, ("scale", "bias"))
     assert list(map(str, found.abstentions)) == [
-        "Dense_0 and Dense_1, perhaps a and b: the order in which NNX defines them is unknown"
+        "Dense_0 and Dense_1, perhaps a and b: the order in which NNX defines them is not known"
     ]
 
 
@@ -817,7 +817,7 @@ def test_leaves_that_a_map_has_taken_no_longer_count():
 def test_names_of_their_own_have_no_order(names, attributes, told):
     leaves = arrays(**{k: v for name in names for k, v in dense(name).items()})
     found = aligned(leaves, made(**dict.fromkeys(attributes, square)), classes_of(names))
-    assert printed(found)[:2] == ([], [f"{told}: their names do not show their order"])
+    assert printed(found)[:2] == ([], [f"{told}: they have names of their own"])
 
 
 def classes_of(names):
@@ -935,7 +935,7 @@ def block():
 @pytest.mark.parametrize("linen, attributes, text, hint", UNROLLED)
 def test_a_stack_on_one_side_only(linen, attributes, text, hint):
     found = aligned(arrays(**linen), made(**attributes))
-    assert printed(found) == ([], [f"{text}: one side is stacked, the other is not"], [])
+    assert printed(found) == ([], [f"{text}: one side is stacked and the other is not"], [])
     assert [entry.hint for entry in found.abstentions] == [hint]
 
 

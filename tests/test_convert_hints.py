@@ -21,7 +21,7 @@ import reshard
 from reshard.convert.suggestions import covering_globs
 
 WIDTH, HIDDEN, TOKENS, HEADS = 8, 12, 5, 2
-NONE = "ambiguous by name and class"
+NONE = "no name and no class tells which"
 
 
 class Block(nn.Module):
@@ -193,15 +193,11 @@ def test_numbered_layers_are_the_members_of_the_list(block, layers, tmp_path):
             f"{shown} are blocks/0, blocks/1, blocks/2, ... blocks/10 (11) by their numbers"
         ]
         # The norms in them and what is around them.
-        assert any(
-            note.startswith("49 leaves were matched only by the order") for note in ckpt.notes
-        )
+        assert any(note.startswith("49 leaves went by the order") for note in ckpt.notes)
     else:
         # Linen's own numbers are an order: a warning.
         assert told == []
-        assert any(
-            note.startswith("29 leaves were matched only by the order") for note in ckpt.notes
-        )
+        assert any(note.startswith("29 leaves went by the order") for note in ckpt.notes)
     back = reshard.to_linen(ckpt, lambda: {"params": params}, source=model)
     assert reshard.diff(path, back, values=True).equal
 
@@ -657,7 +653,7 @@ def test_the_rule_for_gates_in_one_array_is_shown(turned, tmp_path):
     error = refused(reshard.to_nnx, path, gated_parts)
     assert error.problems == (
         "params/layer_*/gating_einsum, perhaps layers/*/gate_proj/kernel and "
-        "layers/*/up_proj/kernel: one array for 2, and the order of its parts is unknown (3 times)",
+        "layers/*/up_proj/kernel: one array for 2, and nothing tells which part is which (3 times)",
     )
     (hint,) = error.hints
     said, rule = hint.split(":\n", 1)

@@ -231,7 +231,7 @@ def test_a_simple_cell_is_not_taken_for_one_by_its_names_alone():
     found = align(linen_outline(leaves), path_outline(others))
     assert found.map.rows() == []
     assert list(map(str, found.abstentions)) == [
-        "h and i, perhaps dense_h and dense_i: ambiguous by name and class"
+        "h and i, perhaps dense_h and dense_i: no name and no class tells which"
     ]
 
 
@@ -334,7 +334,9 @@ def test_gates_of_nnx_that_are_arrays_are_refused(tmp_path):
         return nn.SimpleCell(4).init(jax.random.key(0), some(2, 4), some(2, 8))
 
     error = converted.refused(reshard.to_linen, tmp_path / "nnx", linen)
-    assert error.problems == ("h and i, perhaps dense_h and dense_i: ambiguous by name and class",)
+    assert error.problems == (
+        "h and i, perhaps dense_h and dense_i: no name and no class tells which",
+    )
 
 
 @pytest.mark.parametrize(
@@ -394,7 +396,7 @@ def test_a_name_in_two_collections_goes_by_the_class_of_the_variable():
     outline = converted.outline_of(lambda: Of(scale=nnx.BatchStat(jnp.zeros(3))))
     found = align(linen_outline(leaves), outline)
     assert list(map(str, found.map.rows())) == ["batch_stats/scale -> scale"]
-    assert list(map(str, found.abstentions)) == ["params/scale: NNX has no counterpart"]
+    assert list(map(str, found.abstentions)) == ["params/scale: NNX has nothing for it"]
     found = align(linen_outline(leaves), path_outline({("scale",): some(3)}))
     assert found.map.rows() == []
     assert list(map(str, found.abstentions)) == [

@@ -811,7 +811,7 @@ def test_what_can_be_read_in_several_ways(case):
 
 
 NET = f'{NEITHER} `net`, `optimizer`\n\nhint: reshard.rename(ckpt, [("^net/", "model/")])'
-NOT_AT_THE_TOP = "the state is not at the top of the tree"
+NOT_AT_THE_TOP = "what looks like a state is not at the top of the tree"
 
 
 @pytest.mark.parametrize(

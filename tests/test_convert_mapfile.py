@@ -711,13 +711,13 @@ map.toml: the map cannot be used in the opposite direction
   rule 3, `^a$`: `\g<0>/b` has more in it than text and `\1`
   rule 4, `^cache/.*$`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
   rule 5, `^a$`: `reshape` does not say the shape that it is `from`
-  rule 6, `^a$`: a crop cannot be inverted: the cut elements are lost
+  rule 6, `^a$`: a crop cannot be undone: what it cuts off is gone
   rule 7, `^a$`: axes [1, 1] are no order of axes
   rule 8, `^a$` + `^b$`: `concat` does not say the `sizes` of the pieces
   rule 9, `^a$`: its pieces are neither numbers nor a list of regexes
   rule 10, `^a$`: `{1 + 1}` has more in it than text and `\1`
   rule 11, `^x_(\d+)/w$`: what group 1 matches is lost
-  rule 12, `^x_(\d+)/(\d+)$`: numbers are beside each other: the end of one is ambiguous
+  rule 12, `^x_(\d+)/(\d+)$`: numbers are beside each other: where one ends is not said
   rule 13, `^x_(\d+)/`: `x\1` does not end as the regex does, with a slash
   rule 14, `^x_(\d+)$`: the paths of its parts do not have the same numbers in them
   rule 15, `^x_(\d+)/w$`: `a\1` is not the number of a piece alone
@@ -1004,12 +1004,12 @@ map.toml: its rules cannot be read
   the file: `to` is not `nnx` or `linen`: 'keras'
   the file: `x` is not known
   rule 1: `from` is not a text or a list of them: 3
-  rule 1: it has no effect: give it `to`, an operation or `drop = true`
+  rule 1: it does nothing; give it `to`, an operation or `drop = true`
   rule 2: `x(` is no regex: missing ), unterminated subpattern at position 1
   rule 3: `from` is missing
-  rule 3: it has no effect: give it `to`, an operation or `drop = true`
+  rule 3: it does nothing; give it `to`, an operation or `drop = true`
   rule 4: `from` is not a text or a list of them: []
-  rule 5, `a`: it has no effect: give it `to`, an operation or `drop = true`
+  rule 5, `a`: it does nothing; give it `to`, an operation or `drop = true`
   rule 5, `a`: `too` is not known
   rule 6, `a`: `to` is not a text: 7
   rule 7, `a`: `to`: invalid group reference 1 at position 1
@@ -1023,7 +1023,7 @@ map.toml: its rules cannot be read
   rule 15, `a`: `to`: `{` has no partner; doubled it is the character
   rule 16, `a`: `to`: `}` has no partner; doubled it is the character
   rule 17, `a`: `drop` is not true: False
-  rule 18, `a`: `drop` cannot be combined with other keys
+  rule 18, `a`: `drop` stands alone
   rule 19, `a`: `init` is not known: it goes before the first rule
   rule 20, `a` + `b`: several regexes are for `concat` and `stack`
   rule 21, `a`: `transpose` is not a list of whole numbers: 1
@@ -1038,7 +1038,7 @@ map.toml: its rules cannot be read
   rule 23, `a`: `crop`: `fill` is not known
   rule 24, `a`: `split`: `axis` is not a whole number: 0.5
   rule 24, `a`: `split`: `sizes` is missing, as `into` does not say how many parts there are
-  rule 25, `a`: `to` cannot be combined with `into`, which has the new paths
+  rule 25, `a`: `to` is of no use, as `into` has the new paths
   rule 25, `a`: `split`: `sizes` has 2, `into` has 1
   rule 26, `a`: `split` and `unstack` are for two rules
   rule 26, `a`: `unstack`: `into` is not a text or a list of them: []
@@ -1049,12 +1049,12 @@ map.toml: its rules cannot be read
   rule 29, `(a)`: `to` is missing, the path of the whole
   rule 29, `(a)`: `stack`: `by`: invalid group reference 2 at position 3
   rule 29, `(a)`: `stack`: `order` has a piece twice
-  rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`: it orders them
+  rule 30, `a` + `b`: `concat`: `by` is of no use, as the order of `from` is that of the pieces
   rule 30, `a` + `b`: `to`: invalid group reference 1 at position 1
   rule 30, `a` + `b`: `concat`: `axis` is missing
   rule 30, `a` + `b`: `concat`: `sizes` is not a list of sizes: [-1]
   rule 30, `a` + `b`: `concat`: `names` is not known
-  rule 31, `a` + `b`: `concat`: `order` requires `by`
+  rule 31, `a` + `b`: `concat`: `order` goes with `by`
   rule 32, `(a)`: `nest`: `sizes` is not a list of sizes: 4
   rule 32, `(a)`: `nest`: it has either `flat`, or `outer` and `inner`
   rule 32, `(a)`: `nest`: `inner`: invalid group reference 2 at position 3
@@ -1256,7 +1256,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 2, `^c` + `c$`: v: there is no piece for `c$`
   rule 3, `^g/(.)` + `^h/(.)`: 2: there is no piece for `^g/(.)`
   rule 4, `^i$` + `^j$`: ij: its pieces have the sizes [2, 3], not [1, 4]
-  rule 5, `^ij$`: ij: an operation made it; drop its inputs
+  rule 5, `^ij$`: ij: an operation made it; drop what it is made of
 """,
     ),
     "what is initial is made": (

@@ -639,8 +639,8 @@ def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, c
     assert plans_of(plan)["s"].moved == alike
 
 
-DIFFERENT = "arrays of different kinds cannot be combined\n"
-EMPTY = "Orbax cannot store empty arrays\n"
+DIFFERENT = "arrays of different kinds cannot become one\n"
+EMPTY = "Orbax stores no arrays without elements\n"
 
 
 def mismatch(operation, handles, outputs=1):

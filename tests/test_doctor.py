@@ -131,7 +131,7 @@ def test_an_uncommitted_step(copy):
         [
             "20: uncommitted",
             f"problem  `{copy / '20'}` {reason}",
-            "next     use an earlier step: the writer stopped before this one was complete",
+            "next     use an earlier step: its writer stopped before this one was complete",
         ],
     )
 
@@ -182,7 +182,7 @@ def test_a_tree_of_a_newer_orbax(copy):
         1,
         [
             "20: damaged",
-            f"problem  `{place}` is damaged: some of its leaves cannot be found or read",
+            f"problem  `{place}` is not whole: leaves of its tree cannot be found or read",
             "problem  params/Dense_0/kernel: unknown value type 'jax.Array3'",
             "next     a newer Orbax may have written it: pip install -U orbax-checkpoint reshard",
         ],

@@ -83,7 +83,7 @@ def made(name):
     """An error with all that one can have."""
     least = {"least": 7} if name == "MemoryLimitError" else {}
     error = getattr(errors, name)("summary", ["a", "b"], [RENAME, "try c"], **least)
-    error.add_note("resume=True continues it")
+    error.add_note("resume=True goes on with it")
     return error
 
 
@@ -146,7 +146,7 @@ def test_one_byte_is_the_least():
 OF_A_CHECKPOINT = [
     (lambda ckpt: reshard.save(ckpt, None), "there is no destination to save to"),
     (lambda ckpt: reshard.plan(ckpt, max_memory=0), "`0` is not a number of bytes"),
-    (lambda ckpt: reshard.plan(ckpt, file_size=math.inf), "`inf` is not a file size"),
+    (lambda ckpt: reshard.plan(ckpt, file_size=math.inf), "`inf` is no size of a file"),
     (lambda ckpt: reshard.cast(ckpt, None), "not a dtype: None"),
     (lambda ckpt: reshard.cast(ckpt, "float16", None), "a glob is text\n  where: None"),
     (lambda ckpt: reshard.select(ckpt, 3), "a glob is text\n  patterns: 3"),
@@ -156,7 +156,7 @@ OF_A_CHECKPOINT = [
     (lambda ckpt: reshard.rename(ckpt, {3: "x"}), "rename `3=x`: first argument must be"),
     (
         lambda ckpt: reshard.diff(ckpt, ckpt, values=True, rtol="1"),
-        "a tolerance must be a finite number, 0 or more\n  rtol='1'",
+        "a tolerance is a finite number, 0 or more\n  rtol='1'",
     ),
 ]
 

@@ -548,12 +548,12 @@ SEVERAL = ("--axis", "--drop", "--init", "--rename", "--select", "--spec")
 # Hints of which nothing can be typed into the same command.
 PROSE = (
     "` has: ",
-    "write to another path",
+    "write beside the source",
     "modules are looked for in the current directory",
     "saved axes: ",
     "a function that does: ",
     "`to = ",
-    "--layout chooses another",
+    "--layout says otherwise",
     "reshard.stack(",
     "reshard inspect PATH",
 )

@@ -255,7 +255,7 @@ def shared_node() -> list[bytes]:
 
 
 TREE = "_METADATA"
-WHOLE = "`PATH` is damaged: some of its leaves cannot be found or read\n  w: "
+WHOLE = "`PATH` is not whole: leaves of its tree cannot be found or read\n  w: "
 MEMBER = 'Error parsing object member "metadata": Error parsing object member '
 IN_RANGE = "Error parsing value at position 0: Expected integer in the range"
 DATABASE = "the OCDBT database in `PATH` "
@@ -335,14 +335,14 @@ FAULTS = [
     ),
     in_tree(" has no tree_metadata", lambda f: edit(f, lambda d: d.update(tree_metadata=[]))),
     in_tree(f"{NO_ENTRY}3", lambda f: edit(f, lambda d: d["tree_metadata"].update(x=3))),
-    named('"../../evil": its name points outside the checkpoint', "../../evil"),
+    named('"../../evil": its name leads out of the checkpoint', "../../evil"),
     named(
-        '"a/.."/"/../evil": its name points outside the checkpoint',
+        '"a/.."/"/../evil": its name leads out of the checkpoint',
         *("a/..", "/../evil"),
         form="zarr2-files",
         kind="jax.Array",
     ),
-    named('"/tmp/evil": its name points outside the checkpoint', "/tmp/evil", form="zarr3-files"),
+    named('"/tmp/evil": its name leads out of the checkpoint', "/tmp/evil", form="zarr3-files"),
     named('"a\\u0000b": its name holds a NUL', "a\0b", form="zarr3-ocdbt"),
     named(f"{'x' * 80}: its name has 100000 bytes", "x" * 100_000),
     named(f"{'x/' * 40}...: it is 5000 levels deep", *"x" * 5000),
@@ -373,10 +373,10 @@ FAULTS = [
     array(f'{MEMBER}"chunks": {IN_RANGE}', chunks=[0, 6]),
     array(f'{MEMBER}"dtype": Unsupported zarr dtype: "|O"', dtype="|O", filters=[{"id": "pickle"}]),
     # TensorStore makes one up; but what Orbax writes has one.
-    array("it has no chunk shape", chunks=None),
-    array("it has no chunk shape", "zarr3-files", chunk_grid=None),
+    array("it has no shape of chunks", chunks=None),
+    array("it has no shape of chunks", "zarr3-files", chunk_grid=None),
     array("its dtype has no name", dtype=[["a", "<f4"]]),
-    array("char is not a numeric dtype", dtype="|S4"),
+    array("char is no dtype of arrays of numbers", dtype="|S4"),
     array(
         f'{MEMBER}"compressor": Error parsing object member "id": "pickle" is not registered',
         compressor={"id": "pickle"},
@@ -440,8 +440,8 @@ FAULTS = [
         DATABASE + "cannot be read\n  it is no node of a B-tree",
         lambda p: (p / "manifest.ocdbt").write_bytes(bytes(1000)),
     ),
-    elsewhere(DATABASE + "refers to `../secret`, which is outside of it", "../secret"),
-    elsewhere(DATABASE + "refers to `PARENT/secret`, which is outside of it", "PARENT/secret"),
+    elsewhere(DATABASE + "refers to `../secret`, which is no name inside it", "../secret"),
+    elsewhere(DATABASE + "refers to `PARENT/secret`, which is no name inside it", "PARENT/secret"),
     elsewhere(
         "`PATH/d/link" + NOT_A_FILE,
         *("d/link", lambda p: (p / "d/link").symlink_to(outside(p)), Format),
@@ -458,9 +458,9 @@ FAULTS = [
     ),
     nodes("several nodes refer to node btreenode::d/nodes:0:35", 39, shared_node),
     nodes("the data file `d/none` is missing", 1, lambda: [inner(1, "d/none", (b"", 7, 500))]),
-    nodes("its B-tree is larger than any checkpoint's", 0, lambda: [long_keys(20_000)]),
+    nodes("its B-tree decodes to more than any checkpoint's", 0, lambda: [long_keys(20_000)]),
     nodes(
-        "its B-tree is larger than any checkpoint's",
+        "its B-tree decodes to more than any checkpoint's",
         *(0, lambda: [node(0, zstd_zeros(8 << 30), compression=1)]),
     ),
 ]
@@ -564,7 +564,7 @@ def test_arrays_of_absent_chunks_that_nothing_could_hold(tmp_path, base):
     ckpt, out = reshard.open(path), tmp_path / "out"
     assert ckpt["large"].nbytes == 1 << 44
     said = ours(lambda: reshard.save(reshard.to_mesh(ckpt, "1x4"), out), reshard.DestinationError)
-    assert said.startswith(f"not enough disk space for `{out}`\n")
+    assert said.startswith(f"not enough room for `{out}`\n")
     said = ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), reshard.MemoryLimitError)
     assert said == "large: there is no memory for its 16.00 TiB"
 
@@ -628,7 +628,7 @@ def test_opening_a_symbolic_link(tmp_path, base):
 def test_opening_what_is_no_directory(tmp_path, what):
     path = tmp_path / what
     os.mknod(path, (stat.S_IFIFO if what == "pipe" else stat.S_IFSOCK) | 0o600)
-    text = f"`{path}` is a file, not a checkpoint directory"
+    text = f"`{path}` is a file, and not a checkpoint directory"
     assert ours(lambda: reshard.open(path), Format) == text
 
 
@@ -659,7 +659,8 @@ def test_renaming_out_of_the_destination(tmp_path, base):
         ckpt = reshard.rename(reshard.open(base(form)), [(r"^w$", '"../../evil"')])
         saves = functools.partial(reshard.save, ckpt, tmp_path / "out")
         assert ours(saves, reshard.TreeMismatchError) == (
-            'some names cannot be stored\n  "../../evil": its name points outside the checkpoint'
+            "nothing can be stored under some names\n"
+            '  "../../evil": its name leads out of the checkpoint'
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -670,7 +671,7 @@ def test_names_that_a_terminal_would_act_on_and_long_ones(tmp_path, base):
     add_leaf(path, "x" * 4000, name="long")
     assert '"\\u001b[2J\\u009b\\u202e\\udb40\\udc01"' in repr(reshard.open(path))
     code, _, error = command("inspect", tmp_path / os.fsdecode(b"\x1b]0;\xff"))
-    said = f"Error: nothing exists at `{tmp_path}/\\u001b]0;\\udcff`"
+    said = f"Error: there is nothing at `{tmp_path}/\\u001b]0;\\udcff`"
     assert (code, error.split("\n")[0]) == (2, said)
     # A long name does not pad the table.
     lengths = sorted(map(len, command("inspect", path)[1].split("\n")))
@@ -932,7 +933,7 @@ MAKING = [
     (
         "pad = { widths = [[0, 0], [0, 9223372036854775807]], fill = 0 }",
         f"{RULE}params/large: an array of [64, 9223372036854775839] would have "
-        "590295810358705653696 elements, more than any model has",
+        "590295810358705653696 elements: no model has as many",
     ),
     (f"reshape = [{'1, ' * 32}2048]", f"{RULE}`reshape`: arrays have 32 axes at most"),
     (
@@ -1166,5 +1167,5 @@ def test_a_document_of_the_tree_with_another_bit(tmp_path, base):
     flip(file)
     told = ours(lambda: fuzz_jobs.go_on(base("recorded"), tmp_path / "out"), Corrupt)
     assert told == (
-        f"written values differ when read back\n  `{file}`\n\nhint: overwrite=True starts again"
+        f"what was written is not what is read back\n  `{file}`\n\nhint: overwrite=True begins anew"
     )

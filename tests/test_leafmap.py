@@ -50,7 +50,7 @@ def carried(rows, arrays):
     return held
 
 
-DROPPED = "the result of an operation cannot be dropped\n  x"
+DROPPED = "what an operation has made cannot be dropped\n  x"
 
 
 @settings(max_examples=150, deadline=None)

@@ -306,9 +306,9 @@ def test_nothing_there(tmp_path):
     (tmp_path / "run" / "a").mkdir(parents=True)
     (tmp_path / "run" / "b").mkdir()
     missing = tmp_path / "run" / "c"
-    not_found(f"nothing exists at `{missing}`\n\nhint: `{tmp_path}/run` has: a, b", missing)
+    not_found(f"there is nothing at `{missing}`\n\nhint: `{tmp_path}/run` has: a, b", missing)
     deep = tmp_path / "run" / "a" / "x" / "y"
-    not_found(f"nothing exists at `{deep}`\n\nhint: `{tmp_path}/run/a` has: no directories", deep)
+    not_found(f"there is nothing at `{deep}`\n\nhint: `{tmp_path}/run/a` has: no directories", deep)
     nothing = "no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays"
     not_a_format(f"`{tmp_path}` is not a checkpoint\n  {nothing}", tmp_path)
     hint = "a path, or a URL that begins with gs://, s3:// or file://"
@@ -326,7 +326,7 @@ FILES = [
     ("checkpoint_1", flax.serialization.msgpack_serialize({}), MSGPACK),  # one byte, of any pickle
     *((name, data, PICKLE) for name in ("checkpoint_10", "state") for data in PICKLED[2:]),
     *((f"state.{end}", PICKLED[0], PICKLE) for end in ("pkl", "pickle")),  # which is text
-    ("notes.txt", b"hello", "a file, not a checkpoint directory"),
+    ("notes.txt", b"hello", "a file, and not a checkpoint directory"),
 ]
 
 
@@ -383,7 +383,7 @@ def copy(saved, tmp_path):
     return make
 
 
-STOPPED = "hint: use an earlier step: the writer stopped before this one was complete"
+STOPPED = "hint: use an earlier step: its writer stopped before this one was complete"
 
 
 def uncommit(path: pathlib.Path):
@@ -447,7 +447,7 @@ def test_half_written_without_a_tree(copy, layout):
     path = copy(layout)
     (path / "_METADATA").unlink()
     for _ in range(2):
-        text = f"^`{path}(/params.*)?` has no _METADATA: it was incomplete$"
+        text = f"^`{path}(/params.*)?` has no _METADATA: it was half written$"
         with pytest.raises(reshard.ReshardError, match=text):
             reshard.open(path)
         (path / "checkpoint").write_bytes(PICKLED[-1])
@@ -459,7 +459,7 @@ def test_half_written_without_a_manifest(copy):
         pytest.skip("older releases of Orbax do not note it")
     (path / "manifest.ocdbt").unlink()
     shutil.rmtree(path / "ocdbt.process_0")
-    text = "has no manifest.ocdbt, which its _METADATA promises: it was incomplete"
+    text = "has no manifest.ocdbt, which its _METADATA promises: it was half written"
     corrupt(f"`{path}` {text}", path)
 
 

@@ -90,7 +90,7 @@ REFUSED = {
     # As TensorStore has it: it would become a path below the current directory.
     **dict.fromkeys(
         ["file://run/1000", "file://run", "file://./run", "file://"],
-        "`{0}`: the part after `file://` must be an absolute path\n\n"
+        "`{0}`: what follows `file://` is a path from the root\n\n"
         "hint: file:///runs/1000, or a path alone",
     ),
     **dict.fromkeys(
@@ -101,11 +101,11 @@ REFUSED = {
     "hint: give it as text: file:///runs/1",
     **dict.fromkeys(
         ["s3:/bucket/run", "gs:/bucket"],
-        "`{0}` looks like a URL, but is not one\n\nhint: {1}://{2}\nhint: ./{0}, if it is a path",
+        "`{0}` looks like a URL, and is none\n\nhint: {1}://{2}\nhint: ./{0}, if it is a path",
     ),
-    "S3://bucket/Run": "`S3://bucket/Run` looks like a URL, but is not one\n\n"
+    "S3://bucket/Run": "`S3://bucket/Run` looks like a URL, and is none\n\n"
     "hint: s3://bucket/Run\nhint: ./S3://bucket/Run, if it is a path",
-    "file:/runs/1": "`file:/runs/1` looks like a URL, but is not one\n\n"
+    "file:/runs/1": "`file:/runs/1` looks like a URL, and is none\n\n"
     "hint: file:///runs/1\nhint: ./file:/runs/1, if it is a path",
 }
 

@@ -311,7 +311,7 @@ def test_other_threads_initialise_their_models_meanwhile(saved):
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (0.0, "they are all zero, so they show nothing: try other inputs"),
+        (0.0, "they are all zero, which tells nothing: other inputs may"),
         (np.nan, "the output: not the same numbers are infinite, or some are NaN"),
     ],
 )
@@ -407,19 +407,18 @@ def test_only_exchanges_that_are_seen_clear_the_warning_of_order(tmp_path):
     path = layouts.save_standard(tmp_path / "alike", alike(values, "LayerNorm_0", "LayerNorm_1"))
     unchecked = reshard.to_nnx(path, net, source=model)
     assert warnings_of(unchecked) == [
-        "8 leaves were matched only by the order of modules of one class: "
-        "Dense_0 -> first, Dense_1 -> "
+        "8 leaves went by the order of modules of one class: Dense_0 -> first, Dense_1 -> "
         "second, LayerNorm_0 -> inner and 1 more; check=True compares outputs"
     ]
-    not_seen = "not seen: exchanging them does not change the outputs"
+    not_seen = "not seen: the outputs do not show which is which"
     ckpt = reshard.to_nnx(path, net, source=model, check=True)
-    pairs = "4 leaves were matched only by the order of modules of one class: {} -> {}, {} -> {}"
+    pairs = "4 leaves went by the order of modules of one class: {} -> {}, {} -> {}"
     told = pairs.format("LayerNorm_0", "inner", "LayerNorm_1", "outer")
     assert equal(ckpt) and warnings_of(ckpt) == [f"{told}; {not_seen}"]
     reshard.save(ckpt, tmp_path / "nnx")
     with in_process.inside(tmp_path):
         _, _, err = in_process.command(["verify", "nnx", "--against", "alike"])
-    assert err == f"Warning: {told}; equal values do not prove the pairing\n"
+    assert err == f"Warning: {told}; equal values do not say that it is right\n"
     # The other way, of a checkpoint without that record.
     path = layouts.save_standard(tmp_path / "saved", layouts.load_standard(tmp_path / "nnx"))
     x = np.random.default_rng(1).normal(size=(5, WIDTH))
@@ -487,8 +486,7 @@ def test_what_is_not_tried_stays_in_the_warning_of_order(tmp_path):
     ckpt = compared(tmp_path, model, lambda: nnx_scales(counts), values=random(model))
     (told,) = warnings_of(ckpt)
     assert equal(ckpt) and told == (
-        "4 leaves were matched only by the order of modules of one class: "
-        "part31/Scale_0 -> part31/a, "
+        "4 leaves went by the order of modules of one class: part31/Scale_0 -> part31/a, "
         "part31/Scale_1 -> part31/b, part32/Scale_0 -> part32/a and 1 more; not tried: leaves of "
         "at most 32 groups are exchanged"
     )
@@ -654,7 +652,7 @@ def test_the_command_runs_the_model_of_the_source_in_a_process_of_its_own(projec
 def test_the_command_runs_two_models_or_none(project):
     with in_process.inside(project):
         status, _, err = in_process.command(CHECK)
-        assert status == 2 and "--check requires --model and --source-model" in err
+        assert status == 2 and "--check runs both models: give --model and --source-model" in err
         words = [word for word in CHECK if word != "--check"]
         status, _, err = in_process.command([*words, "--model", "models:Net", "--inputs", "x:y"])
         assert status == 2 and "--inputs requires --check" in err

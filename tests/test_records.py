@@ -147,10 +147,10 @@ GARBAGE = [
     (b"", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
     (b"\xff\xfe\xff", None),
     (b"[" * 200_000, None),
-    (b"[]", "ValueError: it is a different kind of document"),
+    (b"[]", "ValueError: it is another document"),
     (b"1" * 5000, None),
     (b'{"version": 1, "version": 1}', 'ValueError: the key "version" is there twice'),
-    (dumped(version=None), "ValueError: it is a different kind of document"),
+    (dumped(version=None), "ValueError: it is another document"),
     (dumped(version=2), "ValueError: version 2, and 1 is known"),
     (dumped(arrays=None), "KeyError: 'arrays'"),
     (dumped(arrays=[]), "AttributeError: 'list' object has no attribute 'items'"),
@@ -179,7 +179,7 @@ def test_garbage_is_no_record(tmp_path, data, problem):
     file = tmp_path / FILE
     file.write_bytes(data)
     summary, told, *rest = refused(reshard.CorruptCheckpointError, read_record, file).split("\n")
-    assert summary == f"`{file}` is not a record of digests"
+    assert summary == f"`{file}` is no record of digests"
     assert rest == ["", f"hint: rm '{file}' forgets what was recorded"]
     assert told == f"  {problem}" if problem else told.startswith("  ")  # Python's own words
 

@@ -937,8 +937,8 @@ def test_keep_of_what_is_not_there_or_has_no_value(plain, target):
     )
     assert refused(path, target, keep=("params/head/*", "step")) == (
         f"`{path}` {HEAD}: 2 kept without a value\n"
-        "  params/head/bias: keep names it, but it has no value\n"
-        "  params/head/kernel: keep names it, but it has no value\n\n" + KEPT_HINT
+        "  params/head/bias: it is kept, and has no value of its own\n"
+        "  params/head/kernel: it is kept, and has no value of its own\n\n" + KEPT_HINT
     )
     target["params"]["head"] = real(tree["params"]["head"], layouts.mesh((1, 8)))
     got = reshard.restore(path, target, keep=("params/head/*", "step"))
@@ -1146,7 +1146,7 @@ def test_a_bare_mesh_and_dtypes_that_jax_makes_narrower(tmp_path):
         )
         save_pytree(tmp_path / "saved", tree)
     assert refused(tmp_path / "saved", on) == (
-        "JAX cannot make arrays of these dtypes without jax_enable_x64\n"
+        "JAX makes no arrays of these dtypes without jax_enable_x64\n"
         "  a  float64[8]\n  b  int64[16]\n\n"
         'hint: jax.config.update("jax_enable_x64", True)'
     )

@@ -155,7 +155,7 @@ def test_a_job_of_workers_that_is_killed(project, number):
         (project / "gate").unlink()
         assert gone(workers)
     else:
-        text = "Interrupted; no partial output was left behind."
+        text = "Interrupted; nothing half-written was left behind."
         assert reshard_ended(process) == (130, text)
         assert gone(workers)
         (project / "gate").unlink()

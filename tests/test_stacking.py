@@ -654,7 +654,7 @@ PATTERN_HINT = (
     "\n\nhint: `params/layer_{}` stands for params/layer_0, params/layer_1 and so on; "
     "`*` for any key"
 )
-UNCLEAR = "that does not name the layers"
+UNCLEAR = "that does not say which layers"
 NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers are not alike"
 KEYS = "params/l0/w: PRNG keys are only moved, stacked and unstacked as they are"

@@ -59,7 +59,7 @@ def test_results_come_in_order_and_a_task_whose_worker_is_killed_is_done_again(l
 def test_a_task_that_kills_its_workers_ends_the_job(log):
     text = (
         "3 workers were killed, one after another\n  task 0 is not done\n\n"
-        "hint: each worker uses max_memory: reduce workers=... or max_memory=..."
+        "hint: workers=... and max_memory=... multiply: less of both takes less"
     )
     tasks = [Tiny(0, log, "killed"), Tiny(1, log), Tiny(2, log)]
     refused(reshard.ReshardError, text, run_tasks, tasks, ignored, workers=1)
@@ -154,7 +154,7 @@ def test_what_workers_cannot_import_is_told_before_anything_runs(log):
     with pytest.raises(reshard.ArgumentError) as caught:
         check_tasks(tasks)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "the tasks cannot be sent to the workers"
+    assert lines[0] == "workers cannot be given what they are to do"
     assert "<lambda>" in lines[1]
     assert lines[3] == "hint: define functions at the top level of a module, which workers import"
     assert not log.exists()

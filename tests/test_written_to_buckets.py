@@ -184,8 +184,8 @@ def failed(*args, **kwargs):
 def complete(url):
     """What is said of a checkpoint that is complete."""
     return (
-        f"`{url}` is complete, and a complete checkpoint in a bucket is never replaced\n\n"
-        "hint: write to another prefix, check the result, then delete this prefix"
+        f"`{url}` is complete, and a complete checkpoint in a bucket is not replaced\n\n"
+        "hint: write to another prefix, and delete this one when you have looked at it"
     )
 
 
@@ -193,7 +193,7 @@ def unfinished(url):
     """What is said of a job that was stopped, less who wrote it."""
     return (
         f"a job that was stopped has left finished parts for `{url}`\n  WRITER\n\n"
-        "hint: resume=True continues it\nhint: overwrite=True starts again"
+        "hint: resume=True goes on with it\nhint: overwrite=True begins anew"
     )
 
 
@@ -227,11 +227,11 @@ def test_what_is_something_else_is_not_cleared(small, stores):
     for options in ({}, {"overwrite": True}, {"resume": True}):
         refused(text, ckpt, f"{bucket}/out", error=error, **options)
         refused(complete(f"{bucket}/other"), ckpt, f"{bucket}/other", error=error, **options)
-    refused(f"`{bucket}/object` is an object, not a prefix", ckpt, f"{bucket}/object")
+    refused(f"`{bucket}/object` is an object, and not a prefix of others", ckpt, f"{bucket}/object")
     refused(f"`{bucket}` is a whole bucket\n\nhint: a name in it: {bucket}/1000", ckpt, bucket)
     reshard.save(ckpt, f"{bucket}/in")
-    inside = f"the destination `{bucket}/in/2` and the source `{bucket}/in` overlap"
-    hint = "hint: write to another prefix"
+    inside = f"the destination `{bucket}/in/2` and the source `{bucket}/in` are inside one another"
+    hint = "hint: write to a prefix beside the source"
     refused(f"{inside}\n\n{hint}", reshard.open(f"{bucket}/in"), f"{bucket}/in/2")
     keys = [key for key in stores.keys(bucket) if not key.startswith("in/")]
     assert keys == ["object", f"other/200/{MARKER}", "out/notes.txt"]
@@ -291,7 +291,7 @@ def test_a_store_that_refuses(kind, small, stores):
     ):
         stores.faults += [Fault(f"write .*{point}", 403)]
         notes = failed(on("1x8", small), url, resume=True)
-        assert notes == ([f"{there} in `{url}`: resume=True continues it"] if there else [])
+        assert notes == ([f"{there} in `{url}`: resume=True goes on with it"] if there else [])
         assert (stores.keys(top(url)) == []) == (there is None)
         with pytest.raises((reshard.CheckpointNotFoundError, reshard.CheckpointFormatError)):
             reshard.open(url)
@@ -315,7 +315,7 @@ def test_a_store_that_ignores_conditions(small, stores):
     url = f"{stores.bucket('gs')}/out"
     text = (
         f"`{url}` cannot be written\n"
-        "  this store ignores conditions of writes, so two jobs could mix\n\n"
+        "  this store ignores conditions of writes, so two jobs could mix there\n\n"
         "hint: write to a disk, and copy the result"
     )
     refused(text, on("1x8", small), url, error=reshard.StoreError)
@@ -367,7 +367,7 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
         refused(unfinished(url), on("1x8", small), url, error=error)
         with pytest.raises(reshard.DestinationError, match="is another job\n  mesh: ") as caught:
             reshard.save(on("2x4", small), url, resume=True)
-        assert caught.value.hints[-1] == "overwrite=True starts again"
+        assert caught.value.hints[-1] == "overwrite=True begins anew"
     assert_saved(url, small, stores, resume=True)
 
 

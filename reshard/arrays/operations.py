@@ -312,7 +312,7 @@ class Crop(_Boxes):
         return [tuple(size - a - b for size, (a, b) in zip(shape, self.widths, strict=True))]
 
     def inverse(self, inputs: Shapes) -> NoReturn:
-        raise TreeMismatchError("a crop cannot be inverted: the cut elements are lost")
+        raise TreeMismatchError("a crop cannot be run backwards: what it cuts off is gone")
 
     def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
         return [(0, [before for before, _ in self.widths])]
@@ -328,7 +328,7 @@ class Constant:
         return [self.values.shape]
 
     def inverse(self, inputs: Shapes) -> NoReturn:
-        raise TreeMismatchError("given values cannot be inverted")
+        raise TreeMismatchError("values that were given cannot be run backwards")
 
     def sources(self, part: int, box: Box, inputs: Shapes) -> Sources:
         return []

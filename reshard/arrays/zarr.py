@@ -44,15 +44,15 @@ def check(document: Any) -> None:
     """Raises ValueError for a document that has not the form in which Orbax writes it: readers of
     zarr take abbreviations, which nothing here knows."""
     known = isinstance(document, dict) and document.get("zarr_format") in (2, 3)
-    _require(known, "it is not zarr metadata")
+    _require(known, "it is no zarr metadata")
     _require(isinstance(document.get("shape"), list), "it has no shape")
     if document["zarr_format"] == 2:
-        _require(isinstance(document.get("chunks"), list), "it has no chunk shape")
+        _require(isinstance(document.get("chunks"), list), "it has no shape of chunks")
         _require(isinstance(document.get("dtype"), str), "its dtype has no name")
         return
     grid = document.get("chunk_grid")
     regular = grid.get("configuration") if isinstance(grid, dict) else None
-    _require(_has_chunk_shape(regular), "it has no chunk shape")
+    _require(_has_chunk_shape(regular), "it has no shape of chunks")
     names = _codec_names(document.get("codecs"))
     outer = [name for name in names if name not in ("transpose", "bytes")]
     if outer[:1] != ["blosc"] or not set(outer[1:]) <= {"crc32c"}:
@@ -61,13 +61,13 @@ def check(document: Any) -> None:
     _require(len(names) == 1 or not sharded, "its sharding codec is not the only codec")
     if sharded:
         inside = document["codecs"][0].get("configuration")
-        _require(_has_chunk_shape(inside), "its sharding codec has no inner chunk shape")
+        _require(_has_chunk_shape(inside), "its sharding codec has no shape of inner chunks")
         inner = _codec_names(inside.get("codecs"))
         _check_bounded(inner)
         _require("sharding_indexed" not in inner, "its inner chunks have inner chunks")
     keys = document.get("chunk_key_encoding")
     known = isinstance(keys, dict) and keys.get("name") in ("default", "v2")
-    _require(known, "its chunk keys have an unknown format")
+    _require(known, "its chunks have keys of an unknown form")
 
 
 def _require(holds: bool, problem: str) -> None:

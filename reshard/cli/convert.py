@@ -64,7 +64,7 @@ def command(
     if emit_map is not None and pathlib.Path(emit_map).exists():
         raise DestinationExistsError(f"--emit-map {emit_map}: it exists")
     if check and not (flags["model"] and flags["source_model"]):
-        raise click.UsageError("--check requires --model and --source-model")
+        raise click.UsageError("--check runs both models: give --model and --source-model")
     if flags["inputs"] and not check:
         raise click.UsageError("--inputs requires --check")
     found: list[Conversion] = []

@@ -208,12 +208,10 @@ def laid_out(
     named, more = (None, ()) if rules is None else read_rules(rules)
     if model is None:
         if named is not None:
-            raise click.UsageError("--rules requires --model MODULE:NAME")
+            raise click.UsageError("`rules` are for the axes of a model: give --model MODULE:NAME")
         return to_mesh(ckpt, mesh, pairs + more, axes=_axes(axes))
     if axes:
-        raise click.UsageError(
-            "--axis cannot be combined with --model, whose specs replace saved ones"
-        )
+        raise click.UsageError("--axis renames saved specs, and with --model none of them counts")
     new_mesh = parse_mesh(mesh, ckpt.meshes)
     target, found = build_target(model, named, pairs + more, new_mesh)
     ckpt = to_mesh(ckpt, new_mesh, target=target)

@@ -29,7 +29,7 @@ def check_page(file: str | None, *checkpoints: str) -> None:
     place = parse_location(str(path.resolve()))
     for checkpoint in map(parse_location, checkpoints):
         if place.below(checkpoint.resolved()) is not None:
-            text = f"--html {file}: it would be inside the checkpoint {checkpoint}"
+            text = f"--html {file}: it would be inside of the checkpoint {checkpoint}"
             raise DestinationError(text, hints=["write it beside"])
     begins = b""
     if path.exists():
@@ -43,11 +43,11 @@ def check_page(file: str | None, *checkpoints: str) -> None:
 def _problem(file: str, path: pathlib.Path) -> str:
     """Why there can be no file there; empty if there can be one."""
     if file in ("", "-"):
-        return "this is not the name of a file"
+        return "a page is a file, and this is no name of one"
     if "://" in file:
-        return "a page must be a file on this machine"
+        return "a page is a file on this machine"
     if path.is_symlink() and not path.exists():
-        return "a symbolic link to a missing file"
+        return "a symbolic link to what does not exist"
     folder = path.resolve().parent
     if not folder.is_dir():
         return f"there is no directory {folder}"

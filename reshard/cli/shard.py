@@ -40,7 +40,7 @@ def _numbered(destination: str) -> tuple[int, int]:
         if count is None:
             first, last, count = map(_variable, (_ARRAY_MIN, _ARRAY_MAX, _ARRAY_COUNT))
             if count is None or first != 0 or last != count - 1:
-                raise _bad(f"an array job must begin at task 0, not {first}-{last}")
+                raise _bad(f"an array job that begins has all tasks from 0 on, not {first}-{last}")
         if number >= count:
             raise _bad(f"{_ARRAY} is {number}, and the job has {count} shares, numbered from 0")
         return number, count

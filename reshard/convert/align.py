@@ -36,7 +36,7 @@ from reshard.convert.module_tree import (
 from reshard.tree import Path, format_path
 
 # Where one side has an array for each layer, and the other has one for all of them.
-STACKED = "one side is stacked, the other is not"
+STACKED = "one side is stacked and the other is not"
 _MAX_LISTED = 4
 
 
@@ -136,7 +136,7 @@ def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
     (axis,) = axes
     parts = tuple(other.path for other in by_shape[shapes[axis]])
     rule = Row((leaf.path,), parts, Unstack(axis, len(parts)))
-    reason = f"one array for {len(parts)}, and the order of its parts is unknown"
+    reason = f"one array for {len(parts)}, and nothing tells which part is which"
     return Abstention((leaf.path,), parts, reason, rule=rule)
 
 
@@ -280,7 +280,7 @@ def unlike(made: Sequence[Alignment]) -> str:
                 side, other = ("Linen", "NNX") if more > 0 else ("NNX", "Linen")
                 return f"in {side} there is a {name} {list(shape)} more than in {other}"
     if not any(pairing.found or pairing.norms for pairing in made):
-        return "no name in one is in the other"
+        return "nothing in them has the same name"
     return ""
 
 
@@ -500,7 +500,7 @@ def _group(
             hint = _hint(linen, nnx)
             reason = STACKED if hint else reason
         elif len(linen) > 1 and linen[0].index is None and not members[0].container:
-            reason = "their names do not show their order"
+            reason = "they have names of their own"
     if not reason and len(members) > 1:
         reason = _order(members, ordered)
     return Group(kinds, tuple(linen), tuple(nnx), reason, hint)
@@ -522,7 +522,7 @@ def _numbers(linen: Sequence[Module]) -> list[int] | str:
         return [0]
     numbered = [_COUNTED.fullmatch(module.path[-1]) for module in linen]
     if automatic or None in numbered or len({match[1] for match in numbered if match}) > 1:
-        return "their names do not show their order"
+        return "they have names of their own"
     return [int(match[2]) for match in numbered if match]
 
 
@@ -543,7 +543,7 @@ def _order(members: Sequence[_Member], ordered: bool) -> str:
         member.known for member in members
     ):
         return ""
-    return "the order in which NNX defines them is unknown"
+    return "the order in which NNX defines them is not known"
 
 
 def _hint(linen: Sequence[Module], nnx: Sequence[Module]) -> str:
@@ -848,7 +848,9 @@ class _Level:
                 self._made.count([first], 1)
         if linen:
             others = [module for module in remaining if id(module) not in grouped_nnx]
-            why = "ambiguous by name and class" if spare or others else "NNX has no counterpart"
+            why = (
+                "no name and no class tells which" if spare or others else "NNX has nothing for it"
+            )
             self._abstain(linen, [*others, *spare], why)
 
 

@@ -116,7 +116,7 @@ class Conversion:
             raise TreeMismatchError(
                 f"`{self.source.source.root}` is converted, and the outputs of the models differ",
                 found.problems,
-                ["the plan shows the place of every leaf"],
+                ["the plan shows where every leaf goes"],
             )
         return self.compared(found).checkpoint
 
@@ -295,7 +295,7 @@ def conversion(
             found.why,
             [
                 f"reshard.to_{OPPOSITE[to]}(ckpt, ...) converts it",
-                "layout=... chooses another, if that is wrong",
+                "layout=... says otherwise, if that is wrong",
             ],
         )
     if to == "linen" and model is None and map_file is None:
@@ -319,7 +319,7 @@ def conversion(
         return Conversion(made, found, LeafMap({}), (), to, ckpt, "linen-variables", rows)
     if model is None and map_file is None:
         raise ArgumentError(
-            "a conversion needs a model or a map",
+            "there is neither a model nor a map to convert by",
             hints=["model=...", "map_file=..."],
         )
     target = None if model is None else target_tree_of(model, to)
@@ -350,9 +350,9 @@ def _made(
     not_zero = decided.map.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
-            "leaves without a place in the result are not zero",
+            "leaves that have no place in the result are not zero",
             [f"{format_path(path)}  {describe(ckpt[path])}" for path in not_zero],
-            ["NNX's GRUCell has no bias in its recurrent part: use your own cell with that bias"],
+            ["NNX's GRUCell has no bias in its recurrent part: use one of your own with it"],
         )
     made = decided.map.bind(ckpt)
     like = an_array(ckpt)

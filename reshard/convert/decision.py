@@ -629,7 +629,7 @@ class _Work:
             self._hints.append(f"init={as_python([glob])} {text}")
         for saved in initial - {*lacking}:
             name = format_path(names.get(saved, self._target.leaf(saved).path))
-            self._problems.append(f"{name}: init keeps its initial value, but it has a source")
+            self._problems.append(f"{name}: it has a source, and is to keep its initial value")
 
     def _why_open(self, path: Path | None) -> _Verdict | None:
         """Why a leaf of the model is in what structure does not decide, which is told; None if it
@@ -708,11 +708,11 @@ class _Work:
         names = {saved: path for path, saved in model_names.items()}
         notes = self._notes
         if self._target is None:
-            notes.append("there is no model, so only the source was checked against the map")
+            notes.append("the map alone decided: only the source was checked")
         elif self._prefix and optimizer.made:
             notes.append(
                 f"the model has no optimizer: {len(optimizer.made)} leaves of optimizer state are "
-                "below `optimizer`, unchecked"
+                "below `optimizer`, checked against nothing"
             )
         for root, count in collections.Counter(path[:1] for path in copies.made).items():
             notes.append(follows_note(root, count, self._is_checked(root)))

@@ -299,7 +299,7 @@ def check_variables(params: Node, beside: Training) -> None:
             for rule in (("^params/", "params/params/"), (f"^params/({names})/", r"\1/"))
         )
     raise TreeMismatchError(
-        "the keys below `params` may be modules or collections",
+        "what is below `params` can be read as modules or as collections",
         [
             f"modules: one is called `params`, as `params/params`, beside {paths}",
             f"collections: the parameters are `params/params`, and none are in {paths}",
@@ -645,7 +645,7 @@ def _check_top(top: Node, names: Sequence[str]) -> None:
     }
     if states:
         raise TreeMismatchError(
-            "the state is not at the top of the tree",
+            "what looks like a state is not at the top of the tree",
             [f"there is {named(*paths)}" for paths in states.values()],
             [_lifted(format_glob((key,)) + "/**", _beginning(key)) for key in states],
         )

@@ -149,7 +149,7 @@ class LeafMap:
         lost = [path for path, value in gone.items() if not isinstance(value, Source)]
         if lost := [*lost, *(path for path, leaves in zero.items() if leaves is None)]:
             raise TreeMismatchError(
-                "the result of an operation cannot be dropped", list(map(format_path, lost))
+                "what an operation has made cannot be dropped", list(map(format_path, lost))
             )
         was = [value.path for value in gone.values() if isinstance(value, Source)]
         taken = {*other.sources(), *gone, *zero}

@@ -349,7 +349,7 @@ def _undone_each(
         return Transpose(tuple(axes.index(axis) for axis in range(len(axes))))
     if isinstance(kind, Pad):
         return Crop(kind.widths, kind.fill)
-    raise TreeMismatchError("a crop cannot be inverted: the cut elements are lost")
+    raise TreeMismatchError("a crop cannot be undone: what it cuts off is gone")
 
 
 # Looking for the nearest leaf takes longer than all else: it is done for so many rules.
@@ -539,7 +539,7 @@ class _Tree:
         if rule.drop:
             for leaf in found[0]:
                 if leaf.source is None:
-                    self.problem(rule, leaf.text, "an operation made it; drop its inputs")
+                    self.problem(rule, leaf.text, "an operation made it; drop what it is made of")
                 self.drop(leaf)
             moves = []
         elif isinstance(rule.regroup, Gathered):

@@ -289,14 +289,14 @@ def _check_keys(entry: _Table, several: bool) -> None:
     regroups = [key for key in _REGROUP if key in keys]
     if "drop" in keys:
         if keys & {"to", "nest", *_EACH, *_REGROUP}:
-            entry.wrong("`drop` cannot be combined with other keys")
+            entry.wrong("`drop` stands alone")
     elif not keys & {"to", *_EACH, *_REGROUP}:
-        entry.wrong("it has no effect: give it `to`, an operation or `drop = true`")
+        entry.wrong("it does nothing; give it `to`, an operation or `drop = true`")
     if len(regroups) > 1:
         entry.wrong(f"{' and '.join(f'`{key}`' for key in regroups)} are for two rules")
     elif regroups and regroups[0] in ("split", "unstack"):
         if "to" in keys:
-            entry.wrong("`to` cannot be combined with `into`, which has the new paths")
+            entry.wrong("`to` is of no use, as `into` has the new paths")
     elif regroups and "to" not in keys:
         entry.wrong("`to` is missing, the path of the whole")
     if several and not keys & {"concat", "stack"}:
@@ -305,7 +305,7 @@ def _check_keys(entry: _Table, several: bool) -> None:
         by = isinstance(entry.table[key], dict) and "by" in entry.table[key]
         if key in ("concat", "stack") and by == several:
             entry.wrong(
-                f"`{key}`: `by` cannot be combined with a list in `from`: it orders them"
+                f"`{key}`: `by` is of no use, as the order of `from` is that of the pieces"
                 if several
                 else f"`{key}`: `by` is missing, the group that says which piece a leaf is"
             )
@@ -411,7 +411,7 @@ def _gathered(
     if order is not None and len(set(order)) < len(order):
         table.wrong("`order` has a piece twice")
     if order is not None and given is None:
-        table.wrong("`order` requires `by`")
+        table.wrong("`order` goes with `by`")
     sizes = table.take("sizes", _SIZES) if kind == "concat" else None
     axes = table.take("names", _TEXTS) if kind == "stack" else None
     table.nothing_else()

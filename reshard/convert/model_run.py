@@ -156,7 +156,7 @@ def evaluate(
 
         made, calls = outputs(values)
         if not made:
-            raise ArgumentError(f"the {api} model returns nothing, so no output can be compared")
+            raise ArgumentError(f"the {api} model returns nothing, so there is nothing to compare")
         moved_made, seen = ([], []), []
         if more != "unused":
             changed = list(values)
@@ -321,7 +321,7 @@ def runs(
     """
     if None in models.values():
         raise ArgumentError(
-            "comparing outputs needs both models",
+            "the outputs of two models can be compared, and one of them is not known",
             hints=["model=... and source=..."],
         )
     return {

@@ -286,7 +286,7 @@ def follows_note(root: Path, count: int, checked: bool = True) -> str:
     text = (
         f"`{format_path(root)}` follows the parameters: {count} lea{'f' if count == 1 else 'ves'}"
     )
-    return text if checked else f"{text}, unchecked"
+    return text if checked else f"{text}, checked against nothing"
 
 
 def _places(model: LeafMap, parameters: Collection[Path]) -> dict[Path, Path] | None:

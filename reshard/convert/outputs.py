@@ -190,7 +190,7 @@ def _compared(before: Run, after: Run, to: str) -> tuple[float, list[str]]:
             )
     arrays = [x for _, x in before.outputs]
     if not problems and not any(np.isfinite(x).any() and x[np.isfinite(x)].any() for x in arrays):
-        problems.append("they are all zero, so they show nothing: try other inputs")
+        problems.append("they are all zero, which tells nothing: other inputs may")
     return largest, problems
 
 

@@ -173,7 +173,7 @@ def _check_patterns(layers: str, stacked: str, indices: Sequence[int] | None) ->
     if indices is not None and (len(set(indices)) < len(indices) or min(indices, default=-1) < 0):
         problems.append(f"indices {list(indices)} must be numbers of layers, each once")
     if problems:
-        raise ArgumentError("that does not name the layers", problems, [_HINT])
+        raise ArgumentError("that does not say which layers", problems, [_HINT])
 
 
 def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:

@@ -54,7 +54,7 @@ _FOREIGN = {
     b"\x89HDF": "an HDF5 file, which is not supported",
     b"PK\3\4": "a zip file, as PyTorch and NumPy write them, which is not supported",
 }
-_UNKNOWN = "a file, not a checkpoint directory"
+_UNKNOWN = "a file, and not a checkpoint directory"
 # Names of files that may hold weights in another format, and how many of them are looked at.
 _WEIGHTS = (".gguf", ".h5", ".bin", ".pt", ".pth", ".npz", ".pkl", ".pickle")
 _LOOKED_AT = 20
@@ -77,7 +77,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     """Finds the item to read. See `reshard.open` for the arguments and the errors."""
     text, root = os.fspath(path), parse_location(path)
     if not root.exists():
-        raise CheckpointNotFoundError(f"nothing exists at `{text}`", hints=_siblings(root))
+        raise CheckpointNotFoundError(f"there is nothing at `{text}`", hints=_siblings(root))
     if root.name.endswith(SAFETENSORS) and root.is_file():
         _refuse(text, step, item)
         return Item(root, "safetensors", False, "", "", (), ())
@@ -325,7 +325,7 @@ def check_committed(directory: Location, marked: bool = False) -> None:
     bucket, where it is written last into the final directory, an item or a step must be `marked`
     with one; an item's may be that of its step.
     """
-    reason, hint = None, "use an earlier step: the writer stopped before this one was complete"
+    reason, hint = None, "use an earlier step: its writer stopped before this one was complete"
     if TEMPORARY in directory.name:
         reason = "its name is that of a checkpoint in progress"
     else:

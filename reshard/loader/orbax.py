@@ -80,7 +80,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
             problems.append(f"{format_path(path)}: unknown value type {value_type!r:.40}")
     if problems:
         raise CorruptCheckpointError(
-            f"`{directory}` is damaged: some of its leaves cannot be found or read", problems
+            f"`{directory}` is not whole: leaves of its tree cannot be found or read", problems
         )
     # On a disk, the plan tells soon enough.
     state = "" if directory.is_local else directory.state(detection.RECORD_FILES)
@@ -132,7 +132,7 @@ def _below(node: Any, key: str) -> Any:
 def _without_tree(directory: Location) -> Exception:
     legacy = directory / "checkpoint"
     if detection.describe_file(legacy) != detection.MSGPACK:
-        return CorruptCheckpointError(f"`{directory}` has no _METADATA: it was incomplete")
+        return CorruptCheckpointError(f"`{directory}` has no _METADATA: it was half written")
     what = "holds its values in the msgpack file `checkpoint` (aggregate=True)"
     if b"PLACEHOLDER://" in legacy.beginning(1 << 20):
         file = "its tree is the msgpack file `checkpoint`"

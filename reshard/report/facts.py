@@ -158,7 +158,7 @@ def _worth(document: Document, mesh: str) -> Fact:
     if saved >= 0.005 * total:
         details.append(f"Each load decodes {format_bytes(saved)} less.")
     elif saved > -0.005 * total:
-        details += ["Not for loading alone: a load decodes as much as before."] * (not converts)
+        details += ["For loading alone it is not: it decodes as much as before."] * (not converts)
     else:
         details.append(f"Each load decodes {format_bytes(-saved)} more.")
     if len(known) < (arrays := len(document["arrays"])):

@@ -163,7 +163,7 @@ def _unusable(
     value, dtype = leaf.value, leaf.target.dtype
     if kept:
         if leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted()):
-            yield "kept", "keep names it, but it has no value"
+            yield "kept", "it is kept, and has no value of its own"
     elif not leaf.abstract and not isinstance(value, jax.Array):
         return
     elif dtype is not None and _narrowed(dtype):
@@ -301,7 +301,7 @@ def _restore_raw(
         requests.append(Request(handle, handle.dtype, sharding))
     if wide:
         raise TreeMismatchError(
-            "JAX cannot make arrays of these dtypes without jax_enable_x64",
+            "JAX makes no arrays of these dtypes without jax_enable_x64",
             wide,
             ['jax.config.update("jax_enable_x64", True)'],
         )

@@ -118,7 +118,7 @@ class Coverage:
         unused = [f"`{name}`" for name, axes in self.rules if axes and name not in names]
         if unused:
             listed, nbytes = ", ".join(dict.fromkeys(unused)), format_bytes(self.replicated_bytes)
-            none = f"rules whose axis name no leaf has: {listed}"
+            none = f"no leaf has the axis name of these rules: {listed}"
             notes.append(f"{none}. Replicated in all: {nbytes} a device")
         return tuple(notes)
 

@@ -50,7 +50,7 @@ def name_problem(name: str) -> str | None:
     if "\0" in name:
         return "its name holds a NUL"
     if name.startswith("/") or ".." in name.split("/"):
-        return "its name points outside the checkpoint"
+        return "its name leads out of the checkpoint"
     length = len(name.encode(errors="replace"))
     return f"its name has {length} bytes" if length > _MAX_NAME else None
 

@@ -276,7 +276,7 @@ class BucketLocation(Location):
             size = found.nbytes
         for block in [self.read_whole()] if size <= _BLOCK else self._ranges(size):
             if block is None:
-                said = "it changed or was removed while it was read"
+                said = "it was changed or removed meanwhile"
                 raise StoreError(f"`{self}` cannot be read", [said])
             if size <= _BLOCK and nbytes not in (UNKNOWN, len(block)):
                 said = f"it has {len(block)} bytes, and had {nbytes} when it was listed"

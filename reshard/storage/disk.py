@@ -280,7 +280,7 @@ class Location:
         except OSError as error:
             raise CorruptCheckpointError(f"`{self}` cannot be read", [str(error)]) from error
         if data is None:
-            raise StoreError(f"`{self}` cannot be read", ["it was removed while it was read"])
+            raise StoreError(f"`{self}` cannot be read", ["it was removed meanwhile"])
         return data
 
     def sha256(self) -> str:

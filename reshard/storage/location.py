@@ -34,7 +34,7 @@ def parse_location(path: str | os.PathLike) -> Location:
         if near := re.match(f"({schemes}):/+(.*)", text, re.DOTALL):
             scheme = near[1].lower()
             meant = f"{scheme}://{'/' * (scheme == 'file')}{near[2]}"
-            what, hints = "looks like a URL, but is not one", [meant, f"./{text}, if it is a path"]
+            what, hints = "looks like a URL, and is none", [meant, f"./{text}, if it is a path"]
             if not isinstance(path, str):
                 what = "was a URL before pathlib made a path of it"
                 hints = [f"give it as text: {meant}"]
@@ -45,7 +45,7 @@ def parse_location(path: str | os.PathLike) -> Location:
     if scheme == "file" and local.startswith("/"):
         return Location(disk.absolute(local))
     if scheme == "file":
-        problem = ": the part after `file://` must be an absolute path"
+        problem = ": what follows `file://` is a path from the root"
         hint = "file:///runs/1000, or a path alone"
     elif scheme not in ("gs", "s3"):
         problem = f": there is no way to read `{scheme}://`"

@@ -134,9 +134,9 @@ class Record:
         for file, sha256 in files.items():
             try:
                 if not file.is_file():
-                    changed.append(f"the file `{file}`: recorded, but missing")
+                    changed.append(f"the file `{file}`: on record, and not there")
                 elif hash_of(file) not in (None, sha256):
-                    changed.append(f"the file `{file}`: it differs from the recorded one")
+                    changed.append(f"the file `{file}`: it is not the one on record")
             except StoreError:
                 raise
             except OSError as error:
@@ -162,7 +162,7 @@ def read_record(path: Location, hint: str = "") -> Record | None:
     try:
         document = json.loads(data, object_pairs_hook=unique_keys)
         if not isinstance(document, dict) or "version" not in document:
-            raise ValueError("it is a different kind of document")
+            raise ValueError("it is another document")
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']!r}, and {_VERSION} is known")
         if unknown := sorted(document.keys() - _KEYS):
@@ -172,7 +172,7 @@ def read_record(path: Location, hint: str = "") -> Record | None:
         files, beside = (_hashes(document[key]) for key in ("files", "beside"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"`{path}` is not a record of digests",
+            f"`{path}` is no record of digests",
             [f"{type(error).__name__}: {error}"],
             [hint or forget_hint(path)],
         ) from error

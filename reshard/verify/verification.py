@@ -62,7 +62,7 @@ class Verification:
             wrong = count_of(len(self.problems), "problem")
             said = f"{read} read, {self.compared} compared with digests, {wrong}"
         elif self.digests and not self.compared:
-            said = f"{read} read; no digests to compare them with"
+            said = f"{read} read whole; there are no digests to compare them with"
         lines = [f"`{self.path}`: {said}"]
         return "\n".join(map(printable, [*lines, *(f"  {line}" for line in self.problems)]))
 

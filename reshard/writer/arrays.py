@@ -178,7 +178,7 @@ def _check_there(share: ItemShare, directory: Location, count: int, gone: Collec
     if missing and not share.format.fills:
         problems.append(f"{missing} chunks are not there")
     if problems:
-        raise CorruptCheckpointError("the written data cannot be read back", problems)
+        raise CorruptCheckpointError("what was written cannot be read back", problems)
 
 
 class Target(NamedTuple):

@@ -26,7 +26,7 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[ReshardError]:
         if (problem := name_problem(stored_name(path)))
     ]
     if unusable:
-        yield TreeMismatchError("some names cannot be stored", unusable)
+        yield TreeMismatchError("nothing can be stored under some names", unusable)
     if slashed := [a.path for a in ckpt.arrays if stored_name(a.path).endswith("/")]:
         text = "no array can be stored under a name that ends in `/`"
         hints = ["reshard.rename(ckpt, [('/+\"$', '\"')]) takes it away"]
@@ -50,14 +50,14 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     for array in ckpt.arrays:
         parts = stored_name(array.path).rstrip("/").split("/")
         if not {"", "."}.isdisjoint(parts):
-            yield f"{format_path(array.path):.80}: its name is not a valid path"
+            yield f"{format_path(array.path):.80}: its name is no path of a directory"
         elif any("\\" in part or part.endswith(".__lock") for part in parts):
             why = "TensorStore takes `\\` for `/`, and keeps names that end in `.__lock` for locks"
             yield f"{format_path(array.path):.80}: {why}"
         elif any(len(part.encode(errors="replace")) > _MAX_NAME for part in parts):
             yield f"{format_path(array.path):.80}: its name is longer than that of a file can be"
         elif parts[0] in taken or parts[0].startswith(PROCESS):
-            yield f"{format_path(array.path)}: `{parts[0]}` is another file of the checkpoint"
+            yield f"{format_path(array.path)}: `{parts[0]}` is something else in the checkpoint"
 
 
 def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:

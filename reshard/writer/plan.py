@@ -334,23 +334,6 @@ class Plan:
         return (before / total, after / total) if self.decoded_bytes else (1.0, 1.0)
 
     @property
-    def bytes_per_device(self) -> tuple[int | None, int | None]:
-        """Bytes that the device with the most holds of all arrays with a mesh: on the saved meshes,
-        and on the new one. None where no array has a mesh."""
-        pairs = [
-            (h, a.layout) for i in self.items for h, a in zip(i.handles, i.arrays, strict=True)
-        ]
-        sides = (
-            [(h.saved_sharding, a.source_shard, a.source_itemsize) for h, a in pairs],
-            [(h.sharding, a.target_shard, a.target_itemsize) for h, a in pairs],
-        )
-        before, after = (
-            [math.prod(shard) * size for s, shard, size in side if isinstance(s, NamedSharding)]
-            for side in sides
-        )
-        return sum(before) if before else None, sum(after) if after else None
-
-    @property
     def passes(self) -> float:
         """Stored bytes fetched for each stored byte that is decoded; 1.0 where one pass fits."""
         stored = sum(a.layout.stored_bytes for a in self.arrays if not a.moved)
@@ -371,7 +354,6 @@ class Plan:
             **{name: getattr(self, name) for name in counts},
             **({} if self.network is None else {"network": self.network._asdict()}),
             "read_amplification": _before_and_after(self.amplification),
-            "bytes_per_device": _before_and_after(self.bytes_per_device),
             "peak_memory": self.peak_memory,
             "notes": list(self.notes),
             "problems": list(self.problems),
@@ -391,7 +373,6 @@ class Plan:
     def __repr__(self) -> str:
         verbatim = sum(a.moved for a in self.arrays)
         before, after = self.amplification
-        held = ["not known" if n is None else format_bytes(n) for n in self.bytes_per_device]
         counts = len(self.arrays), self.chunks_read, self.chunks_written
         arrays, read, written = (
             f"{count} {noun}{'s' * (count != 1)}"
@@ -410,8 +391,8 @@ class Plan:
                 for fetched, fetches, sent, sends in filter(None, [self.network])
             ),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
-            f"device   {held[0]} before, {held[1]} after",
-            f"load     {_load_text(before, after)}",
+            f"load     read amplification on the new mesh: {before:.2f}x before, "
+            f"{after:.2f}x after",
         ]
         split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
@@ -426,19 +407,8 @@ class Plan:
         return "\n".join(lines)
 
 
-def _before_and_after(pair: tuple[Any, Any]) -> dict[str, Any]:
-    return dict(zip(("before", "after"), pair, strict=True))
-
-
-def _load_text(before: float, after: float) -> str:
-    """The two amplifications, in words."""
-    exactly = "exactly the bytes that it needs"
-    one, two = (
-        exactly if x < 1.005 else f"{x:.2f} times the bytes that it needs" for x in (before, after)
-    )
-    if one == two:
-        return f"a restore reads {one}, before and after the job"
-    return f"a restore reads {one}; after the job, {two}"
+def _before_and_after(amplification: tuple[float, float]) -> dict[str, float]:
+    return dict(zip(("before", "after"), amplification, strict=True))
 
 
 def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
