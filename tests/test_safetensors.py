@@ -14,6 +14,7 @@ from in_process import shown
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import refused
+from releases import older
 from safetensors.numpy import save_file
 
 import reshard
@@ -22,7 +23,8 @@ from reshard.storage.ranges import Range, database
 
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 DTYPES += ["float16", "bfloat16", "float32", "float64", "complex64"]
-DTYPES += ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+DTYPES += ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+DTYPES += [] if older("tensorstore", "0.1.85") else ["float8_e8m0fnu"]
 # What the library calls dtypes that it does not write from numpy.
 NAMES = {"float8_e8m0fnu": "F8_E8M0"}
 NAMES |= {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "complex64": "C64"}
