@@ -163,8 +163,8 @@ class Checkpoint(Mapping[Path, Leaf]):
         if retyped and not self.retyped and "value_metadata_tree" in self.source.metadata:
             notes = (
                 *notes,
-                "the record of which containers were tuples, namedtuples or classes "
-                "is left out: it describes the tree that was saved",
+                "the record of tuples, namedtuples and classes is left out: "
+                "it describes the saved tree",
             )
         return Checkpoint(leaves, self.source, (*self.notes, *notes), self.retyped or retyped)
 

@@ -151,7 +151,7 @@ def parse_globs(name: str, globs: str | Iterable[str]) -> list[str]:
     found: list[Any] = list(globs) if isinstance(globs, Iterable) else [globs]
     wrong = [f"{name}: {glob!r:.80}" for glob in found if not isinstance(glob, str)]
     if wrong:
-        raise ArgumentError("a glob is text", wrong, ["`params/**`, `**/kernel`"])
+        raise ArgumentError("a glob must be text", wrong, ["`params/**`, `**/kernel`"])
     return found
 
 
@@ -221,7 +221,7 @@ def passed_over(paths: Iterable[Path], patterns: Sequence[str]) -> list[str]:
         below = [path for path, whole in hits if not whole]
         if 0 < len(below) < len(hits):
             notes.append(
-                f"`{pattern}` matches leaves, and is taken for these alone: "
+                f"`{pattern}` matches leaves, so it applies to these alone: "
                 f"{format_path(below[0])} is in a module that it matches, too"
             )
     return notes
@@ -336,7 +336,7 @@ def _check_tree(renamed: dict[Path, Path]) -> None:
             )
     if problems or below:
         raise TreeMismatchError(
-            "leaves would meet in one place after renaming", [*problems, *below]
+            "several leaves would have the same path after renaming", [*problems, *below]
         )
 
 
@@ -360,7 +360,7 @@ def check_lists(paths: Iterable[Path], before: Iterable[Path] = ()) -> None:
             )
     if problems:
         raise TreeMismatchError(
-            "a list would lose positions, and what follows would shift",
+            "a list would lose positions, so later elements would shift",
             problems,
             ["drop the whole list, or keep all of it"],
         )

@@ -116,7 +116,7 @@ def test_a_moment_that_cannot_be_told_apart_is_a_problem():
     assert found.problems == (
         f"opt/v/square  [8]: {where} {may}",
         f"opt/w/square  [8]: {where} {may}",
-        f"opt/w.1/square  [3, 3]: {where} its shape is no part of the parameter's, [8, 8]",
+        f"opt/w.1/square  [3, 3]: {where} its shape is not a part of the parameter's, [8, 8]",
     )
     assert found.hints == (
         'specs=[("^opt/v/square$", P(...))] says how to split it',
@@ -215,7 +215,7 @@ def test_the_printed_report_is_short_and_ends_with_what_is_wrong():
         f"{largest}"
         "            ... and 3 more\n"
         "problem     params/w  [100] ('x',): P('x') names axis 'x', which `data=2,model=4` lacks\n"
-        "hint        the rule (\"x\", None) replicates what is named 'x'"
+        "hint        the rule (\"x\", None) replicates dimensions named 'x'"
     )
 
 

@@ -251,7 +251,7 @@ def test_what_it_makes_must_be_what_the_model_has(tmp_path):
     assert error.hints == (f"{said}, if that is what it makes",)
     ckpt = reshard.to_nnx("linen", in_bfloat16, map_file=map_of(tmp_path, said))
     told = str(refused(reshard.save, ckpt, tmp_path / "out", of=reshard.ReshardError))
-    made = "made float32[12, 5] of float32[12, 5], and bfloat16[12, 5] was to be made"
+    made = "made float32[12, 5] of float32[12, 5], expected bfloat16[12, 5]"
     assert f"`functions:normalised` {made}" in told
     assert not (tmp_path / "out").exists()
 
@@ -339,7 +339,7 @@ def test_the_whole_leaf_is_counted_before_and_after(tmp_path):
         ),
         ("nowhere:f", "apply nowhere:f: it cannot be imported; No module named 'nowhere'"),
         ("functions", "apply functions: that is not `package.module:callable`"),
-        ("functions:NUMBER", "`apply`: functions:NUMBER is no function"),
+        ("functions:NUMBER", "`apply`: functions:NUMBER is not a function"),
     ],
 )
 def test_functions_that_there_are_not(tmp_path, function, problem):

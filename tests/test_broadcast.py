@@ -201,7 +201,7 @@ def test_a_read_that_fails_in_one_process_fails_in_all(processes, copies, layout
 
 def test_a_checkpoint_that_one_process_lacks_fails_in_all(processes, copies):
     found = failing(processes, copies / "whole", copies / "none", "saved")
-    text = f"process 1: there is nothing at `{copies / 'none'}`\n\n"
+    text = f"process 1: nothing exists at `{copies / 'none'}`\n\n"
     text += f"hint: `{copies}` has: damaged, damaged_embed, whole"
     assert found == [["CheckpointNotFoundError", text]] * len(processes)
 
@@ -236,7 +236,7 @@ def test_processes_that_do_not_restore_the_same_are_told_so(processes, copies, t
     kind, text = found[0]
     assert kind == "ArgumentError"
     first, *lines = text.splitlines()
-    assert first == "processes that restore together restore the same, and these do not"
+    assert first == "the processes restore different targets"
     digests = [
         re.fullmatch(rf"  process {n}: \d+ arrays of digest (\w{{12}})", line)
         for n, line in enumerate(lines)

@@ -186,7 +186,7 @@ def test_what_is_not_there(stores):
     """The names that are there are told: of directories, or all."""
     url = stores.bucket("s3")
     write(parse_location(f"{url}/run"), dict.fromkeys(["c", "a/x", "b", "d", "e", "f"], b""))
-    text = f"there is nothing at `{url}/run/x`\n\nhint: `{url}/run` has: a"
+    text = f"nothing exists at `{url}/run/x`\n\nhint: `{url}/run` has: a"
     refused(reshard.CheckpointNotFoundError, text, reshard.open, f"{url}/run/x")
     text = (
         f"`{url}/run` is not a checkpoint\n"
@@ -216,7 +216,7 @@ def test_what_is_waited_for_is_said(stores, monkeypatch, caplog):
 
 @pytest.mark.parametrize("step", ["20", "last"])
 def test_a_step_that_is_text(saved, step):
-    text = f"a step is a number, and no text: {step!r}"
+    text = f"a step is a number, not text: {step!r}"
     text += "\n\nhint: step=20" if step == "20" else ""
     refused(reshard.ArgumentError, text, reshard.open, saved("manager").path, step=step)
 
@@ -241,15 +241,15 @@ def test_what_is_beside_the_steps(saved, stores, tmp_path):
     (place / "x").write(b"x")
     (place / "x/y").write(b"y")
     text = (
-        f"`{place}/x` is an object, and the name of others begins as if it were a directory\n\n"
-        "hint: give one of them another name: no disk has both"
+        f"`{place}/x` is an object, and also a directory of other objects\n\n"
+        "hint: rename one of them: a disk cannot hold both"
     )
     ckpt, out = reshard.open(url), tmp_path / "other"
     refused(reshard.CheckpointFormatError, text, reshard.save, ckpt, out)
 
 
 STATUSES = {
-    403: "403: there are no credentials that allow it",
+    403: "403: no credentials allow it",
     429: "429: too many requests, also after retries",
     503: "503: the store was not available, also after retries",
 }
@@ -299,7 +299,7 @@ def test_what_a_store_refuses(one, stores, kind, fault, what):
 def test_an_answer_that_is_no_list(stores, monkeypatch, kind, answer):
     url = f"{stores.bucket(kind)}/run"
     monkeypatch.setattr(stores._proxy, "handle", lambda handler, _: handler.answer(200, {}, answer))
-    text = f"the list of `{url}` cannot be read\n  the answer is no list of objects"
+    text = f"the list of `{url}` cannot be read\n  the answer is not a list of objects"
     refused(reshard.StoreError, text, parse_location(url).names)
 
 
@@ -309,9 +309,9 @@ def test_what_was_listed_and_is_not_there(stores, kind, tmp_path):
     place.write(b"data")
     stores.faults.append(Fault("read .*run/a", 404))
     text = f"`{place}` cannot be read\n  "
-    refused(reshard.StoreError, text + "it was removed meanwhile", place.read)
+    refused(reshard.StoreError, text + "it was removed while it was read", place.read)
     assert place.read() == b"data"
-    text += "it has 4 bytes, and had 5 when it was listed"
+    text += "it has 4 bytes, but had 5 when it was listed"
     refused(reshard.StoreError, text, place.copy, Location(str(tmp_path / "a")), nbytes=5)
 
 
@@ -330,7 +330,7 @@ def test_a_manifest_that_is_gone_for_a_moment(saved, stores):
 def test_what_the_environment_says_of_s3(stores, monkeypatch):
     url = stores.bucket("s3")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9")
-    text = "AWS_ENDPOINT_URL is `127.0.0.1:9`, and no URL\n\n"
+    text = "AWS_ENDPOINT_URL is `127.0.0.1:9`, which is not a URL\n\n"
     text += "hint: export AWS_ENDPOINT_URL=http://127.0.0.1:9"
     refused(reshard.CheckpointFormatError, text, reshard.open, f"{url}/run")
     monkeypatch.setenv("AWS_ENDPOINT_URL", stores.url)
@@ -362,7 +362,7 @@ def test_an_object_that_is_gone(one, stores, kind, form, tmp_path):
     file = max(value.file for key, value in values if value.file and key[0] not in ".z")
     plan = reshard.plan(reshard.to_mesh(ckpt, "1x8"), tmp_path / "out")
     (parse_location(url) / file).remove()
-    text = r"^the source changed while it was read\n"
+    text = r"^the source changed during the job\n"
     with pytest.raises(reshard.CorruptCheckpointError, match=text):
         execute(plan)
     assert not (tmp_path / "out").exists()
@@ -393,7 +393,7 @@ def test_an_object_that_changes_after_it_was_opened(saved, stores, kind, name, p
     plan = reshard.plan(ckpt, tmp_path / "out")
     if planned:
         changed(stores, url, name)
-    text = f"the source changed while it was read\n  `{url}`"
+    text = f"the source changed during the job\n  `{url}`"
     refused(reshard.CorruptCheckpointError, text, execute, plan)
     assert not (tmp_path / "out").exists()
 
@@ -411,7 +411,7 @@ def test_requests_at_once(saved, stores):
     for options, limit in (({}, 128), ({"concurrency": 3}, 3)):
         context = reshard.open(url, **options).source.store.context
         assert context["s3_request_concurrency"].to_json() == {"limit": limit}
-    with pytest.raises(reshard.ArgumentError, match="concurrency=0 leaves no request"):
+    with pytest.raises(reshard.ArgumentError, match="concurrency=0 allows no request"):
         reshard.open(url, concurrency=0)
 
 
@@ -449,7 +449,7 @@ def test_names_that_only_tensorstore_lists(stores, kind, name):
 
 @pytest.mark.parametrize("kind", ["s3", "conditional"])
 def test_objects_that_stand_for_directories(stores, kind):
-    """Some tools put an empty object `a/` for a directory `a`: it is no file."""
+    """Some tools put an empty object `a/` for a directory `a`: it is not a file."""
     place = parse_location(f"{stores.bucket(kind)}/run")
     write(place, {"a/": b"", "a/b/": b"", "a/b/c": b"c", "empty": b"", "x/": b""})
     found = [(entry.path, entry.nbytes) for entry in place.walk() if entry.is_file]
@@ -551,7 +551,7 @@ def test_an_object_is_created_if_it_is_absent(stores, kind, fault, times):
     stores.faults.clear()
     assert not place.create(b"mine") and not place.create(b"another's")
     stores.faults.append(Fault("write ", 403, 9))
-    text = f"`{other}` cannot be written\n  403: there are no credentials that allow it"
+    text = f"`{other}` cannot be written\n  403: no credentials allow it"
     refused(reshard.StoreError, text, other.create, b"mine")
     assert place.read_whole() == b"mine" and other.read_whole() is None
 

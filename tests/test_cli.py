@@ -411,7 +411,7 @@ def test_an_error_is_a_document_of_json(cwd):
     """Whether it is found before or after the checkpoint was read; on stderr it is as it was."""
     exists = {"problems": [f"`{cwd}/long` exists"]}
     exists["hints"] = ["--overwrite replaces it once the new one is complete"]
-    nothing = {"problems": ["there is nothing at `lone`"]}
+    nothing = {"problems": ["nothing exists at `lone`"]}
     nothing["hints"] = [f"the nearest is `{cwd}/long`"]
     to = {"destination": "long", "done": False}
     for document, *words in (
@@ -507,7 +507,7 @@ def test_a_signal_leaves_nothing(large, tmp_path, number, more):
         time.sleep(0.001)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
-    assert err == "\nInterrupted; nothing half-written was left behind.\n"
+    assert err == "\nInterrupted; no partial output was left behind.\n"
     assert files(tmp_path) <= {"out"}
 
 

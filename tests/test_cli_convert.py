@@ -154,8 +154,14 @@ def run(folder):
     def call(*arguments):
         build_target.cache_clear()
         status, out, err = in_process.reshard_in(folder, *arguments)
-        call.warned = re.findall(r"^Warning: (\d+ lea(?:f|ves) went by .*)\n", err, re.MULTILINE)
-        return Ran(status, out, re.sub(r"(?m)^Warning: \d+ lea(f|ves) went by .*\n", "", err))
+        call.warned = re.findall(
+            r"^Warning: (\d+ lea(?:f was|ves were) matched only by .*)\n", err, re.MULTILINE
+        )
+        return Ran(
+            status,
+            out,
+            re.sub(r"(?m)^Warning: \d+ lea(f was|ves were) matched only by .*\n", "", err),
+        )
 
     with in_process.inside(folder):
         yield call
@@ -210,7 +216,8 @@ def without_random(tree):
     return {path: leaf for path, leaf in by_path(tree).items() if "/rngs/" not in path}
 
 
-WARNING = "4 leaves went by the order of modules of one class: Dense_0 -> inner, Dense_1 -> outer"
+WARNING = "4 leaves were matched only by the order of modules of one class: "
+WARNING += "Dense_0 -> inner, Dense_1 -> outer"
 ORDER = {"leaves": 4, "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]]}
 PLAN = """\
 16 arrays, #: 3 rewritten, 13 copied verbatim
@@ -356,7 +363,7 @@ def test_a_refused_conversion_tells_what_is_decided_all_the_same(run, folder):
         expected[f"{above}/head/kernel", "->"] = differs
         expected[f"{above}/head/more", "->"] = (
             "unexpected",
-            "params/head/more: NNX has nothing for it",
+            "params/head/more: NNX has no counterpart",
         )
         for name in ("bias", "kernel"):
             expected[f"{above}/Dense_0/{name}", "->"] = open_
@@ -415,7 +422,7 @@ def test_order_is_a_warning_until_outputs_were_compared(run, folder):
     assert custom["reshard.order"] == ORDER
     for one, other in (("out", "run/1"), ("run/1", "out")):
         assert done(run("verify", one, "--against", other, "--quiet")) == ""
-        assert run.warned == [f"{WARNING}; equal values do not say that it is right"]
+        assert run.warned == [f"{WARNING}; equal values do not prove the pairing"]
     # A map says which is which; and the way back has the record of no conversion.
     done(convert(run, "--quiet", "--map", "names.toml", "--overwrite"))
     assert run.warned == []
@@ -451,7 +458,7 @@ def test_order_stays_on_record_in_what_is_made_of_a_conversion(run, folder, monk
     assert done(run("convert", "back", "again", *there, *random, "--quiet")) == ""
     assert (run.warned, order("again")) == ([], ORDER)
     assert done(run("verify", "again", "--against", "back", "--quiet")) == ""
-    assert run.warned == [f"{WARNING}; equal values do not say that it is right"]
+    assert run.warned == [f"{WARNING}; equal values do not prove the pairing"]
     # What was on record before is so again.
     assert done(run("convert", "again", "as_it_was", "--to", "linen", "--quiet")) == ""
     assert order("as_it_was") == ORDER
@@ -478,7 +485,7 @@ def test_equal_outputs_clear_what_went_by_order(run, folder, monkeypatch):
     for groups in ((), made.groups):
         found = OutputComparison(0.0, (), (), not_seen=groups)
         cleared = made.compared(found)
-        not_seen = f"{WARNING}; not seen: the outputs do not show which is which"
+        not_seen = f"{WARNING}; not seen: exchanging them does not change the outputs"
         assert cleared.warnings == ((not_seen,) if groups else ())
         kept = [note for note in made.checkpoint.notes if "order" not in note]
         assert cleared.checkpoint.notes == (*kept, repr(found), *cleared.warnings)
@@ -496,14 +503,14 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     assert (folder / "whole.toml").read_text() == EMITTED
     assert (
         refusal(convert(run, "--emit-map", "whole.toml", "--overwrite"))
-        == "Error: --emit-map whole.toml: it exists\n"
+        == "Error: --emit-map whole.toml: the file exists\n"
     )
     ran = convert(run, "--emit-map", "refused.toml", "--drop", "params/Dense_1/bias")
     assert ran.status == 2
     assert "hint: --map refused.toml, once each `TODO` in it is replaced: all else" in ran.err
     assert "\ninit = ['TODO outer/bias', 'dr" in (folder / "refused.toml").read_text()
     todo = run("convert", "run/1", "out", *TO_NNX, "--map", "refused.toml")
-    assert refusal(todo).startswith("Error: refused.toml: `TODO` is to be replaced\n  line ")
+    assert refusal(todo).startswith("Error: refused.toml: `TODO` must be replaced\n  line ")
     (folder / "refused.toml").unlink()
     whole = ("--map", "whole.toml")
     done(run("convert", "run/1", "out", "--to", "nnx", "--model", "models:training", *whole))
@@ -512,7 +519,7 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     (folder / "alone.toml").write_text(re.sub("init = .*\n", "", EMITTED))
     ran = run("convert", "run/1", "alone", "--to", "nnx", "--map", "alone.toml")
     assert done(ran).splitlines()[-2:] == [
-        "note     the map alone decided: only the source was checked",
+        "note     there is no model, so only the source was checked against the map",
         "wrote alone",
     ]
     assert by_path(load("alone/default")) == made
@@ -591,9 +598,9 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
     options = ("--to", "linen", "--model", "models:linen", "--drop", "model/**/rngs/**")
     assert refusal(run("convert", "trained", "back", *options)) == (
         f"Error: `{folder}/trained` does not become the Linen model\n"
-        "  Dense_0 and Dense_1, perhaps inner and outer: no name and no class tells which\n"
+        "  Dense_0 and Dense_1, perhaps inner and outer: ambiguous by name and class\n"
         "\n"
-        "hint: --source-model MODULE:NAME, the NNX model, tells the classes\n"
+        "hint: --source-model MODULE:NAME, the NNX model, supplies the classes\n"
         "hint: --map FILE decides, by rules such as: from = '^inner/', to = 'params/Dense_0/'\n"
     )
     done(run("convert", "trained", "back", *options, "--source-model", "models:training"))
@@ -998,7 +1005,7 @@ def test_a_new_mesh_in_the_same_pass(mesh, options, kernel, bias, others, run, f
 def test_every_step_or_the_latest(run, folder):
     options = (*TO_NNX, "--step", "all", "--emit-map")
     ran = run("convert", "run", "out", *options, "refused.toml", "--drop", "params/Dense_1/bias")
-    assert "it exists" not in ran.err and ran.err.count("hint: --map refused.toml") == 1
+    assert "the file exists" not in ran.err and ran.err.count("hint: --map refused.toml") == 1
     done(run("convert", "run", "out", *options, "whole.toml"))
     assert (folder / "whole.toml").read_text() == EMITTED
     with ocp.CheckpointManager(folder / "out") as manager:
@@ -1062,7 +1069,7 @@ def test_mistakes(run, folder):
         "  left  float32[8, 8]: missing\n"
         "  right  float32[8, 8]: missing\n"
         "\n"
-        "hint: --source-model MODULE:NAME, the Linen model, tells the classes\n"
+        "hint: --source-model MODULE:NAME, the Linen model, supplies the classes\n"
         "hint: --map FILE decides, by rules such as: from = '^params/NAME/', to = 'params/outer/'\n"
     )
     assert files(folder) == before
@@ -1141,7 +1148,7 @@ def test_a_signal_while_the_model_is_made(folder):
     while process.poll() is None and not (folder / "begun").exists():
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    assert process.communicate() == ("", "\nInterrupted; nothing half-written was left behind.\n")
+    assert process.communicate() == ("", "\nInterrupted; no partial output was left behind.\n")
     assert process.returncode == 130
     assert files(folder) == before | {"begun"}
 
@@ -1220,7 +1227,7 @@ def test_verified_against_something_else_in_the_other_api(run, folder):
     done(run("convert", "run/2", "out", "--to", "nnx", *TRAINING, "--quiet"))
     done(run("ckpt", "run/2", "less", "--to", "2x4", "--drop", "**/bias", "--quiet"))
     assert refusal(run("verify", "out", "--against", "less")) == (
-        f"Error: `{folder}/less` is not like what `{folder}/out` was made of\n"
+        f"Error: `{folder}/less` differs from the source of `{folder}/out`\n"
         "  params/Dense_0/bias: only in the record\n"
         "  params/Dense_1/bias: only in the record\n"
         "  opt_state/0/mu/Dense_0/bias: only in the record\n"

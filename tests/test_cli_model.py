@@ -202,7 +202,7 @@ def test_a_rule_that_reaches_nothing_is_noted(folder):
         "no rule has the axis name `mlp`; the nearest rule is `mpl`. Leaves replicated along this "
         "axis: 3, 768 B a device"
     )
-    other = "no leaf has the axis name of these rules: `mpl`. Replicated in all: 8 B a device"
+    other = "rules whose axis name no leaf has: `mpl`. Replicated in all: 8 B a device"
     command = ("ckpt", "run", "out", "--to", "2x2", *MINE)
     lines = in_process.shown(folder, *command, "--dry-run").splitlines()
     assert [line for line in lines if line.startswith("note")] == [

@@ -46,7 +46,7 @@ def test_shares_and_their_commit(at):
         assert share(at, "typed", f"{number}/3") == plan + rest
     assert refused(at, "commit", "typed") == (
         f"Error: 1 of 3 shares of `{at / 'typed'}` is not complete\n  missing: 1\n\n"
-        "hint: write what is missing: the array job again, of tasks 1 alone\n"
+        "hint: write the missing shares: the array job again, of tasks 1 alone\n"
     )
     document = json.loads(share(at, "typed", "1/3", "--json"))
     assert (document["done"], document["share"]) == (False, [1, 3])
@@ -84,10 +84,10 @@ def test_some_tasks_of_an_array_run_again(at, monkeypatch):
     for name, value in {"ID": "7", "MIN": "3", "MAX": "7", "COUNT": "2"}.items():
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     assert share(at, "again", "auto").splitlines()[-1].startswith("wrote share 7 of 10;")
-    text = "Invalid value for --shard: an array job that begins has all tasks from 0 on, not 3-7"
+    text = "Invalid value for --shard: an array job must begin at task 0, not 3-7"
     assert why_not(at, "new", "auto") == text
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "10")
-    text = "SLURM_ARRAY_TASK_ID is 10, and the job has 10 shares, numbered from 0"
+    text = "SLURM_ARRAY_TASK_ID is 10, but the job has 10 shares, numbered from 0"
     text = f"Invalid value for --shard: {text}"
     assert why_not(at, "again", "auto") == text
 
@@ -101,14 +101,14 @@ def test_a_share_of_another_command_is_told_what_differs_and_the_first_command(a
         r"(.*\n)  process \d+ on \S+, since .* UTC: (.*)\n\n(.*)\n", told, re.S
     ).groups()
     assert told == (
-        f"Error: what is unfinished for `{at / 'other'}` is another job\n"
+        f"Error: the unfinished job for `{at / 'other'}` is a different one\n"
         "  format: OCDBT, zarr2 then, OCDBT, zarr2, none now\n"
         f"  params/kept0: float32{kept} then, bfloat16{kept} now\n"
         f"  params/w0: bfloat16{w} then, float32{w} now\n"
     )
     assert who == "reshard ckpt run other --to 1x8 --shard 1/3 --dtype params/w0=bfloat16 --quiet"
     [left] = unfinished(at / "other")
-    assert hint == f"hint: rm -r '{left}', then begin anew"
+    assert hint == f"hint: rm -r '{left}', then start again"
     told = refused(
         at, "ckpt", "run", "other", "--to", "1x8", "--shard", "0/4", "--dtype", "params/w0=bfloat16"
     )
@@ -128,7 +128,7 @@ def test_no_shares(at, text):
 def test_nothing_numbers_them(at):
     assert why_not(at, "none", "auto") == (
         "Invalid value for --shard: auto: none of SLURM_ARRAY_TASK_ID, SLURM_PROCID, "
-        "OMPI_COMM_WORLD_RANK, PMI_RANK is set; --shard I/N says it, from 0"
+        "OMPI_COMM_WORLD_RANK, PMI_RANK is set; give --shard I/N, numbered from 0"
     )
     assert why_not(at, "none", "0/2", "--resume") == (
         "--shard cannot be combined with --resume, --workers or --dask: one process writes a "

@@ -117,7 +117,7 @@ def test_overwrite_deletes_nothing_but_what_it_replaces(one, tmp_path, name, rea
     (out / "thesis.tex").write_text("years")
     before = hashes(out)
     text = f"`{out}` would be deleted: {reason}"
-    hint = "\n\nhint: name a new destination, or move what is there out of the way"
+    hint = "\n\nhint: choose another destination, or move the existing one away"
     not_saved(reshard.DestinationExistsError, text + hint, open_on(one), out, overwrite=True)
     assert hashes(out) == before
     assert reshard.plan(open_on(one), out, overwrite=True).problems == (text,)
@@ -150,8 +150,8 @@ def test_source_and_destination_inside_one_another(saved, tmp_path):
     for path, out in cases:
         out = pathlib.Path(os.path.abspath(out))
         text = (
-            f"the destination `{out}` and the source `{path}` are inside one another\n\n"
-            "hint: write beside the source, and rename when you have looked at the result"
+            f"the destination `{out}` and the source `{path}` overlap\n\n"
+            "hint: write to another path, check the result, then rename it"
         )
         for overwrite in (False, True):
             not_saved(reshard.DestinationError, text, reshard.open(path), out, overwrite=overwrite)
@@ -171,7 +171,7 @@ def test_too_little_room(source, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 3000, 3000))
     out = tmp_path / "deep" / "out"
-    text = rf"^not enough room for `{out}`\n  needed \S+ KiB, free 2.93 KiB$"
+    text = rf"^not enough disk space for `{out}`\n  needed \S+ KiB, free 2.93 KiB$"
     with pytest.raises(reshard.DestinationError, match=text):
         reshard.save(open_on(source), out)
     assert os.listdir(tmp_path) == []
@@ -187,7 +187,7 @@ def test_a_destination_made_meanwhile(one, tmp_path):
         out.mkdir(exist_ok=True)
         (out / "theirs").write_text("kept")
 
-    text = f"`{out}` was made while this job ran\n\nhint: overwrite=True begins anew"
+    text = f"`{out}` was created by another job meanwhile\n\nhint: overwrite=True starts again"
     not_saved(reshard.DestinationExistsError, text, open_on(one), out, progress=make)
     assert hashes(tmp_path).keys() == {"out", "out/theirs"}
 
@@ -306,7 +306,7 @@ def test_a_directory_that_is_removed_meanwhile(big, tmp_path, layout):
             swept.append(shutil.rmtree(*unfinished(out), ignore_errors=True))
 
     ckpt = reshard.to_mesh(reshard.open(big(layout)), "1x8")
-    text = "^(what was written cannot be read back|the destination cannot be written)\n"
+    text = "^(the written data cannot be read back|the destination cannot be written)\n"
     with pytest.raises(reshard.ReshardError, match=text):
         reshard.save(ckpt, out, max_memory="16MiB", progress=sweep)
     assert os.listdir(tmp_path) == []
@@ -354,7 +354,7 @@ def test_a_source_that_changes_meanwhile(big, tmp_path, monkeypatch, layout, cha
 
     ckpt = reshard.to_mesh(reshard.open(copy), "1x8")
     options = {"max_memory": "16MiB", "progress": progress}
-    text = f"the source changed while it was read\n  `{copy}`"
+    text = f"the source changed during the job\n  `{copy}`"
     error = refused(reshard.CorruptCheckpointError, text, reshard.save, ckpt, out, **options)
     assert not hasattr(error, "__notes__")
     assert os.listdir(out.parent) == []
@@ -422,9 +422,9 @@ def test_what_cannot_be_done_after_the_commit(one, tmp_path, monkeypatch, capsys
     command.main(arguments, standalone_mode=False)
     left = unfinished(out)
     path = tmp_path if fails == "sync" else left[0]
-    told = f"`{out}` is complete, but what follows has failed: `{path}`: Input/output error"
+    told = f"`{out}` is complete, but the cleanup failed: `{path}`: Input/output error"
     if replaces:
-        told += f"; rm -r '{left[0]}' deletes what is replaced"
+        told += f"; rm -r '{left[0]}' deletes the replaced checkpoint"
     found = capsys.readouterr()
     assert found.err == f"Warning: {told}\n"
     assert json.loads(found.out)["done"] is True
@@ -489,7 +489,7 @@ def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
     with waiting(one.path, out) as first:
         second = subprocess.run([*command, option], capture_output=True, text=True, check=False)
         assert (second.returncode, second.stdout) == (2, "")
-        hints = "hint: wait until it has ended\nhint: --resume goes on with it\n"
+        hints = "hint: wait until it ends\nhint: --resume goes on with it\n"
         hints += "hint: --overwrite begins anew\n"
         assert re.fullmatch(f"Error: {taken(out, first)}\n{hints}", second.stderr)
         if dies:

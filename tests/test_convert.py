@@ -295,7 +295,7 @@ def test_all_that_stands_against_nnx_is_told_at_once_and_before_anything_is_read
 `{tmp_path}/linen` does not become the NNX model
   c: [3, 2] in the checkpoint, [2, 3] in the model: transposed
   d: params in the checkpoint, BatchStat in the model
-  params/e, perhaps f: no name and no class tells which
+  params/e, perhaps f: ambiguous by name and class
   opt_state/0/trace/a/bias  float32[5]: unexpected
   opt_state/0/trace/a/kernel  float32[4,5]: unexpected
   opt_state/0/trace/b/bias  float32[2]: unexpected
@@ -340,7 +340,7 @@ def test_all_that_stands_against_linen_is_told_at_once_and_before_anything_is_re
     message = f"""\
 `{tmp_path}/nnx` does not become the Linen model
   a/bias: [5] in the checkpoint, [6] in the model
-  params/e, perhaps d and f: no name and no class tells which
+  params/e, perhaps d and f: ambiguous by name and class
   drop/rngs/count  uint32[]: unexpected
   drop/rngs/key  uint32[2]: unexpected
   opt_state/0/count  int32[]: unexpected
@@ -429,7 +429,7 @@ def test_factored_moments_that_cannot_follow_are_told_beside_all_else(tmp_path):
     file = map_of(tmp_path, "from = ['^params/q$', '^params/k$'], concat = { axis = 1 }, to = 'qk'")
     message = f"""\
 `{path}` does not become the NNX model
-  params/left: NNX has nothing for it
+  params/left: NNX has no counterpart
   opt_state/0/v_row/q + 0/v_row/k: it has [4] of its parameter's [4, 6], and concat cannot be \
 carried over to a part
   opt_state/0/v_col/q + 0/v_col/k: it has [6] of its parameter's [4, 6], and concat cannot be \
@@ -453,7 +453,7 @@ def test_state_that_cannot_follow_starts_anew_as_the_hint_says(with_model, tmp_p
         return named(qk=(4, 12))
 
     (hint,) = refused(reshard.to_nnx, path, model, map_file=file).hints
-    anew = 'drop=["opt_state"] with init=["**/opt_state"] starts that state anew'
+    anew = 'drop=["opt_state"] with init=["**/opt_state"] resets that state'
     assert hint == (anew if with_model else LEFT_OUT)
     told = {"drop": [], "init": []}
     for option, value in re.findall(r"(drop|init)=(\[.*?\])", hint):
@@ -474,7 +474,7 @@ def test_what_cannot_be_a_conversion_is_refused(tmp_path):
     linen, nnx_path = save(tmp_path / "linen", {"params": {"a": some(3)}}), tmp_path / "nnx"
     model = functools.partial(named, a=(3,))
     message = """\
-there is neither a model nor a map to convert by
+a conversion needs a model or a map
 
 hint: model=...
 hint: map_file=..."""
@@ -484,7 +484,7 @@ hint: map_file=..."""
   collections are at the top: `params`
 
 hint: reshard.to_nnx(ckpt, ...) converts it
-hint: layout=... says otherwise, if that is wrong"""
+hint: layout=... chooses another, if that is wrong"""
     assert refusal(reshard.to_linen, linen) == message
     reshard.save(reshard.to_nnx(linen, model), nnx_path)
     message = f"""\
@@ -492,10 +492,10 @@ hint: layout=... says otherwise, if that is wrong"""
   the record of its conversion says so
 
 hint: reshard.to_linen(ckpt, ...) converts it
-hint: layout=... says otherwise, if that is wrong"""
+hint: layout=... chooses another, if that is wrong"""
     assert refusal(reshard.to_nnx, nnx_path, model) == message
     message = """\
-there is no layout `flax`; there are
+`flax` is not a layout; the layouts are
   linen-variables: collections at the top: `params`, `batch_stats`, ...
   linen-params: the contents of `params` alone
   linen-train-state: `params` beside `opt_state` or `step`, or all variables below `params`
@@ -516,12 +516,12 @@ def test_a_model_of_the_other_api_is_refused(tmp_path):
     for wanted, model, what in (
         ("NNX", Mlp, "the Linen module Mlp"),
         ("NNX", Mlp(), "the Linen module Mlp"),
-        ("NNX", lambda: Mlp().init(jax.random.key(0), INPUTS), "a state of Linen's"),
-        ("NNX", variables(boxed=True), "a state of Linen's"),
-        ("NNX", train(SGD), "a state of Linen's"),
-        ("Linen", Twin, "a state of NNX's"),
-        ("Linen", lambda: nnx.state(twin()), "a state of NNX's"),
-        ("Linen", lambda: training(SGD), "a state of NNX's"),
+        ("NNX", lambda: Mlp().init(jax.random.key(0), INPUTS), "a Linen state"),
+        ("NNX", variables(boxed=True), "a Linen state"),
+        ("NNX", train(SGD), "a Linen state"),
+        ("Linen", Twin, "an NNX state"),
+        ("Linen", lambda: nnx.state(twin()), "an NNX state"),
+        ("Linen", lambda: training(SGD), "an NNX state"),
     ):
         call, other = (reshard.to_nnx, "linen") if wanted == "NNX" else (reshard.to_linen, "nnx")
         message = f"""\
@@ -699,7 +699,7 @@ def test_initial_values_that_there_are_not(tmp_path):
     abstract = nnx.eval_shape(model)
     assert refusal(reshard.to_nnx, path, abstract, of=reshard.ArgumentError, init="b") == (
         "an abstract model has no initial values\n  b/value\n\n"
-        "hint: give what makes the model: its class, or a function that returns it"
+        "hint: give the model's class, or a function that returns the model"
     )
     assert refusal(reshard.to_nnx, path, model, init="c") == "no leaf matches\n  `c`"
     told = functools.partial(reshard.to_nnx, path, map_file=map_of(tmp_path, ("^params/", "")))
@@ -711,10 +711,10 @@ def test_initial_values_that_there_are_not(tmp_path):
         )
     summary = f"`{path}` does not become the NNX model\n"
     assert refusal(told, model, init=["a", "b"]) == (
-        f"{summary}  a: it has a source, and is to keep its initial value"
+        f"{summary}  a: init keeps its initial value, but it has a source"
     )
     assert refusal(reshard.to_nnx, path, model, init=["a", "b"]) == (
-        f"{summary}  params/a: NNX has nothing for it\n\n"
+        f"{summary}  params/a: NNX has no counterpart\n\n"
         "hint: map_file=... decides, by rules such as: from = '^params/a$', to = 'NAME'"
     )
 
@@ -782,10 +782,10 @@ def test_moments_follow_the_operations_of_a_map(model, mapped, tmp_path):
     ckpt = reshard.to_nnx(mapped / "linen", model, map_file=mapped / "map.toml")
     assert by_path(restored(ckpt, tmp_path)) == trained(to_map(), map_by_hand)
     notes = {
-        None: ["the map alone decided: only the source was checked"],
+        None: ["there is no model, so only the source was checked against the map"],
         mapped_model: [
             "the model has no optimizer: 19 leaves of optimizer state are below `optimizer`, "
-            "checked against nothing"
+            "unchecked"
         ],
         mapped_training: [],
     }
@@ -975,7 +975,7 @@ def test_a_moment_with_a_source_does_not_keep_its_initial_value(tmp_path):
   opt_state/0/trace/x: float32[2] mirrors no parameter, and parameters change their order, shape \
 or number
 
-hint: drop=["opt_state"] with init=["**/trace"] starts that state anew"""
+hint: drop=["opt_state"] with init=["**/trace"] resets that state"""
     model = functools.partial(beside_optimizer, MOMENTUM, a=(3,), x=(2,))
     assert refusal(reshard.to_nnx, source, model, init="x") == message
 
@@ -1005,7 +1005,7 @@ def test_a_copy_of_the_parameters_follows_them(goal, boxed, tmp_path):
         "whole": lambda: {**training(MOMENTUM), "ema_params": nnx.state(twin(), nnx.Param)},
     }[goal]
     ckpt = reshard.to_nnx(source, model, init=RANDOM)
-    unchecked = "" if goal == "whole" else ", checked against nothing"
+    unchecked = "" if goal == "whole" else ", unchecked"
     assert f"{FOLLOWS}{unchecked}" in ckpt.notes
     reshard.save(ckpt, tmp_path / "nnx")
     got = by_path(load(tmp_path / "nnx"))
@@ -1069,7 +1069,7 @@ def test_numbers_that_may_be_of_parameters_or_not_are_told(tmp_path):
   opt_state/trust/a: it may be a number of parameter a, or one of the optimizer's own
   opt_state/trust/b: it may be a number of parameter b, or one of the optimizer's own
 
-hint: drop=["**/trust"] with init=["**/trust"] starts that state anew"""
+hint: drop=["**/trust"] with init=["**/trust"] resets that state"""
     assert refusal(reshard.to_linen, source, linen, map_file=file) == message
 
 
@@ -1092,14 +1092,14 @@ def test_moments_in_one_vector_are_refused_where_parameters_change_their_order(t
         (twin, LEFT_OUT),
         (
             lambda: training(FLAT),
-            'drop=["opt_state"] with init=["**/opt_state"] starts that state anew',
+            'drop=["opt_state"] with init=["**/opt_state"] resets that state',
         ),
     ):
         told = refusal(reshard.to_nnx, source, model, init=RANDOM)
         assert told == flat_refusal(source, 56, hint=hint)
     source = save(tmp_path / "nnx", saved_by_nnx(training(FLAT)))
     told = refusal(reshard.to_linen, source, train(FLAT), **BACK)
-    hint = 'drop=["**/opt_state"] with init=["opt_state"] starts that state anew'
+    hint = 'drop=["**/opt_state"] with init=["opt_state"] resets that state'
     assert told == flat_refusal(source, 56, "Linen", hint)
     # NNX sorts positions in a list as numbers, and Linen sorts names.
     linen = train_state_of({f"layers_{i}": some(3, seed=i) for i in range(11)}, FLAT)
@@ -1182,13 +1182,13 @@ def test_parameters_called_as_random_state_are_parameters(tmp_path):
     make = functools.partial(streams, "rngs", lambda seed: Of(count=nnx.Param(jnp.zeros(5))))
     source = save(tmp_path / "nnx", saved_by_nnx(make()))
     linen = train_state_of({"x": some(3), "y": some(4, 6)}, FLAT)
-    hint = 'drop=["**/opt_state"] with init=["opt_state"] starts that state anew'
+    hint = 'drop=["**/opt_state"] with init=["opt_state"] resets that state'
     told = flat_refusal(source, 32, "Linen", hint)
     for known in ({}, {"source": make}):
         drop = "model/rngs/**"
         assert refusal(reshard.to_linen, source, linen, drop=drop, **known) == told
     source = save(tmp_path / "linen", linen)
-    anew = 'drop=["opt_state"] with init=["**/opt_state"] starts that state anew'
+    anew = 'drop=["opt_state"] with init=["**/opt_state"] resets that state'
     for model, hint in ((make, anew), (functools.partial(make, optimizer=False), LEFT_OUT)):
         told = flat_refusal(source, 27, hint=hint)
         assert refusal(reshard.to_nnx, source, model, init="**/rngs/**") == told
@@ -1263,7 +1263,7 @@ def test_what_a_map_renames_is_as_open_as_its_new_name(tmp_path):
     rules = map_of(tmp_path, ("^params/old_(.)$", r"params/new_\1"))
     model = functools.partial(named, x=(3,), y=(3,))
     told = refused(reshard.to_nnx, source, model, map_file=rules)
-    text = "params/new_a and params/new_b, perhaps x and y: no name and no class tells which"
+    text = "params/new_a and params/new_b, perhaps x and y: ambiguous by name and class"
     assert told.problems == (text,)
     assert {(row.before, row.after): (row.origin, row.problem) for row in told.outcomes} == {
         ((("params", "old_a"),), None): ("ambiguous", text),
@@ -1402,7 +1402,7 @@ def test_what_orbax_saves_again_has_lost_the_record(tmp_path):
 `{again}` has no record of a conversion from Linen: it was not made by one, or was trained on \
 since then
 
-hint: model=..., the Linen model; `source=` tells the classes of the NNX one
+hint: model=..., the Linen model; `source=` supplies the classes of the NNX model
 hint: map_file=..., the map that `reshard convert` wrote on the way to NNX"""
     assert refusal(reshard.to_linen, again) == message
 
@@ -1468,7 +1468,7 @@ def test_a_module_called_params_is_not_taken_for_a_collection(tmp_path):
     assert (
         str(error)
         == """\
-what is below `params` can be read as modules or as collections
+the keys below `params` may be modules or collections
   modules: one is called `params`, as `params/params`, beside `params/head`
   collections: the parameters are `params/params`, and none are in `params/head`
 
@@ -1499,7 +1499,7 @@ def test_a_module_called_params_in_a_train_state(tmp_path):
         assert (
             str(error)
             == """\
-what is below `params` can be read as modules or as collections
+the keys below `params` may be modules or collections
   modules: one is called `params`, as `params/params`, beside `params/head`
   collections: the parameters are `params/params`, and none are in `params/head`
 
@@ -1556,7 +1556,7 @@ def test_a_record_changes_the_dtype_of_the_step_alone_and_only_if_it_fits(tmp_pa
     assert refusal(reshard.to_linen, large) == "step: the step 3000000000 does not fit int32"
     other = trained_on("other", ("optimizer", "opt_state", "0", "count", "value"), jnp.uint32(3))
     message = """\
-the checkpoint is not what the conversion from Linen made any more
+the checkpoint differs from the result of the conversion from Linen
   opt_state/0/count: dtype uint32, it was int32
 
 hint: model=..., the Linen model, converts without the record"""
@@ -1753,7 +1753,7 @@ def test_a_map_for_the_other_way_is_told(tmp_path):
     linen = {"params": {"Dense_0": {"kernel": some(4, 5)}}}
     options = {"map_file": map_of(tmp_path, ("^params/Dense_0/", "./")), "layout": "nnx-state"}
     assert refusal(reshard.to_linen, source, linen, **options).splitlines()[3] == (
-        'hint: `to = "nnx"` above the rules, if it was written for that: it runs backwards'
+        'hint: `to = "nnx"` above the rules, if it was written for that: it is then inverted'
     )
 
 
@@ -1934,7 +1934,7 @@ def test_recurrent_cells_in_layers_that_a_map_stacks(tmp_path):
     file = map_of(tmp_path, stacked + r", to = 'params/layers/\2'")
     convert = functools.partial(reshard.to_nnx, model=stack, map_file=file)
     error = refused(convert, save(tmp_path / "wrong", tree))
-    assert error.summary == "leaves that have no place in the result are not zero"
+    assert error.summary == "leaves without a place in the result are not zero"
     assert error.problems == tuple(f"params/layer_{n}/cell/hn/bias  float32[5]" for n in range(3))
     for cell in layers:
         cell["hn"]["bias"] = np.zeros(5, "float32")
@@ -1943,7 +1943,7 @@ def test_recurrent_cells_in_layers_that_a_map_stacks(tmp_path):
     with pytest.raises(reshard.TreeMismatchError) as error:
         like_recorded(reshard.open(tmp_path / "wrong"), reshard.open(tmp_path / "nnx"))
     assert error.value.problems == tuple(
-        f"params/layer_{n}/cell/hn/bias: it was zero, and is not" for n in range(3)
+        f"params/layer_{n}/cell/hn/bias: it was zero, but is not now" for n in range(3)
     )
     expected = {
         ("layers", "cell", f"dense_{side}", leaf, "value"): np.stack(

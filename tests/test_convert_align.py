@@ -419,13 +419,13 @@ def test_a_shared_module_counts_once():
     shared = functools.cache(square)
     found = aligned(leaves, lambda: model(z=shared))
     assert pairs_of(found) == of_layers({"Dense_0": "inner/other", "Dense_1": "own"})
-    # Now it is first met in a container: whether it or the other was made first is not known.
+    # Now it is first met in a container: whether it or the other was made first is unknown.
     shared = functools.cache(square)
     assert printed(aligned(leaves, model))[:2] == (
         [],
         [
             "Dense_0 and Dense_1, perhaps inner/other and own: "
-            "which of them was made first is not known: they are not in one list"
+            "which of them was made first is unknown: they are not in one list"
         ],
     )
 
@@ -612,7 +612,7 @@ BLOCKS = {
     for name, shape in part.items()
 }
 ANY_AXIS = (
-    "the axis of the layers in params is not known: "
+    "the axis of the layers in params is unknown: "
     "axis 0 to 0 or axis 0 to 1 or axis 0 to -2 or axis 0 to -1 or axis -1 to 0"
 )
 TWO, SQUARES = dense("Dense_0") | dense("Dense_1"), {"a": square, "b": square}
@@ -644,32 +644,31 @@ UNDECIDED = {
     "with a transform and without": (
         *(dense("Dense_0") | dense("JitDense_0"), SQUARES),
         "Dense_0 and JitDense_0, perhaps a and b: which of Dense_0 and JitDense_0 was made "
-        "first is not known",
+        "first is unknown",
     ),
     "in two lists": (
         *(TWO, {"a": lambda: nnx.List([square()]), "b": lambda: nnx.List([square()])}),
-        "Dense_0 and Dense_1, perhaps a/0 and b/0: which of them was made first is not "
-        "known: they are not in one list",
+        "Dense_0 and Dense_1, perhaps a/0 and b/0: which of them was made first is "
+        "unknown: they are not in one list",
     ),
     "in a list of lists": (
         *(TWO, {"a": lambda: nnx.List([nnx.List([square()]), nnx.List([square()])])}),
-        "Dense_0 and Dense_1, perhaps a/0/0 and a/1/0: which of them was made first is not "
-        "known: they are not in one list",
+        "Dense_0 and Dense_1, perhaps a/0/0 and a/1/0: which of them was made first is "
+        "unknown: they are not in one list",
     ),
     "in a dict": (
         *(TWO, {"a": lambda: nnx.data({"y": square(), "x": square()})}),
-        "Dense_0 and Dense_1, perhaps a/x and a/y: the order in which NNX defines them is "
-        "not known",
+        "Dense_0 and Dense_1, perhaps a/x and a/y: the order in which NNX defines them is unknown",
     ),
     "another that may be one of them": (
         *(dense("Dense_0") | dense("head"), {"a": square}),
         "Dense_0, perhaps a: head in Linen may be, or hold, one of them\n"
-        "head: NNX has nothing for it",
+        "head: NNX has no counterpart",
     ),
     "another that may hold one of them": (
         *(dense("Dense_0") | dense("Mlp_0__Dense_0"), {"a": square}),
         "Dense_0, perhaps a: Mlp_0 in Linen may be, or hold, one of them\n"
-        "Mlp_0: NNX has nothing for it",
+        "Mlp_0: NNX has no counterpart",
     ),
     "one in a module of NNX's": (
         *(dense("Dense_0"), {"a": square, "b": named("Mlp", c=square)}),
@@ -678,16 +677,16 @@ UNDECIDED = {
     "flattened": (
         dense("MlpBlock_0__Dense_0") | dense("MlpBlock_0__Dense_1"),
         {"linear1": square, "linear2": square},
-        "MlpBlock_0, perhaps linear1 and linear2: no name and no class tells which",
+        "MlpBlock_0, perhaps linear1 and linear2: ambiguous by name and class",
     ),
     "classes of other names": (
         *(dense("Block_0__Dense_0"), {"a": named("Layer", b=square)}),
-        "Block_0, perhaps a: no name and no class tells which",
+        "Block_0, perhaps a: ambiguous by name and class",
     ),
     "a class that holds something else": (
         dense("Mlp_0__gate") | dense("Mlp_0__up"),
         {"a": named("Mlp", gate_up=lambda: linear(4, 8))},
-        "Mlp_0, perhaps a: in NNX there is a bias [8] more than in Linen",
+        "Mlp_0, perhaps a: NNX has one bias [8] more than Linen",
     ),
     "blocks that differ inside": (
         dense("Block_0__Dense_0", 4, 4) | dense("Block_1__Dense_0", 4, 5),
@@ -697,7 +696,7 @@ UNDECIDED = {
     ),
     "a leaf of another name": (
         *({"pos_embedding": (3, 4)}, {"pos_embeddings": lambda: nnx.Param(jnp.zeros((3, 4)))}),
-        "params/pos_embedding, perhaps pos_embeddings: no name and no class tells which",
+        "params/pos_embedding, perhaps pos_embeddings: ambiguous by name and class",
     ),
     "the same name twice": (
         *(dense("a_0"), {"a": lambda: nnx.List([square()]), "a_0": square}),
@@ -708,15 +707,15 @@ UNDECIDED = {
         {"a": lambda: nnx.List([nnx.Param(jnp.zeros(4))]), "a_0": lambda: nnx.Param(jnp.zeros(4))},
         "params/a_0, perhaps a_0 and a/0: the same name for several",
     ),
-    "nothing there": (dense("head"), {}, "head: NNX has nothing for it"),
+    "nothing there": (dense("head"), {}, "head: NNX has no counterpart"),
     "something in blocks": (
         *(BLOCKS, {"blocks": lambda: nnx.List([block_of(4), block_of(5)])}),
         "params/Block_0/LayerNorm_0/bias -> blocks/0/ln/bias\n"
         "params/Block_0/LayerNorm_0/scale -> blocks/0/ln/scale\n"
         "params/Block_1/LayerNorm_0/bias -> blocks/1/ln/bias\n"
         "params/Block_1/LayerNorm_0/scale -> blocks/1/ln/scale\n"
-        "Block_0/Mlp_0, perhaps blocks/0/linear: no name and no class tells which\n"
-        "Block_1/Mlp_0, perhaps blocks/1/linear: no name and no class tells which",
+        "Block_0/Mlp_0, perhaps blocks/0/linear: ambiguous by name and class\n"
+        "Block_1/Mlp_0, perhaps blocks/1/linear: ambiguous by name and class",
     ),
     "an axis that shapes do not tell, of a scan": (
         {"ScanDense_0__kernel": (3, 3, 3), "ScanDense_0__bias": (3, 3)},
@@ -782,7 +781,7 @@ def test_the_order_of_a_list_is_known_in_a_module_of_which_it_is_not():
     names = {f"LayerNorm_{i}": f"norms/{i}" for i in range(2)}
     assert pairs_of(found) == of_layers(names, ("scale", "bias"))
     assert list(map(str, found.abstentions)) == [
-        "Dense_0 and Dense_1, perhaps a and b: the order in which NNX defines them is not known"
+        "Dense_0 and Dense_1, perhaps a and b: the order in which NNX defines them is unknown"
     ]
 
 
@@ -817,7 +816,7 @@ def test_leaves_that_a_map_has_taken_no_longer_count():
 def test_names_of_their_own_have_no_order(names, attributes, told):
     leaves = arrays(**{k: v for name in names for k, v in dense(name).items()})
     found = aligned(leaves, made(**dict.fromkeys(attributes, square)), classes_of(names))
-    assert printed(found)[:2] == ([], [f"{told}: they have names of their own"])
+    assert printed(found)[:2] == ([], [f"{told}: their names do not show their order"])
 
 
 def classes_of(names):
@@ -881,7 +880,7 @@ def test_two_axes_that_fit():
     assert printed(align(linen_outline(leaves), model)) == (
         [],
         [
-            "VmapEinsum_0, perhaps e: the axis of the layers in params is not known: "
+            "VmapEinsum_0, perhaps e: the axis of the layers in params is unknown: "
             "axis 1 to 2 or axis 2 to 0"
         ],
         [],
@@ -935,7 +934,7 @@ def block():
 @pytest.mark.parametrize("linen, attributes, text, hint", UNROLLED)
 def test_a_stack_on_one_side_only(linen, attributes, text, hint):
     found = aligned(arrays(**linen), made(**attributes))
-    assert printed(found) == ([], [f"{text}: one side is stacked and the other is not"], [])
+    assert printed(found) == ([], [f"{text}: one side is stacked, the other is not"], [])
     assert [entry.hint for entry in found.abstentions] == [hint]
 
 

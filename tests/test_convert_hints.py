@@ -21,7 +21,7 @@ import reshard
 from reshard.convert.suggestions import covering_globs
 
 WIDTH, HIDDEN, TOKENS, HEADS = 8, 12, 5, 2
-NONE = "no name and no class tells which"
+NONE = "ambiguous by name and class"
 
 
 class Block(nn.Module):
@@ -193,11 +193,15 @@ def test_numbered_layers_are_the_members_of_the_list(block, layers, tmp_path):
             f"{shown} are blocks/0, blocks/1, blocks/2, ... blocks/10 (11) by their numbers"
         ]
         # The norms in them and what is around them.
-        assert any(note.startswith("49 leaves went by the order") for note in ckpt.notes)
+        assert any(
+            note.startswith("49 leaves were matched only by the order") for note in ckpt.notes
+        )
     else:
         # Linen's own numbers are an order: a warning.
         assert told == []
-        assert any(note.startswith("29 leaves went by the order") for note in ckpt.notes)
+        assert any(
+            note.startswith("29 leaves were matched only by the order") for note in ckpt.notes
+        )
     back = reshard.to_linen(ckpt, lambda: {"params": params}, source=model)
     assert reshard.diff(path, back, values=True).equal
 
@@ -653,7 +657,7 @@ def test_the_rule_for_gates_in_one_array_is_shown(turned, tmp_path):
     error = refused(reshard.to_nnx, path, gated_parts)
     assert error.problems == (
         "params/layer_*/gating_einsum, perhaps layers/*/gate_proj/kernel and "
-        "layers/*/up_proj/kernel: one array for 2, and nothing tells which part is which (3 times)",
+        "layers/*/up_proj/kernel: one array for 2, and the order of its parts is unknown (3 times)",
     )
     (hint,) = error.hints
     said, rule = hint.split(":\n", 1)
@@ -703,7 +707,7 @@ def slashed(params, *above):
     return made
 
 
-BELOW = "all leaves are below `{}`, which the model has not"
+BELOW = "all leaves are below `{}`, which the model lacks"
 LEVELS = {
     "collection": (lambda p: {"params": {"transformer": p}}, "transformer"),
     "bare": (lambda p: {"transformer": p}, "transformer"),
@@ -746,7 +750,7 @@ def test_optimizer_state_below_the_same_level_comes_along(tmp_path):
     assert error.problems == (BELOW.format("transformer"),)
     rule = "from = '^params/transformer/', to = 'params/'"
     assert error.hints == (
-        r'reshard.rename(ckpt, [("(^|/)transformer/", r"\1")]) takes it away',
+        r'reshard.rename(ckpt, [("(^|/)transformer/", r"\1")]) removes it',
         f"map_file=... does so for the way back, too: {rule}",
     )
     expected = reshard.to_nnx(plain, NnxModel)
@@ -767,7 +771,7 @@ def test_a_level_above_an_nnx_model(tmp_path):
     path = saved(tmp_path / "nnx", zeros(wrapped))
     error = refused(reshard.to_linen, path, lambda: linen, source=wrapped)
     assert error.problems == (BELOW.format("inner"),)
-    assert error.hints[0] == r'reshard.rename(ckpt, [("(^|/)inner/", r"\1")]) takes it away'
+    assert error.hints[0] == r'reshard.rename(ckpt, [("(^|/)inner/", r"\1")]) removes it'
 
 
 def test_a_level_above_does_not_hide_what_else_is_wrong(tmp_path):

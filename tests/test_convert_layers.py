@@ -231,7 +231,7 @@ def test_a_simple_cell_is_not_taken_for_one_by_its_names_alone():
     found = align(linen_outline(leaves), path_outline(others))
     assert found.map.rows() == []
     assert list(map(str, found.abstentions)) == [
-        "h and i, perhaps dense_h and dense_i: no name and no class tells which"
+        "h and i, perhaps dense_h and dense_i: ambiguous by name and class"
     ]
 
 
@@ -294,12 +294,12 @@ def test_gates_that_differ_in_size_are_not_joined():
     found = align(linen_outline(leaves), converted.outline_of(TABLE["GRU"].nnx))
     assert found.map.rows() == []
     assert list(map(str, found.abstentions)) == [
-        "hn, hr, hz, ... iz (6), perhaps dense_i and dense_h: they are not the same recurrent cell"
+        "hn, hr, hz, ... iz (6), perhaps dense_i and dense_h: they are different recurrent cells"
     ]
 
 
 GATES = {nnx.SimpleCell: [""], nnx.GRUCell: [*"rzn"], nnx.LSTMCell: [*"ifgo"]}
-OTHER_CELL = "{}, perhaps {}: they are not the same recurrent cell"
+OTHER_CELL = "{}, perhaps {}: they are different recurrent cells"
 
 
 def refusal_of(folder, params, make):
@@ -324,7 +324,7 @@ def test_gates_that_are_arrays_are_refused(only, kind, tmp_path):
         cell = dict([cell.popitem()])
     problems, hints = refusal_of(tmp_path, {"cell": cell}, lambda: Of(cell=of(kind, 8, 4)()))
     assert problems == (OTHER_CELL.format("cell", "cell"),)
-    assert hints == ("source=..., the Linen model, tells the classes",)
+    assert hints == ("source=..., the Linen model, supplies the classes",)
 
 
 def test_gates_of_nnx_that_are_arrays_are_refused(tmp_path):
@@ -334,9 +334,7 @@ def test_gates_of_nnx_that_are_arrays_are_refused(tmp_path):
         return nn.SimpleCell(4).init(jax.random.key(0), some(2, 4), some(2, 8))
 
     error = converted.refused(reshard.to_linen, tmp_path / "nnx", linen)
-    assert error.problems == (
-        "h and i, perhaps dense_h and dense_i: no name and no class tells which",
-    )
+    assert error.problems == ("h and i, perhaps dense_h and dense_i: ambiguous by name and class",)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +351,7 @@ def test_a_model_that_is_a_cell_with_other_gates(gates, listed, rule, tmp_path):
     problems, hints = refusal_of(tmp_path, params, of(nnx.GRUCell, 8, 4))
     assert problems == (OTHER_CELL.format(listed, "dense_i and dense_h"),)
     assert hints == (
-        "source=..., the Linen model, tells the classes",
+        "source=..., the Linen model, supplies the classes",
         "map_file=... decides, by rules such as: from = '^params/{}/', to = 'params/{}/'".format(
             *rule
         ),
@@ -396,7 +394,7 @@ def test_a_name_in_two_collections_goes_by_the_class_of_the_variable():
     outline = converted.outline_of(lambda: Of(scale=nnx.BatchStat(jnp.zeros(3))))
     found = align(linen_outline(leaves), outline)
     assert list(map(str, found.map.rows())) == ["batch_stats/scale -> scale"]
-    assert list(map(str, found.abstentions)) == ["params/scale: NNX has nothing for it"]
+    assert list(map(str, found.abstentions)) == ["params/scale: NNX has no counterpart"]
     found = align(linen_outline(leaves), path_outline({("scale",): some(3)}))
     assert found.map.rows() == []
     assert list(map(str, found.abstentions)) == [

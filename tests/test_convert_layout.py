@@ -546,7 +546,7 @@ def printed(places):
 
 # Whole layouts, with the reasons
 
-FROM_NNX = "the conversion is from NNX, and nothing speaks against it"
+FROM_NNX = "the conversion is from NNX, and nothing contradicts it"
 LISTS = "has list positions, as optax's tuples are saved"
 KEYS_ONLY = "has positions as keys, and only those with a value, as `nnx.Optimizer` does"
 
@@ -614,7 +614,7 @@ REASONS = [  # the leaves, the kind, and the reasons
     ),
     (
         "opt_state/1/0/mu/w/value opt_state/1/0/mu/b/value:None step/value:uint32",
-        *("nnx-optimizer", "there is nothing but `opt_state`, `step`", f"`opt_state` {KEYS_ONLY}"),
+        *("nnx-optimizer", "the tree holds only `opt_state`, `step`", f"`opt_state` {KEYS_ONLY}"),
     ),
     (
         *("model/w optimizer/step:uint32 optimizer/opt_state/0/w optimizer/model/w", "nnx-model"),
@@ -645,7 +645,7 @@ REASONS = [  # the leaves, the kind, and the reasons
         *("model/_pytree__state:None model/w/value", "nnx-model"),
         "`model` is a module that was saved itself (`_pytree__state`)",
     ),
-    ("step:uint32", "nnx-optimizer", "there is nothing but `step`"),
+    ("step:uint32", "nnx-optimizer", "the tree holds only `step`"),
     ("params/0/value params/1/value", "linen-variables", "collections are at the top: `params`"),
 ]
 
@@ -735,7 +735,7 @@ def apart(part, layout=""):
 
 AS_PARAMS = 'reshard.rename(ckpt, [("^model/", "params/")])'
 BELOW_MODEL = "Linen's parameters below `model`"
-NO_MODEL = "the tree has no array below a key, so nothing of a model"
+NO_MODEL = "the tree has no array below a key, so it holds no model"
 NEITHER = (
     "there is the state of an optimizer, but neither `params` nor `model`\n  at the top there is"
 )
@@ -811,7 +811,7 @@ def test_what_can_be_read_in_several_ways(case):
 
 
 NET = f'{NEITHER} `net`, `optimizer`\n\nhint: reshard.rename(ckpt, [("^net/", "model/")])'
-NOT_AT_THE_TOP = "what looks like a state is not at the top of the tree"
+NOT_AT_THE_TOP = "the state is not at the top of the tree"
 
 
 @pytest.mark.parametrize(
@@ -877,7 +877,7 @@ def test_a_tree_that_is_one_array():
 def test_the_direction_decides_what_nothing_else_does(leaves, api, kind, why):
     found = detect(made_up(leaves), api=api)
     names = {"linen": "Linen", "nnx": "NNX"}
-    told = f"the conversion is from {names[api]}, and nothing speaks against it"
+    told = f"the conversion is from {names[api]}, and nothing contradicts it"
     assert (found.kind, found.api, found.why) == (kind, api, (*why, told))
 
 
@@ -925,7 +925,7 @@ def test_an_unknown_kind():
     with pytest.raises(reshard.ArgumentError) as error:
         detect(made_up("w"), "flax")
     text = str(error.value)
-    assert text.splitlines()[0] == "there is no layout `flax`; there are"
+    assert text.splitlines()[0] == "`flax` is not a layout; the layouts are"
     assert [line.partition(":")[0].strip() for line in text.splitlines()[1:]] == list(KINDS)
 
 

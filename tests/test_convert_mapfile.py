@@ -710,14 +710,14 @@ map.toml: the map cannot be used in the opposite direction
   rule 1, `^[a-z]+/`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
   rule 3, `^a$`: `\g<0>/b` has more in it than text and `\1`
   rule 4, `^cache/.*$`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
-  rule 5, `^a$`: `reshape` does not say the shape that it is `from`
-  rule 6, `^a$`: a crop cannot be undone: what it cuts off is gone
-  rule 7, `^a$`: axes [1, 1] are no order of axes
-  rule 8, `^a$` + `^b$`: `concat` does not say the `sizes` of the pieces
+  rule 5, `^a$`: `reshape` lacks `from`, the shape before it
+  rule 6, `^a$`: a crop cannot be inverted: the cut elements are lost
+  rule 7, `^a$`: axes [1, 1] are not an order of the axes
+  rule 8, `^a$` + `^b$`: `concat` lacks the `sizes` of the pieces
   rule 9, `^a$`: its pieces are neither numbers nor a list of regexes
   rule 10, `^a$`: `{1 + 1}` has more in it than text and `\1`
-  rule 11, `^x_(\d+)/w$`: what group 1 matches is lost
-  rule 12, `^x_(\d+)/(\d+)$`: numbers are beside each other: where one ends is not said
+  rule 11, `^x_(\d+)/w$`: the match of group 1 is lost
+  rule 12, `^x_(\d+)/(\d+)$`: numbers are beside each other: the end of one is ambiguous
   rule 13, `^x_(\d+)/`: `x\1` does not end as the regex does, with a slash
   rule 14, `^x_(\d+)$`: the paths of its parts do not have the same numbers in them
   rule 15, `^x_(\d+)/w$`: `a\1` is not the number of a piece alone
@@ -756,7 +756,7 @@ def test_leaves_that_would_not_come_back_from_the_opposite_direction():
     assert printed(apply_inverse(read(text), tree(there)).map.shapes) == {"params/a_0/w": (2,)}
     assert without_opposite(text, there | {"params/a_1/w": (3,), "other": ()}) == (
         "map.toml: the map cannot be used in the opposite direction on these leaves\n"
-        "  params/a_1/w would be made of params/a_1/w, and makes layers/1/w"
+        "  params/a_1/w would be made of params/a_1/w, but makes layers/1/w"
     )
 
 
@@ -767,7 +767,7 @@ def test_literal_rules_of_which_some_may_match_nothing_must_lead_back_too(option
     text = f"rule = [{{ from = '^params/a$', to = 'b'{also} }}, {{ from = '^b$', to = 'c'{also} }}]"
     back = apply_inverse(read(text), tree({"c": (2,)}))
     assert printed(back.map.shapes) == {"params/a": (2,)}
-    told = "params/a would be made of b, and makes c" if optional else "matches no leaf"
+    told = "params/a would be made of b, but makes c" if optional else "matches no leaf"
     assert told in without_opposite(text, {"b": (2,)})
 
 
@@ -785,7 +785,7 @@ def test_which_of_several_rules_has_made_a_leaf_is_not_guessed(one, other, after
     assert without_opposite(text, {leaf: (2,)}) == (
         "map.toml: the map cannot be used in the opposite direction on these leaves\n"
         f"  {leaf}: rule 1 or a later one may have made it\n\n"
-        "hint: model=..., of what is made then, tells which"
+        "hint: model=..., the model to convert to, decides"
     )
 
 
@@ -1004,43 +1004,43 @@ map.toml: its rules cannot be read
   the file: `to` is not `nnx` or `linen`: 'keras'
   the file: `x` is not known
   rule 1: `from` is not a text or a list of them: 3
-  rule 1: it does nothing; give it `to`, an operation or `drop = true`
-  rule 2: `x(` is no regex: missing ), unterminated subpattern at position 1
+  rule 1: it has no effect: give it `to`, an operation or `drop = true`
+  rule 2: `x(` is not a regex: missing ), unterminated subpattern at position 1
   rule 3: `from` is missing
-  rule 3: it does nothing; give it `to`, an operation or `drop = true`
+  rule 3: it has no effect: give it `to`, an operation or `drop = true`
   rule 4: `from` is not a text or a list of them: []
-  rule 5, `a`: it does nothing; give it `to`, an operation or `drop = true`
+  rule 5, `a`: it has no effect: give it `to`, an operation or `drop = true`
   rule 5, `a`: `too` is not known
   rule 6, `a`: `to` is not a text: 7
   rule 7, `a`: `to`: invalid group reference 1 at position 1
   rule 8, `a`: `to`: unknown group name 'x'
   rule 9, `a`: `to`: `{x}`: there is no name `x` here
   rule 10, `a`: `to`: `{\1}`: the regex has no group `1`
-  rule 11, `a`: `to`: `{1 ** 2}` is no arithmetic: `+ - * // %` and parentheses are all
-  rule 12, `a`: `to`: `{f(1)}` is no arithmetic: `+ - * // %` and parentheses are all
-  rule 13, `a`: `to`: `{1 +}` is no arithmetic
-  rule 14, `a`: `to`: `{True}` is no arithmetic: `+ - * // %` and parentheses are all
+  rule 11, `a`: `to`: `{1 ** 2}` is not arithmetic: `+ - * // %` and parentheses are all
+  rule 12, `a`: `to`: `{f(1)}` is not arithmetic: `+ - * // %` and parentheses are all
+  rule 13, `a`: `to`: `{1 +}` is not arithmetic
+  rule 14, `a`: `to`: `{True}` is not arithmetic: `+ - * // %` and parentheses are all
   rule 15, `a`: `to`: `{` has no partner; doubled it is the character
   rule 16, `a`: `to`: `}` has no partner; doubled it is the character
   rule 17, `a`: `drop` is not true: False
-  rule 18, `a`: `drop` stands alone
-  rule 19, `a`: `init` is not known: it goes before the first rule
-  rule 20, `a` + `b`: several regexes are for `concat` and `stack`
+  rule 18, `a`: `drop` cannot be combined with other keys
+  rule 19, `a`: `init` is not known: put it before the first rule
+  rule 20, `a` + `b`: only `concat` and `stack` take several regexes
   rule 21, `a`: `transpose` is not a list of whole numbers: 1
-  rule 21, `a`: `reshape` is not a list of sizes, of which one may be -1, or a table: [-1, -1]
+  rule 21, `a`: `reshape` is not a list of sizes, where one may be -1, or a table: [-1, -1]
   rule 21, `a`: `pad` is not a table: 3
   rule 22, `a`: `reshape`: `from` is missing
-  rule 22, `a`: `reshape`: `to` is not a list of sizes, of which one may be -1: [-2]
+  rule 22, `a`: `reshape`: `to` is not a list of sizes, where one may be -1: [-2]
   rule 22, `a`: `reshape`: `of` is not known
   rule 23, `a`: `pad`: `widths` is not a list of two sizes for each axis: [[1]]
   rule 23, `a`: `pad`: `fill` is missing
   rule 23, `a`: `crop`: `widths` is not a list of two sizes for each axis: [[-1, 0]]
   rule 23, `a`: `crop`: `fill` is not known
   rule 24, `a`: `split`: `axis` is not a whole number: 0.5
-  rule 24, `a`: `split`: `sizes` is missing, as `into` does not say how many parts there are
-  rule 25, `a`: `to` is of no use, as `into` has the new paths
+  rule 24, `a`: `split`: `sizes` is missing, as `into` does not give the number of parts
+  rule 25, `a`: `to` cannot be combined with `into`, which has the new paths
   rule 25, `a`: `split`: `sizes` has 2, `into` has 1
-  rule 26, `a`: `split` and `unstack` are for two rules
+  rule 26, `a`: `split` and `unstack` need two rules
   rule 26, `a`: `unstack`: `into` is not a text or a list of them: []
   rule 27, `a`: `unstack`: `into`: `{j}`: there is no name `j` here; there is `i`
   rule 27, `a`: `unstack`: `into`: `{` has no partner; doubled it is the character
@@ -1049,20 +1049,20 @@ map.toml: its rules cannot be read
   rule 29, `(a)`: `to` is missing, the path of the whole
   rule 29, `(a)`: `stack`: `by`: invalid group reference 2 at position 3
   rule 29, `(a)`: `stack`: `order` has a piece twice
-  rule 30, `a` + `b`: `concat`: `by` is of no use, as the order of `from` is that of the pieces
+  rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`: it orders them
   rule 30, `a` + `b`: `to`: invalid group reference 1 at position 1
   rule 30, `a` + `b`: `concat`: `axis` is missing
   rule 30, `a` + `b`: `concat`: `sizes` is not a list of sizes: [-1]
   rule 30, `a` + `b`: `concat`: `names` is not known
-  rule 31, `a` + `b`: `concat`: `order` goes with `by`
+  rule 31, `a` + `b`: `concat`: `order` requires `by`
   rule 32, `(a)`: `nest`: `sizes` is not a list of sizes: 4
-  rule 32, `(a)`: `nest`: it has either `flat`, or `outer` and `inner`
+  rule 32, `(a)`: `nest`: it needs either `flat`, or `outer` and `inner`
   rule 32, `(a)`: `nest`: `inner`: invalid group reference 2 at position 3
   rule 33, `(a)`: `nest`: `inner`: `{i}`: there is no name `i` here
   rule 33, `(a)`: `to`: `{inner}`: there is no name `inner` here; there is `flat`
   rule 34: `from` is not a text or a list of them: True
   rule 34: `split`: `axis` is missing
-  rule 34: `split`: `sizes` is missing, as `into` does not say how many parts there are
+  rule 34: `split`: `sizes` is missing, as `into` does not give the number of parts
 """.strip("\n")
         + EXAMPLE
     )
@@ -1113,9 +1113,9 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         {"a/w": (2,), "b/w": (2,), "c": (), "d": (), "e": (), "f": (), "g": (3,)},
         """
   rule 1, `^[ab]/w$`: a/w and b/w -> w
-  rule 2, `^c$`: c -> d: there is such a leaf already
-  rule 3, `^(e|f)$`: f + e -> d: there is such a leaf already
-  rule 4, `^g$`: g -> d: there is such a leaf already
+  rule 2, `^c$`: c -> d: that leaf exists already
+  rule 3, `^(e|f)$`: f + e -> d: that leaf exists already
+  rule 4, `^g$`: g -> d: that leaf exists already
   rule 4, `^g$`: g and g -> h
 """,
     ),
@@ -1160,13 +1160,13 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """,
         dict.fromkeys(["a/w", "c", "d", "e", "f", "0", "5", "0/1", "2/0"], ()) | {"g": (3,)},
         """
-  rule 1, `^(a)/`: a/w: `a` is no number
+  rule 1, `^(a)/`: a/w: `a` is not a number
   rule 2, `^c$`: c: `c{1 - 2}` makes a number below zero, -1
   rule 3, `(d)`: d: a division by zero
   rule 4, `(e)`: e: a division by zero
-  rule 5, `^(x)?f`: f: `` is no number
+  rule 5, `^(x)?f`: f: `` is not a number
   rule 6, `^g$`: g: `{1 - i}` makes a number below zero, -1
-  rule 6, `^g$`: g -> 0: there is such a leaf already
+  rule 6, `^g$`: g -> 0: that leaf exists already
   rule 7, `^(\\d)$`: 5: number 5 is in none of groups of [1, 2]
   rule 8, `^(\\d)/(\\d)$`: 0/1: groups of [1, 2] have no number 1 in 0
   rule 8, `^(\\d)/(\\d)$`: 2/0: groups of [1, 2] have no number 0 in 2
@@ -1188,7 +1188,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 2, `^b/w$`: b/w: [2, 4] cannot be reshaped to [3, -1]
   rule 3, `^c$`: c: its shape is [6], not [5]
   rule 4, `d`: d: [0] cannot be reshaped to [0, -1]
-  rule 5, `e`: e: [(1, 0)] are no widths to pad [2, 2] with
+  rule 5, `e`: e: [(1, 0)] cannot pad [2, 2]
   rule 7, `g`: g: [2, 2] is not padded by [(0, 0), (2, 2)]
 """,
     ),
@@ -1222,7 +1222,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         | dict.fromkeys(["layer_1/a", "layer_2/a", "layer_0/b", "l_0/x"], (2,))
         | {"layer_1/b": (3,)},
         """
-  rule 1, `^(.)/w$`: a/w: `a` is no number
+  rule 1, `^(.)/w$`: a/w: `a` is not a number
   rule 2, `^layer_(\\d)/`: layers/a: its pieces have the numbers 1, 2, not 0 to 1
   rule 2, `^layer_(\\d)/`: layers/b: [2] and [3] cannot be stacked
   rule 3, `^l_(\\d)/`: l/x: [2, 1] has no axis 7
@@ -1256,7 +1256,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 2, `^c` + `c$`: v: there is no piece for `c$`
   rule 3, `^g/(.)` + `^h/(.)`: 2: there is no piece for `^g/(.)`
   rule 4, `^i$` + `^j$`: ij: its pieces have the sizes [2, 3], not [1, 4]
-  rule 5, `^ij$`: ij: an operation made it; drop what it is made of
+  rule 5, `^ij$`: ij: an operation made it; drop its inputs
 """,
     ),
     "what is initial is made": (

@@ -236,11 +236,11 @@ def test_a_bias_that_nnx_lacks_is_refused_once_it_was_trained(tmp_path):
     with pytest.raises(reshard.TreeMismatchError) as error:
         convert(reshard.open(path), "gru", tmp_path)
     assert str(error.value) == (
-        "leaves that have no place in the result are not zero\n"
+        "leaves without a place in the result are not zero\n"
         "  params/GRUCell_0/hn/bias  float32[5]\n"
         "  params/GRUCell_1/hn/bias  float32[7]\n"
         "  opt_state/0/trace/GRUCell_0/hn/bias  float32[5]\n"
         "  opt_state/0/trace/GRUCell_1/hn/bias  float32[7]\n"
         "\n"
-        "hint: NNX's GRUCell has no bias in its recurrent part: use one of your own with it"
+        "hint: NNX's GRUCell has no bias in its recurrent part: use your own cell with that bias"
     )

@@ -457,7 +457,7 @@ def whole_only(name):
         # What is factored and what is not.
         (
             *(Concat(0), [(2, 6), (1, 6)]),
-            ["a moment is kept of some of them, and not of others"] * 3,
+            ["only some of them have a moment"] * 3,
         ),
     ],
 )
@@ -580,7 +580,7 @@ WHY = [  # steps, parameters, state, and the problems
     ),
     (
         *([row("params/a", "w", Pad(((0, 0), (1, 0)), 1.5))], PAIR, mu((4, 6), (4, 6))),
-        "mu/a: a moment cannot be padded with 1.5: that is no linear operation",
+        "mu/a: a moment cannot be padded with 1.5: that is not a linear operation",
     ),
     # Shapes that no optimizer of optax has, or that are not alike.
     ([BOTH], PAIR, mu((4, 6), (4,)), PARTS),
@@ -597,7 +597,7 @@ WHY = [  # steps, parameters, state, and the problems
         "mu/a + mu/b: its shape is [5, 4, 6] and its parameter's [4, 6]",
     ),
     ([TURNED], PAIR, mu((4, 1), (4, 1)), "mu/a: its shape is [4, 1] and its parameter's [4, 6]"),
-    ([TURNED], PAIR, mu((5,), (5,)), "mu/a: its shape is no part of the parameter's, [4, 6]"),
+    ([TURNED], PAIR, mu((5,), (5,)), "mu/a: its shape is not a part of the parameter's, [4, 6]"),
     (
         [row("params/a", "w", Transpose((1, 0, 2)))],
         *({("params", "a"): (6, 6, 4), ("params", "b"): (4,)}, mu((6, 4), (4,))),
@@ -623,7 +623,7 @@ WHY = [  # steps, parameters, state, and the problems
         {**PAIR, ("params", "c"): (3, 4, 6), ("params", "d"): (2,)},
         mu((4, 6), None, (3, 4, 6), (2,)),
         f"mu/a + mu/b: {BECOME_ONE} mu/b has no value",
-        "mu/d: a moment cannot be padded with 1.0: that is no linear operation",
+        "mu/d: a moment cannot be padded with 1.0: that is not a linear operation",
     ),
 ]
 

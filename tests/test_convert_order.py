@@ -299,7 +299,7 @@ def test_a_map_that_is_run_backwards_leaves_nothing_out(tmp_path):
     linen, there, more = {"params/a": DENSE}, {"first": DENSE}, {"bias": (3,)}
     source, target = random_tree({**linen, "params/more": more}), random_tree(there)
     rules = 'to = "linen"\n' + renames([("first/", "params/a/")], RENAME)
-    assert "more: NNX has nothing for it" in forth(tmp_path, source, target, rules)
+    assert "more: NNX has no counterpart" in forth(tmp_path, source, target, rules)
     source, target = random_tree({**there, "more": more}), random_tree(linen)
     rules = 'to = "nnx"\n' + renames([("params/a/", "first/")], RENAME)
     assert "more/bias  float32[3]: unexpected" in back(tmp_path, source, target, None, rules)
@@ -430,7 +430,7 @@ def test_a_cell_of_the_users_has_no_gate_order_of_flax(name, tmp_path):
 
 def test_a_layer_of_the_users_is_no_layer_of_flax(tmp_path):
     linen = random_tree({"params/Dense_0": DENSE})
-    told = "Dense_0, perhaps layer: no name and no class tells which"
+    told = "Dense_0, perhaps layer: ambiguous by name and class"
     assert told in forth(tmp_path, linen, made(layer=Linear))
     assert told in back(tmp_path, random_tree({"layer": DENSE}), linen, made(layer=Linear))
 
@@ -459,7 +459,7 @@ def test_a_layer_of_the_users_in_linen_is_no_layer_of_flax(name, tmp_path):
     known = initialized(lambda x: Dense()(x)) if name == "Dense_0" else None
     linen = random_tree({f"params/{name}": DENSE})
     text = forth(tmp_path, linen, made(layer=linear), source=known)
-    assert f"{name}, perhaps layer: no name and no class tells which" in text
+    assert f"{name}, perhaps layer: ambiguous by name and class" in text
 
 
 # What a model of the source tells, where a map renames
@@ -495,7 +495,7 @@ def test_a_name_like_one_of_linens_own_is_none_where_a_map_renames(backwards, tm
     else:
         linen = random_tree({"params/Dense_0": DENSE, "params/inner": NORM})
         text = forth(tmp_path, linen, model, RULES, source=named)
-    assert "Dense_0, perhaps proj: no name and no class tells which" in text
+    assert "Dense_0, perhaps proj: ambiguous by name and class" in text
 
 
 def test_the_source_model_tells_classes_where_a_map_renames_on_the_way_back(tmp_path):
@@ -518,7 +518,7 @@ def test_a_name_that_was_given_has_no_place_in_the_order(rules, tmp_path):
     linen = random_tree({"params/Dense_0": DENSE, "params/Dense_1": DENSE, "params/inner": NORM})
     trained = random_tree({"first": DENSE, "second": DENSE, "norm": NORM})
     model = made(first=linear, second=linear, norm=norm)
-    told = "Dense_0 and Dense_1, perhaps first and second: they have names of their own"
+    told = "Dense_0 and Dense_1, perhaps first and second: their names do not show their order"
     assert told in forth(tmp_path, linen, model, rules, source=numbered)
     assert told in back(tmp_path, trained, numbered, model, rules)
 
@@ -567,4 +567,4 @@ def test_an_attribute_counts_from_when_it_holds_a_layer(model, prefix, tmp_path)
 def test_where_an_attribute_is_set_twice_the_order_may_not_be_known(model, tmp_path):
     text = forth(tmp_path, late(), model)
     assert "Dense_0 and Dense_1, perhaps " in text
-    assert "the order in which NNX defines them is not known" in text
+    assert "the order in which NNX defines them is unknown" in text

@@ -12,7 +12,7 @@ from sampling import some
 import reshard
 from reshard.writer import plan
 
-CUT = re.compile(r"(\w+): its data file `(.*)` has (\d+) bytes, and would have to have (.*)")
+CUT = re.compile(r"(\w+): its data file `(.*)` has (\d+) bytes, expected (.*)")
 
 
 def save(path, names="ab", shape=(256, 256), **form):
@@ -71,7 +71,7 @@ def test_a_data_file_that_was_cut_off(tmp_path, form):
         assert size < least <= len(whole)
         assert_refused(path, [problem])
     file.write_bytes(whole[: least - 1])
-    text = f"`{file}` has {least - 1} bytes, and would have to have at least {least}"
+    text = f"`{file}` has {least - 1} bytes, expected at least {least}"
     assert_refused(path, [f"a: its data file {text}"])
     file.write_bytes(whole[:least])
     assert_whole(path)
@@ -95,15 +95,15 @@ def test_a_chunk_file_that_cannot_be_whole(tmp_path, form, key, size, needed):
     file = path / "b" / key
     whole = file.read_bytes()
     os.truncate(file, size)
-    text = f"`{file}` has {size} bytes, and would have to have {needed}"
+    text = f"`{file}` has {size} bytes, expected {needed}"
     assert_refused(path, [f"b: its data file {text}"])
     for other in (path / "a").glob("**/*"):
         if other.is_file() and other.name not in (".zarray", "zarr.json"):
             other.write_bytes(b"")
     first = {"1.2": "0.0", "c/1/2": "c/0/0"}[key]
     least = "at least 32768" if form is RAW else needed
-    all_of_a = f"`{path}/a/{first}` has 0 bytes, and would have to have {least}; "
-    all_of_a += "7 more of its files are not whole"
+    all_of_a = f"`{path}/a/{first}` has 0 bytes, expected {least}; "
+    all_of_a += "7 more of its files are damaged"
     assert_refused(path, [f"a: its data file {all_of_a}", f"b: its data file {text}"])
     file.write_bytes(whole)
     picked = reshard.select(reshard.open(path), "b")

@@ -639,8 +639,8 @@ def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, c
     assert plans_of(plan)["s"].moved == alike
 
 
-DIFFERENT = "arrays of different kinds cannot become one\n"
-EMPTY = "Orbax stores no arrays without elements\n"
+DIFFERENT = "arrays of different kinds cannot be combined\n"
+EMPTY = "Orbax cannot store empty arrays\n"
 
 
 def mismatch(operation, handles, outputs=1):
@@ -655,7 +655,7 @@ def test_what_does_not_apply_is_refused(source, tmp_path):
     keys = jax.random.split(jax.random.key(3), 4)
     own = {"a": random((4,)), "b": put(random((4,)), P()), "n": 3, "f": 0.5, "keys": keys}
     own = write(tmp_path / "in", own)
-    keys_stay = "keys: PRNG keys are only moved, stacked and unstacked as they are"
+    keys_stay = "keys: PRNG keys can only be moved, stacked or unstacked"
     for operation, handles, text in [
         (
             *(Stack(0), [ckpt["layer_0"], cast["layer_1"]]),

@@ -57,7 +57,7 @@ def told(diff, *lines):
     return "\n".join([f"A: {diff.a}", f"B: {diff.b}", *lines])
 
 
-HINT = "hint: values=True compares contents, and finds leaves that have moved"
+HINT = "hint: values=True compares contents, and finds moved leaves"
 
 
 def found(diff, *what):
@@ -405,11 +405,11 @@ def test_tolerances_are_for_floating_point_and_complex_arrays(two):
 
 
 def test_tolerances_that_make_no_sense(tmp_path):
-    no_number = "a tolerance is a finite number, 0 or more\n"
+    no_number = "a tolerance must be a finite number, 0 or more\n"
     for tolerances, text in (
         ({"rtol": -1.0}, f"{no_number}  rtol=-1.0"),
         ({"rtol": math.nan, "atol": math.inf}, f"{no_number}  rtol=nan\n  atol=inf"),
-        ({"values": False, "rtol": 0.1}, "tolerances are for values\n\nhint: values=True"),
+        ({"values": False, "rtol": 0.1}, "tolerances require values=True\n\nhint: values=True"),
     ):
         asked = {"values": True} | tolerances
         told = layouts.refused(reshard.ArgumentError, reshard.diff, tmp_path, tmp_path, **asked)
@@ -809,7 +809,7 @@ def test_values_are_compared_whatever_is_on_record(two):
     assert not reshard.diff(a, b, values=True).equal
     (b / FILE).write_text("{")
     told = layouts.refused(reshard.CorruptCheckpointError, reshard.diff, a, b)
-    assert told.startswith(f"`{b / FILE}` is no record of digests\n")
+    assert told.startswith(f"`{b / FILE}` is not a record of digests\n")
 
 
 # What cannot be read.
@@ -884,7 +884,7 @@ def test_the_command_exits_with_0_only_where_all_was_compared_and_is_equal(runs,
         f"A: {a}\nB: {b}\n"
         "no differences found; the contents of 2 arrays were not compared\n"
         "no arrays compared by recorded digests, 2 not compared\n"
-        "hint: --values compares contents, and finds leaves that have moved\n",
+        "hint: --values compares contents, and finds moved leaves\n",
         unknown,
     )
     assert command(a, b, "--no-values", "--quiet") == (2, "", unknown)
@@ -963,9 +963,9 @@ def test_the_command_exits_with_2_where_it_cannot_compare(runs, command):
     a = runs / "run" / "1"
     told = refused(runs, "diff", a, a, "--atol", "0", "--json")
     assert told.endswith("\nError: --rtol and --atol require --values\n")
-    told = "Error: a tolerance is a finite number, 0 or more\n  rtol=nan\n"
+    told = "Error: a tolerance must be a finite number, 0 or more\n  rtol=nan\n"
     assert command(a, a, "--values", "--rtol", "nan") == (2, "", told)
     told = refused(runs, "diff", a, runs / "nothing")
-    assert told.startswith(f"Error: there is nothing at `{runs / 'nothing'}`\n")
+    assert told.startswith(f"Error: nothing exists at `{runs / 'nothing'}`\n")
     assert refused(runs, "diff", a, runs / "broken", "--values").startswith("Error: ")
     assert command(a, runs / "copy", "--values", "--max-memory", "1KiB")[0] == 2

@@ -125,13 +125,13 @@ def test_an_uncommitted_step(copy):
     status, lines = doctor(copy, str(copy))
     assert (status, lines[0]) == (0, f"{copy / '3'}: complete")
     assert "steps    3; this is 3; never committed: 20" in lines
-    reason = "was never committed: its _CHECKPOINT_METADATA has no time of a commit"
+    reason = "was never committed: its _CHECKPOINT_METADATA has no commit time"
     assert doctor(copy, "20") == (
         1,
         [
             "20: uncommitted",
             f"problem  `{copy / '20'}` {reason}",
-            "next     use an earlier step: its writer stopped before this one was complete",
+            "next     use an earlier step: the writer stopped before this one was complete",
         ],
     )
 
@@ -182,7 +182,7 @@ def test_a_tree_of_a_newer_orbax(copy):
         1,
         [
             "20: damaged",
-            f"problem  `{place}` is not whole: leaves of its tree cannot be found or read",
+            f"problem  `{place}` is damaged: some of its leaves cannot be found or read",
             "problem  params/Dense_0/kernel: unknown value type 'jax.Array3'",
             "next     a newer Orbax may have written it: pip install -U orbax-checkpoint reshard",
         ],
@@ -219,7 +219,7 @@ FOREIGN = {
         b"PK\3\4\0\0\0\0",
         "a zip file, as PyTorch and NumPy write them, which is not supported",
     ),
-    "model.pkl": (pickle.dumps(1), "a pickle, which is never opened: to read it can run any code"),
+    "model.pkl": (pickle.dumps(1), "a pickle, which is never opened: reading it can run any code"),
 }
 
 

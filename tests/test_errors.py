@@ -83,7 +83,7 @@ def made(name):
     """An error with all that one can have."""
     least = {"least": 7} if name == "MemoryLimitError" else {}
     error = getattr(errors, name)("summary", ["a", "b"], [RENAME, "try c"], **least)
-    error.add_note("resume=True goes on with it")
+    error.add_note("resume=True continues it")
     return error
 
 
@@ -144,19 +144,19 @@ def test_one_byte_is_the_least():
 
 
 OF_A_CHECKPOINT = [
-    (lambda ckpt: reshard.save(ckpt, None), "there is no destination to save to"),
+    (lambda ckpt: reshard.save(ckpt, None), "the destination is missing"),
     (lambda ckpt: reshard.plan(ckpt, max_memory=0), "`0` is not a number of bytes"),
-    (lambda ckpt: reshard.plan(ckpt, file_size=math.inf), "`inf` is no size of a file"),
+    (lambda ckpt: reshard.plan(ckpt, file_size=math.inf), "`inf` is not a file size"),
     (lambda ckpt: reshard.cast(ckpt, None), "not a dtype: None"),
-    (lambda ckpt: reshard.cast(ckpt, "float16", None), "a glob is text\n  where: None"),
-    (lambda ckpt: reshard.select(ckpt, 3), "a glob is text\n  patterns: 3"),
-    (lambda ckpt: reshard.select(ckpt, drop=["w", 3]), "a glob is text\n  drop: 3"),
+    (lambda ckpt: reshard.cast(ckpt, "float16", None), "a glob must be text\n  where: None"),
+    (lambda ckpt: reshard.select(ckpt, 3), "a glob must be text\n  patterns: 3"),
+    (lambda ckpt: reshard.select(ckpt, drop=["w", 3]), "a glob must be text\n  drop: 3"),
     (lambda ckpt: reshard.rename(ckpt, "x"), "a rename is a regex and a replacement\n  'x'"),
     (lambda ckpt: reshard.rename(ckpt, 3), "a rename is a regex and a replacement\n  3"),
     (lambda ckpt: reshard.rename(ckpt, {3: "x"}), "rename `3=x`: first argument must be"),
     (
         lambda ckpt: reshard.diff(ckpt, ckpt, values=True, rtol="1"),
-        "a tolerance is a finite number, 0 or more\n  rtol='1'",
+        "a tolerance must be a finite number, 0 or more\n  rtol='1'",
     ),
 ]
 
@@ -175,7 +175,7 @@ HINTS = [
     ("overwrite=True replaces it", "--overwrite replaces it"),
     ("step=5", "--step 5"),
     ("leave out step=...", "leave out --step"),
-    ("workers=... and max_memory=... multiply", "--workers and --max-memory multiply"),
+    ("reduce workers=... or max_memory=...", "reduce --workers or --max-memory"),
     ('item="it\'s"', """--item 'it'"'"'s'"""),
     ('codec="zstd:9", of levels up to 22', "--codec zstd:9, of levels up to 22"),
     (
@@ -200,7 +200,7 @@ HINTS = [
     ('reshard.cast(ckpt, "float32", "a/**")', "--dtype 'a/**=float32'"),
     ("reshard.cast(ckpt, ..., ...) casts", "--dtype 'GLOB=DTYPE' casts"),
     ('reshard.select(ckpt, drop=["it\'s", "b"])', """--drop 'it'"'"'s' --drop 'b'"""),
-    (RENAME + " takes it away", "--rename '^params/lm_head/=params/head/' takes it away"),
+    (RENAME + " removes it", "--rename '^params/lm_head/=params/head/' removes it"),
     ("""reshard.rename(ckpt, [('/+"$', '"')])""", """--rename '/+"$="'"""),
     ('reshard.to_mesh(ckpt, "data=1,model=8") fits', "--to data=1,model=8 fits"),
     ('reshard.verify("run/1")', "reshard verify 'run/1'"),

@@ -134,7 +134,7 @@ def test_all_problems_of_a_plan_are_told_together(saved, tmp_path):
     ]
     assert plan.problems[:2] == (
         f"`{tmp_path}/out` is a file or a symbolic link",
-        f"`{source}/{FILE}` is no record of digests",
+        f"`{source}/{FILE}` is not a record of digests",
     )
     with pytest.raises(reshard.DestinationExistsError) as error:
         reshard.save(ckpt, tmp_path / "out", verify=True, max_memory="17KiB")

@@ -149,7 +149,7 @@ class Elsewhere(concurrent.futures.Executor):
 
 RELEASE = (
     Elsewhere(release="0.0"),
-    "the executor's workers have another release of reshard\n"
+    "the executor's workers have another version of reshard\n"
     f"  there it is 0.0, here it is {run._release(())}",
 )
 BROKEN = (
@@ -193,8 +193,8 @@ def test_what_an_executor_cannot_import_is_told_before_anything_is_written(sourc
             return super().submit(function, *arguments)
 
     text = (
-        "the executor's workers cannot import what they are to run\n  No module named 'mine'\n\n"
-        "hint: install there what is installed here, with the modules of your functions"
+        "the executor's workers cannot import a module that they need\n  No module named 'mine'\n\n"
+        "hint: install the same packages there, and the modules of your functions"
     )
     executor = Watching(error=ModuleNotFoundError("No module named 'mine'"))
     options = {"chunks": 3000, "executor": executor}
@@ -269,7 +269,7 @@ def test_no_scheduler_is_there(source):
     assert "no Dask scheduler answers at `nowhere://a:1`" in str(found.exception)
     found = invoke("digest", source, "--dask", "tcp://127.0.0.1:1", "--workers", "2")
     assert found.exit_code == 2
-    assert "--dask and --workers exclude each other" in found.output
+    assert "--dask cannot be combined with --workers" in found.output
 
 
 @pytest.mark.parametrize(

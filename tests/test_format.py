@@ -279,7 +279,7 @@ def test_the_plan_estimates_what_a_codec_gives(tmp_path, before, codec):
         path = tmp_path / "before"
     ckpt = reshard.open(path)
     plan = reshard.plan(ckpt, out, codec=codec)
-    note = f"what is encoded anew is compressed with {codec}; its bytes are estimated from samples"
+    note = f"rewritten chunks are compressed with {codec}; their sizes are estimated from samples"
     assert plan.notes == (() if before == codec else (note,))
     assert reshard.save(ckpt, out, codec=codec) == plan
     found = {array.path[-1]: sum(array.stored_sizes()) for array in reshard.open(out).arrays}
@@ -459,8 +459,8 @@ def test_names_that_are_none_of_files(tmp_path):
         reshard.save(reshard.open(path), out, ocdbt=False)
     assert caught.value.summary == "arrays that cannot be stored as plain files"
     assert sorted(caught.value.problems) == [
-        "notes: `notes` is something else in the checkpoint",
-        f"{'x' * 80}: its name is longer than that of a file can be",
+        "notes: `notes` is another file of the checkpoint",
+        f"{'x' * 80}: its name is longer than a file's may be",
     ]
     assert not out.exists()
 
@@ -498,11 +498,11 @@ def test_a_job_goes_on_in_its_format_alone(saved, assert_read, tmp_path, monkeyp
 # Wrong values.
 
 WRONG = [
-    ("format", "zarr4", "no format of arrays", "zarr2"),
-    *(("codec", f"zstd:{level}", "no codec", "zstd:9") for level in ("", "99")),
-    *(("codec", f"blosc:{rest}", "no codec", "blosc:lz4:5") for rest in ("foo", "lz4:10")),
-    *(("codec", name, "no codec", "none") for name in ("gzip", "")),
-    *(("file_size", size, "no size of a file", "256MiB") for size in ("0", "many", "-1")),
+    ("format", "zarr4", "not a format", "zarr2"),
+    *(("codec", f"zstd:{level}", "not a codec", "zstd:9") for level in ("", "99")),
+    *(("codec", f"blosc:{rest}", "not a codec", "blosc:lz4:5") for rest in ("foo", "lz4:10")),
+    *(("codec", name, "not a codec", "none") for name in ("gzip", "")),
+    *(("file_size", size, "not a file size", "256MiB") for size in ("0", "many", "-1")),
 ]
 
 
@@ -520,7 +520,7 @@ def test_wrong_values(saved, tmp_path, argument, value, what, hint):
 
 def test_plain_files_have_no_size(saved, tmp_path):
     path, out = saved("zarr2-files").path, tmp_path / "out"
-    text = "plain files have a chunk each: there is no size of data files to choose\n\n"
+    text = "file_size does not apply to plain files: each file holds one chunk\n\n"
     text += "hint: --file-size goes with --ocdbt"
     assert run("ckpt", path, out, "--file-size", "1GiB") == text
     for wrong in ("yes", 1):

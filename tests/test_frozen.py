@@ -548,12 +548,12 @@ SEVERAL = ("--axis", "--drop", "--init", "--rename", "--select", "--spec")
 # Hints of which nothing can be typed into the same command.
 PROSE = (
     "` has: ",
-    "write beside the source",
+    "write to another path",
     "modules are looked for in the current directory",
     "saved axes: ",
     "a function that does: ",
     "`to = ",
-    "--layout says otherwise",
+    "--layout chooses another",
     "reshard.stack(",
     "reshard inspect PATH",
 )

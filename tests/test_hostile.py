@@ -255,7 +255,7 @@ def shared_node() -> list[bytes]:
 
 
 TREE = "_METADATA"
-WHOLE = "`PATH` is not whole: leaves of its tree cannot be found or read\n  w: "
+WHOLE = "`PATH` is damaged: some of its leaves cannot be found or read\n  w: "
 MEMBER = 'Error parsing object member "metadata": Error parsing object member '
 IN_RANGE = "Error parsing value at position 0: Expected integer in the range"
 DATABASE = "the OCDBT database in `PATH` "
@@ -327,26 +327,26 @@ FAULTS = [
     not_json("it is nested more than 100 levels deep", lambda f: put_in(f, "[" * 300 + "]" * 300)),
     not_json('the key "w" is there twice', lambda f: put_in(f, '{"w": 1, "w": 1}')),
     not_json("it holds a number of 100000 digits", lambda f: put_in(f, "9" * 100_000)),
-    in_tree(" has 1.00 TiB: no checkpoint's has", lambda f: os.truncate(f, 1 << 40)),
-    in_tree(" is a directory, and not a file", replace_by_directory)._replace(error=Format),
+    in_tree(" has 1.00 TiB, more than any checkpoint's file", lambda f: os.truncate(f, 1 << 40)),
+    in_tree(" is a directory, not a file", replace_by_directory)._replace(error=Format),
     in_tree(
         ": its value_metadata_tree cannot be read: it is nested too deeply",
         lambda f: edit(f, lambda d: d.update(value_metadata_tree="[" * 100_000)),
     ),
     in_tree(" has no tree_metadata", lambda f: edit(f, lambda d: d.update(tree_metadata=[]))),
     in_tree(f"{NO_ENTRY}3", lambda f: edit(f, lambda d: d["tree_metadata"].update(x=3))),
-    named('"../../evil": its name leads out of the checkpoint', "../../evil"),
+    named('"../../evil": its name points outside the checkpoint', "../../evil"),
     named(
-        '"a/.."/"/../evil": its name leads out of the checkpoint',
+        '"a/.."/"/../evil": its name points outside the checkpoint',
         *("a/..", "/../evil"),
         form="zarr2-files",
         kind="jax.Array",
     ),
-    named('"/tmp/evil": its name leads out of the checkpoint', "/tmp/evil", form="zarr3-files"),
+    named('"/tmp/evil": its name points outside the checkpoint', "/tmp/evil", form="zarr3-files"),
     named('"a\\u0000b": its name holds a NUL', "a\0b", form="zarr3-ocdbt"),
     named(f"{'x' * 80}: its name has 100000 bytes", "x" * 100_000),
     named(f"{'x/' * 40}...: it is 5000 levels deep", *"x" * 5000),
-    named("w: it is there twice", "w"),
+    named("w: it occurs twice", "w"),
     named("w: it is a leaf, and w/x below it", "w", "x"),
     in_tree(  # a position below zero
         f"{NO_ENTRY}{{'key_metadata': [{{'key': 'layers', 'key_type': 2}}, "
@@ -361,11 +361,12 @@ FAULTS = [
     ),
     array("it holds a number that is too large", "zarr2-ocdbt", shape=[2**70, 12]),
     array(
-        "an array of [1099511627776, 1048576] has 4611686018427387904 bytes: no model does",
+        "an array of [1099511627776, 1048576] has 4611686018427387904 bytes, "
+        "more than any model has",
         shape=[2**40, 2**20],
     ),
     array(
-        "an array of [1048576, 1048576] in chunks of [4, 6] has 45813071872 of them",
+        "an array of [1048576, 1048576] has 45813071872 chunks of [4, 6]",
         "zarr3-ocdbt",
         shape=[2**20, 2**20],
     ),
@@ -373,17 +374,17 @@ FAULTS = [
     array(f'{MEMBER}"chunks": {IN_RANGE}', chunks=[0, 6]),
     array(f'{MEMBER}"dtype": Unsupported zarr dtype: "|O"', dtype="|O", filters=[{"id": "pickle"}]),
     # TensorStore makes one up; but what Orbax writes has one.
-    array("it has no shape of chunks", chunks=None),
-    array("it has no shape of chunks", "zarr3-files", chunk_grid=None),
+    array("it has no chunk shape", chunks=None),
+    array("it has no chunk shape", "zarr3-files", chunk_grid=None),
     array("its dtype has no name", dtype=[["a", "<f4"]]),
-    array("char is no dtype of arrays of numbers", dtype="|S4"),
+    array("char is not a numeric dtype", dtype="|S4"),
     array(
         f'{MEMBER}"compressor": Error parsing object member "id": "pickle" is not registered',
         compressor={"id": "pickle"},
     ),
     array("it has a codec without a name", "zarr3-ocdbt", codecs=["bytes"]),
     array(
-        "it is compressed with blosc inside of something else, where chunks decode to 2 GiB if "
+        "it is compressed with blosc inside another codec, where chunks decode to 2 GiB if "
         "they say so",
         "zarr3-files",
         codecs=[{"name": "zstd"}, {"name": "blosc"}],
@@ -406,8 +407,8 @@ FAULTS = [
         "P('data', 'x') names axis 'x', which `data=2,model=2` lacks", partition_spec=["data", "x"]
     ),
     sharding(
-        "the mesh `data=1099511627776,model=1099511627776` has 1208925819614629174706176 devices: "
-        "no machine does",
+        "the mesh `data=1099511627776,model=1099511627776` has 1208925819614629174706176 devices, "
+        "more than any machine has",
         shape=[2**40, 2**40],
     ),
     sharding("a mesh `data=2,model=4` of 4 devices", shape=[2, 4]),
@@ -415,7 +416,7 @@ FAULTS = [
     sharding(f"not a partition spec: 'P{'(' * 78}", partition_spec=f"P{'(' * 100_000})"),
     sharding("not a name: '\\x1b[2J'", axis_names=["data", "\x1b[2J"]),
     Fault(
-        WHOLE + "it is float32, which no PRNG keys are",
+        WHOLE + "it is float32, but PRNG keys are not",
         lambda p: edit_text(
             p / "array_metadatas/process_0", '"param_name": "key"', '"param_name": "w"'
         ),
@@ -437,11 +438,11 @@ FAULTS = [
         "zarr2-files",
     ),
     Fault(
-        DATABASE + "cannot be read\n  it is no node of a B-tree",
+        DATABASE + "cannot be read\n  it is not a B-tree node",
         lambda p: (p / "manifest.ocdbt").write_bytes(bytes(1000)),
     ),
-    elsewhere(DATABASE + "refers to `../secret`, which is no name inside it", "../secret"),
-    elsewhere(DATABASE + "refers to `PARENT/secret`, which is no name inside it", "PARENT/secret"),
+    elsewhere(DATABASE + "refers to `../secret`, which is outside of it", "../secret"),
+    elsewhere(DATABASE + "refers to `PARENT/secret`, which is outside of it", "PARENT/secret"),
     elsewhere(
         "`PATH/d/link" + NOT_A_FILE,
         *("d/link", lambda p: (p / "d/link").symlink_to(outside(p)), Format),
@@ -458,9 +459,9 @@ FAULTS = [
     ),
     nodes("several nodes refer to node btreenode::d/nodes:0:35", 39, shared_node),
     nodes("the data file `d/none` is missing", 1, lambda: [inner(1, "d/none", (b"", 7, 500))]),
-    nodes("its B-tree decodes to more than any checkpoint's", 0, lambda: [long_keys(20_000)]),
+    nodes("its B-tree is larger than any checkpoint's", 0, lambda: [long_keys(20_000)]),
     nodes(
-        "its B-tree decodes to more than any checkpoint's",
+        "its B-tree is larger than any checkpoint's",
         *(0, lambda: [node(0, zstd_zeros(8 << 30), compression=1)]),
     ),
 ]
@@ -547,7 +548,7 @@ def test_keys_of_an_unknown_kind(tmp_path, base):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     edit_text(path / "array_metadatas/process_0", '"threefry2x32"', '"os.system"')
     reshard.save(reshard.open(path), tmp_path / "out")  # it is only text
-    text = "[2] is no data of PRNG keys `os.system`, as the checkpoint says"
+    text = "[2] is not data of PRNG keys `os.system`, as the checkpoint says"
     said = ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), Corrupt)
     assert said.split("\n")[0] == text
 
@@ -564,9 +565,9 @@ def test_arrays_of_absent_chunks_that_nothing_could_hold(tmp_path, base):
     ckpt, out = reshard.open(path), tmp_path / "out"
     assert ckpt["large"].nbytes == 1 << 44
     said = ours(lambda: reshard.save(reshard.to_mesh(ckpt, "1x4"), out), reshard.DestinationError)
-    assert said.startswith(f"not enough room for `{out}`\n")
+    assert said.startswith(f"not enough disk space for `{out}`\n")
     said = ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), reshard.MemoryLimitError)
-    assert said == "large: there is no memory for its 16.00 TiB"
+    assert said == "large: not enough memory for its 16.00 TiB"
 
 
 def test_what_is_beside_the_arrays_and_no_file(tmp_path, base):
@@ -628,7 +629,7 @@ def test_opening_a_symbolic_link(tmp_path, base):
 def test_opening_what_is_no_directory(tmp_path, what):
     path = tmp_path / what
     os.mknod(path, (stat.S_IFIFO if what == "pipe" else stat.S_IFSOCK) | 0o600)
-    text = f"`{path}` is a file, and not a checkpoint directory"
+    text = f"`{path}` is a file, not a checkpoint directory"
     assert ours(lambda: reshard.open(path), Format) == text
 
 
@@ -659,8 +660,7 @@ def test_renaming_out_of_the_destination(tmp_path, base):
         ckpt = reshard.rename(reshard.open(base(form)), [(r"^w$", '"../../evil"')])
         saves = functools.partial(reshard.save, ckpt, tmp_path / "out")
         assert ours(saves, reshard.TreeMismatchError) == (
-            "nothing can be stored under some names\n"
-            '  "../../evil": its name leads out of the checkpoint'
+            'some names cannot be stored\n  "../../evil": its name points outside the checkpoint'
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -671,7 +671,7 @@ def test_names_that_a_terminal_would_act_on_and_long_ones(tmp_path, base):
     add_leaf(path, "x" * 4000, name="long")
     assert '"\\u001b[2J\\u009b\\u202e\\udb40\\udc01"' in repr(reshard.open(path))
     code, _, error = command("inspect", tmp_path / os.fsdecode(b"\x1b]0;\xff"))
-    said = f"Error: there is nothing at `{tmp_path}/\\u001b]0;\\udcff`"
+    said = f"Error: nothing exists at `{tmp_path}/\\u001b]0;\\udcff`"
     assert (code, error.split("\n")[0]) == (2, said)
     # A long name does not pad the table.
     lengths = sorted(map(len, command("inspect", path)[1].split("\n")))
@@ -817,7 +817,7 @@ def test_what_a_node_takes_is_bounded(values, compression, node_bytes):
 
 @pytest.mark.parametrize("data", [b"", b"\0", bytes(100), b"\x0c\xdb\x20\xde" + b"\xff" * 60])
 def test_what_is_no_node(data):
-    with pytest.raises(ValueError, match="node of"):
+    with pytest.raises(ValueError, match="B-tree node"):
         decoded_bytes(data)
 
 
@@ -831,7 +831,7 @@ def test_data_files_that_are_gone(tmp_path, base, instead):
     instead(path / file)
     text = f"the data file `{path}/{file}` is missing"
     if (path / file).exists():
-        text = f"`{path}/{file}` is a directory, and not a file"
+        text = f"`{path}/{file}` is a directory, not a file"
     for job in (reshard.plan, lambda ckpt: reshard.save(ckpt, tmp_path / "out")):
         assert ours(lambda job=job: job(reshard.open(path))) == text
     assert not (tmp_path / "out").exists()
@@ -933,7 +933,7 @@ MAKING = [
     (
         "pad = { widths = [[0, 0], [0, 9223372036854775807]], fill = 0 }",
         f"{RULE}params/large: an array of [64, 9223372036854775839] would have "
-        "590295810358705653696 elements: no model has as many",
+        "590295810358705653696 elements, more than any model has",
     ),
     (f"reshape = [{'1, ' * 32}2048]", f"{RULE}`reshape`: arrays have 32 axes at most"),
     (
@@ -942,17 +942,18 @@ MAKING = [
     ),
     (
         "pad = { widths = [[0, 0], [0, 65505]], fill = 0 }\nunstack = { axis = 1, into = '{}' }",
-        f"{RULE}params/large: axis 1 of [64, 65537] would become 65537 arrays: no model has as "
-        "many",
+        f"{RULE}params/large: axis 1 of [64, 65537] would become 65537 arrays, more than any "
+        "model has",
     ),
     # Results that could not be opened again.
     (
         f"pad = {{ widths = [[0, 0], [0, {1 << 39}]], fill = 0 }}",
-        "large/value: an array of [64, 549755813920] has 140737488363520 bytes: no model does",
+        "large/value: an array of [64, 549755813920] has 140737488363520 bytes, "
+        "more than any model has",
     ),
     (
         f"pad = {{ widths = [[0, 0], [0, {1 << 35}]], fill = 0 }}",
-        "large/value: an array of [64, 34359738400] in chunks of [16, 32] has 4294967300 of them",
+        "large/value: an array of [64, 34359738400] has 4294967300 chunks of [16, 32]",
     ),
 ]
 
@@ -974,7 +975,7 @@ def test_more_chunks_than_could_be_opened_again(tmp_path, base):
     told = ours(lambda: reshard.save(ckpt, tmp_path / "out", chunks=64), reshard.MemoryLimitError)
     assert told == (
         "large: it would be in 16801801 chunks of [1, 1]\n\n"
-        'hint: chunks="keep" leaves the stored grid as it is'
+        'hint: chunks="keep" keeps the stored grid'
     )
     assert reshard.plan(ckpt, chunks="keep").chunks_written == 257 * 129
 
@@ -998,7 +999,7 @@ def test_custom_metadata_that_are_none(tmp_path, base, custom):
     path = copied(base, "linen", tmp_path / "linen")
     edit(path / TREE, lambda document: document.update(custom_metadata=custom))
     told = ours(lambda: reshard.to_nnx(path, fuzz_jobs.nnx_training), Corrupt)
-    assert told == f"`{path}`: its custom metadata are no JSON object, but {custom!r}"
+    assert told == f"`{path}`: its custom metadata are not a JSON object, but {custom!r}"
 
 
 def operation(**fields: Any) -> Callable[[Json], Any]:
@@ -1024,7 +1025,7 @@ RECORDED: dict[str, Callable[[Json], Any]] = {
     "not a path: [0.5]": one_more(0.5),
     "not a path: 'step'": lambda record: record["route"]["moved"].append(["step", ["step"]]),
     "its leaves are not those of one tree: step/x": one_more("step", "x"),
-    "its leaves are not those of one tree: a path is there twice": lambda record: (
+    "its leaves are not those of one tree: a path occurs twice": lambda record: (
         one_more(7)(record),
         one_more("7")(record),
     ),
@@ -1034,11 +1035,11 @@ RECORDED: dict[str, Callable[[Json], Any]] = {
         lambda record: record["leaves"][0].__setitem__(1, {"shape": []})
     ),
     "there are no leaves of type 'jax.Arrays'": kind(type="jax.Arrays"),
-    "int32[] are no PRNG keys, 'threefry2x32'": kind(keys="threefry2x32"),
-    "float32[2] are no PRNG keys, 'threefry2x32'": kind(
+    "int32[] are not PRNG keys, 'threefry2x32'": kind(keys="threefry2x32"),
+    "float32[2] are not PRNG keys, 'threefry2x32'": kind(
         keys="threefry2x32", dtype="float32", shape=[2]
     ),
-    "int32[] are no PRNG keys, 7": kind(keys=7),
+    "int32[] are not PRNG keys, 7": kind(keys=7),
     "not a dtype: None": kind(dtype=None),
     'No TensorStore data type with name: "float128"': kind(dtype="float128"),
     "not a dtype of arrays of numbers: 'json'": kind(dtype="json"),
@@ -1079,9 +1080,9 @@ def test_values_that_are_not_those_of_a_record(tmp_path, base):
             record["route"][name].append([path, [6, 8], "float32"])
 
     assert refused_record(base, tmp_path, change) == (
-        "the checkpoint is not what the conversion from Linen made any more\n"
+        "the checkpoint differs from the result of the conversion from Linen\n"
         "  step: dtype uint32, it was bool\n"
-        "  model/first/kernel/value: it was zero, and is not\n\n"
+        "  model/first/kernel/value: it was zero, but is not now\n\n"
         "hint: model=..., the Linen model, converts without the record"
     )
 
@@ -1167,5 +1168,5 @@ def test_a_document_of_the_tree_with_another_bit(tmp_path, base):
     flip(file)
     told = ours(lambda: fuzz_jobs.go_on(base("recorded"), tmp_path / "out"), Corrupt)
     assert told == (
-        f"what was written is not what is read back\n  `{file}`\n\nhint: overwrite=True begins anew"
+        f"written values differ when read back\n  `{file}`\n\nhint: overwrite=True starts again"
     )

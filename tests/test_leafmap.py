@@ -50,7 +50,7 @@ def carried(rows, arrays):
     return held
 
 
-DROPPED = "what an operation has made cannot be dropped\n  x"
+DROPPED = "the result of an operation cannot be dropped\n  x"
 
 
 @settings(max_examples=150, deadline=None)
@@ -175,7 +175,7 @@ def test_what_must_be_zero_is_all_that_it_is_rearranged_from():
 def test_what_has_no_way_back():
     source = Source(("a",), (4,))
     (cropped,) = applied(Crop(((1, 1),)), [source])
-    assert "a crop cannot be run backwards" in refusal(LeafMap({("b",): cropped}).inverse)
+    assert "a crop cannot be inverted" in refusal(LeafMap({("b",): cropped}).inverse)
     assert "a is used twice" in refusal(LeafMap({("b",): source, ("c",): source}).inverse)
 
 

@@ -233,7 +233,7 @@ corrupt = functools.partial(fails, reshard.CorruptCheckpointError, ValueError)
 def test_steps_and_items_that_are_not_there(saved, two_trees):
     text = f"`{two_trees}/7` has no item 'opt'\n\nhint: its items: config, ema, params"
     not_found(text, two_trees, item="opt")
-    text = f"item 'config' of `{two_trees}/7` holds no tree of arrays\n\n"
+    text = f"item 'config' of `{two_trees}/7` holds no arrays\n\n"
     not_a_format(f'{text}hint: item="ema"\nhint: item="params"', two_trees, item="config")
     path = saved("manager").path
     not_found(f"`{path}` has no step 4\n\nhint: its steps: 3, 20", path, step=4)
@@ -249,9 +249,9 @@ def test_steps_and_items_that_are_not_there(saved, two_trees):
 
 def deleted(step, item):
     """What is said of an item whose deletion has not ended, and how to end it."""
-    what = "`_CHECKPOINT_DELETION` beside it records a deletion that has not ended"
+    what = "`_CHECKPOINT_DELETION` beside it records an unfinished deletion"
     call = f'orbax.checkpoint.experimental.v1.delete("{step}", checkpointable_name="{item}")'
-    return f"`{step}/{item}` is being deleted: {what}\n\n", f"hint: {call} ends the deletion"
+    return f"`{step}/{item}` is being deleted: {what}\n\n", f"hint: {call} finishes the deletion"
 
 
 def test_an_item_whose_deletion_has_not_ended(two_trees, tmp_path):
@@ -262,7 +262,7 @@ def test_an_item_whose_deletion_has_not_ended(two_trees, tmp_path):
         not_found(f"{text}hint: its items: config, params\n{end}", path, item="ema")
         ckpt = reshard.open(path)
         assert (ckpt.source.item, ckpt.source.items) == ("params", ("config", "params"))
-        assert ckpt.notes == ("item 'ema' is left out: its deletion has not ended",)
+        assert ckpt.notes == ("item 'ema' is left out: its deletion is unfinished",)
         assert list(ckpt) == list(reshard.open(path, item="params")) == [("w",)]
     not_found(f"{text}{end}", run / "7" / "ema")
     assert reshard.open(run / "7" / "params")["w"].shape == (5,)
@@ -287,7 +287,7 @@ def test_orbax_ends_a_deletion_as_the_hint_says(tmp_path):
     layouts.record_deletion(path, "b")
     assert set(v1.v1.load_checkpointables(path)) == {"a"}
     hint = refused(reshard.CheckpointNotFoundError, reshard.open, path, item="b").splitlines()[-1]
-    call = hint.removeprefix("hint: ").removesuffix(" ends the deletion")
+    call = hint.removeprefix("hint: ").removesuffix(" finishes the deletion")
     subprocess.run([sys.executable, "-c", f"import {call.split('.delete')[0]}; {call}"], check=True)
     assert not (path / "b").exists() and not (path / "_CHECKPOINT_DELETION").exists()
     assert reshard.open(path).notes == ()
@@ -306,19 +306,19 @@ def test_nothing_there(tmp_path):
     (tmp_path / "run" / "a").mkdir(parents=True)
     (tmp_path / "run" / "b").mkdir()
     missing = tmp_path / "run" / "c"
-    not_found(f"there is nothing at `{missing}`\n\nhint: `{tmp_path}/run` has: a, b", missing)
+    not_found(f"nothing exists at `{missing}`\n\nhint: `{tmp_path}/run` has: a, b", missing)
     deep = tmp_path / "run" / "a" / "x" / "y"
-    not_found(f"there is nothing at `{deep}`\n\nhint: `{tmp_path}/run/a` has: no directories", deep)
+    not_found(f"nothing exists at `{deep}`\n\nhint: `{tmp_path}/run/a` has: no directories", deep)
     nothing = "no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays"
     not_a_format(f"`{tmp_path}` is not a checkpoint\n  {nothing}", tmp_path)
     hint = "a path, or a URL that begins with gs://, s3:// or file://"
     for scheme in ("hf", "https"):
         url = f"{scheme}://bucket/run/100"
-        not_a_format(f"`{url}`: there is no way to read `{scheme}://`\n\nhint: {hint}", url)
+        not_a_format(f"`{url}`: `{scheme}://` is not supported\n\nhint: {hint}", url)
 
 
 MSGPACK = "a Flax msgpack checkpoint, which is recognised but not read yet"
-PICKLE = "a pickle, which is never opened: to read it can run any code"
+PICKLE = "a pickle, which is never opened: reading it can run any code"
 TREE = flax.serialization.msgpack_serialize({"params": {"w": np.arange(3)}})
 PICKLED = [pickle.dumps({"w": [1, 2]}, number) for number in range(pickle.HIGHEST_PROTOCOL + 1)]
 FILES = [
@@ -326,7 +326,7 @@ FILES = [
     ("checkpoint_1", flax.serialization.msgpack_serialize({}), MSGPACK),  # one byte, of any pickle
     *((name, data, PICKLE) for name in ("checkpoint_10", "state") for data in PICKLED[2:]),
     *((f"state.{end}", PICKLED[0], PICKLE) for end in ("pkl", "pickle")),  # which is text
-    ("notes.txt", b"hello", "a file, and not a checkpoint directory"),
+    ("notes.txt", b"hello", "a file, not a checkpoint directory"),
 ]
 
 
@@ -383,7 +383,7 @@ def copy(saved, tmp_path):
     return make
 
 
-STOPPED = "hint: use an earlier step: its writer stopped before this one was complete"
+STOPPED = "hint: use an earlier step: the writer stopped before this one was complete"
 
 
 def uncommit(path: pathlib.Path):
@@ -393,7 +393,7 @@ def uncommit(path: pathlib.Path):
     (path / "commit_success.txt").unlink(missing_ok=True)  # of Orbax 0.12.3 and newer
 
 
-NO_TIME = "was never committed: its _CHECKPOINT_METADATA has no time of a commit\n\n" + STOPPED
+NO_TIME = "was never committed: its _CHECKPOINT_METADATA has no commit time\n\n" + STOPPED
 
 
 @pytest.mark.parametrize("layout", ["standalone", "step", "v1"])
@@ -447,7 +447,7 @@ def test_half_written_without_a_tree(copy, layout):
     path = copy(layout)
     (path / "_METADATA").unlink()
     for _ in range(2):
-        text = f"^`{path}(/params.*)?` has no _METADATA: it was half written$"
+        text = f"^`{path}(/params.*)?` has no _METADATA: it is incomplete$"
         with pytest.raises(reshard.ReshardError, match=text):
             reshard.open(path)
         (path / "checkpoint").write_bytes(PICKLED[-1])
@@ -459,7 +459,7 @@ def test_half_written_without_a_manifest(copy):
         pytest.skip("older releases of Orbax do not note it")
     (path / "manifest.ocdbt").unlink()
     shutil.rmtree(path / "ocdbt.process_0")
-    text = "has no manifest.ocdbt, which its _METADATA promises: it was half written"
+    text = "has no manifest.ocdbt, which its _METADATA promises: it was incomplete"
     corrupt(f"`{path}` {text}", path)
 
 

@@ -85,27 +85,27 @@ def test_text_and_paths_become_absolute(tmp_path, monkeypatch):
 REFUSED = {
     **dict.fromkeys(
         ["gs://", "s3://bucket//run", "gs://bucket/../run", "gs:///run"],
-        "`{0}` is no name in a bucket\n\nhint: {1}://bucket/run/1000",
+        "`{0}` is not a valid name in a bucket\n\nhint: {1}://bucket/run/1000",
     ),
     # As TensorStore has it: it would become a path below the current directory.
     **dict.fromkeys(
         ["file://run/1000", "file://run", "file://./run", "file://"],
-        "`{0}`: what follows `file://` is a path from the root\n\n"
+        "`{0}`: the part after `file://` must be an absolute path\n\n"
         "hint: file:///runs/1000, or a path alone",
     ),
     **dict.fromkeys(
         map(pathlib.Path, ["gs://bucket/run", "s3://bucket/run/100"]),
-        "`{0}` was a URL before pathlib made a path of it\n\nhint: give it as text: {1}://{2}",
+        "`{0}` was a URL until pathlib made it a path\n\nhint: give it as text: {1}://{2}",
     ),
-    pathlib.Path("file:///runs/1"): "`{0}` was a URL before pathlib made a path of it\n\n"
+    pathlib.Path("file:///runs/1"): "`{0}` was a URL until pathlib made it a path\n\n"
     "hint: give it as text: file:///runs/1",
     **dict.fromkeys(
         ["s3:/bucket/run", "gs:/bucket"],
-        "`{0}` looks like a URL, and is none\n\nhint: {1}://{2}\nhint: ./{0}, if it is a path",
+        "`{0}` looks like a URL, but is not one\n\nhint: {1}://{2}\nhint: ./{0}, if it is a path",
     ),
-    "S3://bucket/Run": "`S3://bucket/Run` looks like a URL, and is none\n\n"
+    "S3://bucket/Run": "`S3://bucket/Run` looks like a URL, but is not one\n\n"
     "hint: s3://bucket/Run\nhint: ./S3://bucket/Run, if it is a path",
-    "file:/runs/1": "`file:/runs/1` looks like a URL, and is none\n\n"
+    "file:/runs/1": "`file:/runs/1` looks like a URL, but is not one\n\n"
     "hint: file:///runs/1\nhint: ./file:/runs/1, if it is a path",
 }
 

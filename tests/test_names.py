@@ -87,7 +87,7 @@ TAKEN = [
             {"a": "one", "b": "other", "w": values(1)},
             {},
             [("^b$", '"a/b"')],
-            'a and "a/b": the string `a/b` would be inside of `a`',
+            'a and "a/b": the string `a/b` would be inside `a`',
         ),
         *(
             (
@@ -146,7 +146,7 @@ def test_a_leaf_below_the_name_of_another(flags, name, fills, tmp_path):
 NO_FILE = "TensorStore takes `\\` for `/`, and keeps names that end in `.__lock` for locks"
 NOT_FILES = {
     **dict.fromkeys(["a\\b", "b\\", "c.__lock", "d.__lock/e"], NO_FILE),
-    **dict.fromkeys(["f//g", "h/./i"], "its name is no path of a directory"),
+    **dict.fromkeys(["f//g", "h/./i"], "its name is not a valid path"),
 }
 
 
@@ -184,7 +184,7 @@ def test_keys_that_end_in_a_slash(flags, out, tmp_path):
     with pytest.raises(reshard.TreeMismatchError) as caught:
         reshard.save(ckpt, tmp_path / "out", **out)
     told = "".join(f"\n  {format_path(path)}" for path in slashed)
-    hint = "hint: reshard.rename(ckpt, [('/+\"$', '\"')]) takes it away"
+    hint = "hint: reshard.rename(ckpt, [('/+\"$', '\"')]) removes it"
     summary = "no array can be stored under a name that ends in `/`"
     assert str(caught.value) == f"{summary}{told}\n\n{hint}"
     renamed = reshard.rename(ckpt, [('/+"$', '"')])

@@ -368,8 +368,8 @@ ERRORS = [
     (Unstack(0, 3), [(2, 3)], "axis 0 of [2, 3] does not have 3 parts"),
     (Unstack(-3, 3), [(2, 3)], "[2, 3] has no axis -3"),
     (Unstack(0, 2), [(2,), (2,)], "2 arrays where 1 is needed"),
-    (Pad(((1, 1),), 0), [(2, 3)], "[(1, 1)] are no widths to pad [2, 3] with"),
-    (Pad(((1, -1), (0, 0)), 0), [(2, 3)], "[(1, -1), (0, 0)] are no widths to pad [2, 3] with"),
+    (Pad(((1, 1),), 0), [(2, 3)], "[(1, 1)] cannot pad [2, 3]"),
+    (Pad(((1, -1), (0, 0)), 0), [(2, 3)], "[(1, -1), (0, 0)] cannot pad [2, 3]"),
     (Pad((), 0), [(), ()], "2 arrays where 1 is needed"),
     (Crop(((1, 2),)), [(2,)], "[2] is not padded by [(1, 2)]"),
     (Crop(((1, 0),)), [(2, 3)], "[2, 3] is not padded by [(1, 0)]"),
@@ -386,8 +386,8 @@ def test_operations_that_do_not_apply(operation, shapes, text):
 
 def test_operations_without_an_inverse():
     for operation, shapes, text in (
-        (Crop(((1, 2),)), [(5,)], "a crop cannot be run backwards: what it cuts off is gone"),
-        (Constant(np.zeros(3)), [], "values that were given cannot be run backwards"),
+        (Crop(((1, 2),)), [(5,)], "a crop cannot be inverted: the cut elements are lost"),
+        (Constant(np.zeros(3)), [], "given values cannot be inverted"),
     ):
         with pytest.raises(TreeMismatchError) as error:
             operation.inverse(shapes)

@@ -218,7 +218,7 @@ def test_a_factor_of_a_square_is_told_by_its_name_alone():
 
 
 SEVERAL = "it may be over dimensions"
-NO_PART = "its shape is no part of the parameter's"
+NO_PART = "its shape is not a part of the parameter's"
 
 
 @pytest.mark.parametrize(

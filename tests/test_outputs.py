@@ -139,7 +139,7 @@ def test_equal_outputs_are_a_note_in_both_directions(saved, tmp_path, monkeypatc
 def test_modules_of_one_class_that_change_places_are_found(saved, tmp_path):
     options = {"source": linen, "init": RANDOM, "map_file": swapped(tmp_path), "check": True}
     error = refused(reshard.to_nnx, saved, Nnx, **options)
-    assert error.summary == f"`{saved}` is converted, and the outputs of the models differ"
+    assert error.summary == f"`{saved}` is converted, but the outputs of the models differ"
     first, module = error.problems
     assert re.fullmatch(DIFFERENT, first)
     assert module == "the first module whose output differs: LayerNorm_0 in Linen, last in NNX"
@@ -311,8 +311,8 @@ def test_other_threads_initialise_their_models_meanwhile(saved):
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (0.0, "they are all zero, which tells nothing: other inputs may"),
-        (np.nan, "the output: not the same numbers are infinite, or some are NaN"),
+        (0.0, "they are all zero, so they show nothing: try other inputs"),
+        (np.nan, "the output: different elements are infinite, or some are NaN"),
     ],
 )
 def test_outputs_that_tell_nothing_are_not_equal(tmp_path, value, problem):
@@ -407,18 +407,19 @@ def test_only_exchanges_that_are_seen_clear_the_warning_of_order(tmp_path):
     path = layouts.save_standard(tmp_path / "alike", alike(values, "LayerNorm_0", "LayerNorm_1"))
     unchecked = reshard.to_nnx(path, net, source=model)
     assert warnings_of(unchecked) == [
-        "8 leaves went by the order of modules of one class: Dense_0 -> first, Dense_1 -> "
+        "8 leaves were matched only by the order of modules of one class: "
+        "Dense_0 -> first, Dense_1 -> "
         "second, LayerNorm_0 -> inner and 1 more; check=True compares outputs"
     ]
-    not_seen = "not seen: the outputs do not show which is which"
+    not_seen = "not seen: exchanging them does not change the outputs"
     ckpt = reshard.to_nnx(path, net, source=model, check=True)
-    pairs = "4 leaves went by the order of modules of one class: {} -> {}, {} -> {}"
+    pairs = "4 leaves were matched only by the order of modules of one class: {} -> {}, {} -> {}"
     told = pairs.format("LayerNorm_0", "inner", "LayerNorm_1", "outer")
     assert equal(ckpt) and warnings_of(ckpt) == [f"{told}; {not_seen}"]
     reshard.save(ckpt, tmp_path / "nnx")
     with in_process.inside(tmp_path):
         _, _, err = in_process.command(["verify", "nnx", "--against", "alike"])
-    assert err == f"Warning: {told}; equal values do not say that it is right\n"
+    assert err == f"Warning: {told}; equal values do not prove the pairing\n"
     # The other way, of a checkpoint without that record.
     path = layouts.save_standard(tmp_path / "saved", layouts.load_standard(tmp_path / "nnx"))
     x = np.random.default_rng(1).normal(size=(5, WIDTH))
@@ -486,9 +487,10 @@ def test_what_is_not_tried_stays_in_the_warning_of_order(tmp_path):
     ckpt = compared(tmp_path, model, lambda: nnx_scales(counts), values=random(model))
     (told,) = warnings_of(ckpt)
     assert equal(ckpt) and told == (
-        "4 leaves went by the order of modules of one class: part31/Scale_0 -> part31/a, "
-        "part31/Scale_1 -> part31/b, part32/Scale_0 -> part32/a and 1 more; not tried: leaves of "
-        "at most 32 groups are exchanged"
+        "4 leaves were matched only by the order of modules of one class: "
+        "part31/Scale_0 -> part31/a, "
+        "part31/Scale_1 -> part31/b, part32/Scale_0 -> part32/a and 1 more; not tried: at "
+        "most 32 groups are exchanged"
     )
 
 
@@ -505,7 +507,7 @@ def test_leaves_without_a_part_in_the_outputs_are_told(tmp_path):
     check = {"linen": ((inputs(2),), {"both": False}), "nnx": ((inputs(2),), {})}
     models = tmp_path, of_ones(Compact(headed)), net
     note = equal(compared(*models, check))
-    assert note.endswith("leaves without a part in them: head/bias, head/kernel")
+    assert note.endswith("leaves that do not affect them are unchecked: head/bias, head/kernel")
     shapes = "their shapes are [2, 2], [2, 3] in Linen, [2, 2] in NNX"
     assert refused(compared, *models).problems == (shapes,)
 
@@ -524,7 +526,7 @@ def test_what_no_input_reaches_is_told_and_what_masks_fill_in_is_no_measure(tmp_
     model = Compact(lambda x: routed(x, nn.Dense(3, name="up"), nn.Dense(3, name="down")))
     models = tmp_path, of_ones(model), net, ((x,), {})
     note = equal(compared(*models))
-    assert note.endswith("leaves without a part in them: down/bias, down/kernel")
+    assert note.endswith("leaves that do not affect them are unchecked: down/bias, down/kernel")
     swapped = map_of(tmp_path, ("^params/up/", "down/"), ("^params/down/", "up/"))
     (problem,) = refused(compared, *models, map_file=swapped).problems
     assert re.fullmatch(DIFFERENT, problem)
@@ -534,7 +536,7 @@ def test_what_no_input_reaches_is_told_and_what_masks_fill_in_is_no_measure(tmp_
     ("inputs", "problem"),
     [
         ((1, 2), "linen: (1, 2)"),
-        ({"linen": ((), {}), "x": ((), {})}, "there is a side 'x'"),
+        ({"linen": ((), {}), "x": ((), {})}, "unknown side 'x'"),
         ({"nnx": ((), {1: 2})}, "nnx: ((), {1: 2})"),
     ],
 )
@@ -545,7 +547,7 @@ def test_inputs_of_no_such_form(inputs, problem):
 
 def test_both_models_are_needed(saved):
     error = refused(reshard.to_nnx, saved, Nnx, of=reshard.ArgumentError, init=RANDOM, check=True)
-    assert "one of them is not known" in str(error)
+    assert "comparing outputs needs both models" in str(error)
     assert error.hints == ("model=... and source=...",)
 
 
@@ -652,7 +654,7 @@ def test_the_command_runs_the_model_of_the_source_in_a_process_of_its_own(projec
 def test_the_command_runs_two_models_or_none(project):
     with in_process.inside(project):
         status, _, err = in_process.command(CHECK)
-        assert status == 2 and "--check runs both models: give --model and --source-model" in err
+        assert status == 2 and "--check requires --model and --source-model" in err
         words = [word for word in CHECK if word != "--check"]
         status, _, err = in_process.command([*words, "--model", "models:Net", "--inputs", "x:y"])
         assert status == 2 and "--inputs requires --check" in err

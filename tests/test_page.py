@@ -487,21 +487,21 @@ def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch
     for module in ("inspect", "options", "job"):
         monkeypatch.setattr(f"reshard.cli.{module}.open_checkpoint", None)
     for file in ("", "-"):
-        assert told(file) == "a page is a file, and this is no name of one"
-    assert told("gs://bucket/page.html") == "a page is a file on this machine"
+        assert told(file) == "this is not the name of a file"
+    assert told("gs://bucket/page.html") == "a page must be a file on this machine"
     assert told(tmp_path / "none" / "page.html") == f"there is no directory {tmp_path / 'none'}"
-    assert told(tmp_path / "dangling") == "a symbolic link to what does not exist"
+    assert told(tmp_path / "dangling") == "a symbolic link to a missing file"
     assert told("/proc/page.html") == "/proc cannot be written to"
     assert not (tmp_path / "nothing").exists()
     # A page inside of a checkpoint would be damage to it.
     (tmp_path / "link").symlink_to(run / "run")
     for file in (run / "run" / "1" / "page.html", tmp_path / "link" / "1" / "x.html"):
-        assert told(file) == f"it would be inside of the checkpoint {run / 'run' / '1'}"
+        assert told(file) == f"it would be inside the checkpoint {run / 'run' / '1'}"
         assert not file.exists()
     if command == "ckpt":
         out = run / "out"
         out.mkdir()
-        assert told(out / "x.html") == f"it would be inside of the checkpoint {out}"
+        assert told(out / "x.html") == f"it would be inside the checkpoint {out}"
         out.rmdir()
 
 

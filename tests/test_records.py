@@ -113,7 +113,7 @@ def test_a_record_has_every_array_and_every_document_of_its_tree(saved, digested
     read = source.inner if layout in ("manager", "items", "step") else ""
     head, tail = f"{len(texts)} arrays read", "compared with digests, nothing is wrong"
     found = reshard.verify(ckpt)
-    told = f"{head} whole; there are no digests to compare them with"
+    told = f"{head}; no digests to compare them with"
     assert repr(found) == f"`{source.path / read}`: {told}"
     assert found.ok and found and found.digests == texts
     assert layouts.hashes(source.path) == before
@@ -147,10 +147,10 @@ GARBAGE = [
     (b"", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
     (b"\xff\xfe\xff", None),
     (b"[" * 200_000, None),
-    (b"[]", "ValueError: it is another document"),
+    (b"[]", "ValueError: it is a different kind of document"),
     (b"1" * 5000, None),
     (b'{"version": 1, "version": 1}', 'ValueError: the key "version" is there twice'),
-    (dumped(version=None), "ValueError: it is another document"),
+    (dumped(version=None), "ValueError: it is a different kind of document"),
     (dumped(version=2), "ValueError: version 2, and 1 is known"),
     (dumped(arrays=None), "KeyError: 'arrays'"),
     (dumped(arrays=[]), "AttributeError: 'list' object has no attribute 'items'"),
@@ -179,8 +179,8 @@ def test_garbage_is_no_record(tmp_path, data, problem):
     file = tmp_path / FILE
     file.write_bytes(data)
     summary, told, *rest = refused(reshard.CorruptCheckpointError, read_record, file).split("\n")
-    assert summary == f"`{file}` is no record of digests"
-    assert rest == ["", f"hint: rm '{file}' forgets what was recorded"]
+    assert summary == f"`{file}` is not a record of digests"
+    assert rest == ["", f"hint: rm '{file}' deletes the record"]
     assert told == f"  {problem}" if problem else told.startswith("  ")  # Python's own words
 
 
@@ -430,7 +430,7 @@ def test_an_earlier_record_is_checked_and_replaced(plain):
     assert not (path / TEMPORARY).exists()
     document = change_record(path, "w", digest="0" * 32)
     text = refused(reshard.CorruptCheckpointError, reshard.digest, path, write=True)
-    assert text == f"`{path}` is not whole\n  w: its values are not those on record"
+    assert text == f"`{path}` is damaged\n  w: its values are not those on record"
     assert json.loads((path / FILE).read_text()) == document
 
 

@@ -255,7 +255,7 @@ def test_a_class_or_a_function_is_no_target(saved, kind, made):
     ckpt, name = reshard.open(saved("standalone").path), made.__name__
     for call in (reshard.restore, functools.partial(reshard.to_mesh, mesh="1x8")):
         assert layouts.refused(reshard.ArgumentError, call, ckpt, target=made) == (
-            f"the target is a {kind}, `{name}`, and not a state\n\n"
+            f"the target is a {kind}, `{name}`, not a state\n\n"
             f"hint: reshard.target({name}, mesh=mesh)"
         )
 
@@ -264,7 +264,7 @@ def test_a_text_is_no_target(saved):
     ckpt = reshard.open(saved("standalone").path)
     for call in (reshard.restore, functools.partial(reshard.to_mesh, mesh="1x8")):
         assert layouts.refused(reshard.ArgumentError, call, ckpt, target="1x8") == (
-            "the target is the text '1x8', and not a state or a `jax.sharding.Mesh`\n\n"
+            "the target is the text '1x8', not a state or a `jax.sharding.Mesh`\n\n"
             "hint: reshard.target(model, mesh=mesh)\n"
             'hint: jax.make_mesh((1, 8), ("data", "model"), '
             "axis_types=(jax.sharding.AxisType.Auto,) * 2)"
@@ -891,7 +891,7 @@ def test_a_real_state_may_keep_what_is_missing(plain):
         f"`{path}` {HEAD}: 2 missing from it\n"
         "  params/lora/a  float32[3]: missing\n"
         "  params/lora/b  float32[2, 2]: missing\n\n"
-        'hint: keep=("params/lora/a",) leaves it as it is; globs work'
+        'hint: keep=("params/lora/a",) keeps its value; globs work'
     )
     got = reshard.restore(path, target, keep="params/lora/*")
     own = target["params"]["lora"]
@@ -937,8 +937,8 @@ def test_keep_of_what_is_not_there_or_has_no_value(plain, target):
     )
     assert refused(path, target, keep=("params/head/*", "step")) == (
         f"`{path}` {HEAD}: 2 kept without a value\n"
-        "  params/head/bias: it is kept, and has no value of its own\n"
-        "  params/head/kernel: it is kept, and has no value of its own\n\n" + KEPT_HINT
+        "  params/head/bias: keep names it, but it has no value\n"
+        "  params/head/kernel: keep names it, but it has no value\n\n" + KEPT_HINT
     )
     target["params"]["head"] = real(tree["params"]["head"], layouts.mesh((1, 8)))
     got = reshard.restore(path, target, keep=("params/head/*", "step"))
@@ -989,7 +989,7 @@ def test_options_that_are_unknown(plain, target):
         ("unexpected", 1, f"unexpected=1 {known} unexpected='error'\nhint: unexpected='ignore'"),
         ("max_memory", -5, f"`-5` {bytes_hint}"),
         ("max_memory", 0, f"`0` {bytes_hint}"),
-        ("keep", ["*", 3], "a glob is text\n  keep: 3\n\nhint: `params/**`, `**/kernel`"),
+        ("keep", ["*", 3], "a glob must be text\n  keep: 3\n\nhint: `params/**`, `**/kernel`"),
     ]:
         assert refused(plain[0], target, reshard.ArgumentError, **{name: value}) == text
 
@@ -1122,7 +1122,7 @@ def test_dtypes_that_jax_makes_narrower(tmp_path):
         for name, value in tree.items()
     }
     assert refused(tmp_path / "saved", target) == (
-        f"`{tmp_path}/saved` {HEAD}: 3 wider than JAX makes arrays\n"
+        f"`{tmp_path}/saved` {HEAD}: 3 wider than JAX allows by default\n"
         "  a: JAX makes no float64 arrays by default\n"
         "  b: JAX makes no int64 arrays by default\n"
         "  c: JAX makes no complex128 arrays by default\n\n"
@@ -1146,7 +1146,7 @@ def test_a_bare_mesh_and_dtypes_that_jax_makes_narrower(tmp_path):
         )
         save_pytree(tmp_path / "saved", tree)
     assert refused(tmp_path / "saved", on) == (
-        "JAX makes no arrays of these dtypes without jax_enable_x64\n"
+        "JAX cannot make arrays of these dtypes without jax_enable_x64\n"
         "  a  float64[8]\n  b  int64[16]\n\n"
         'hint: jax.config.update("jax_enable_x64", True)'
     )

@@ -192,11 +192,11 @@ def test_a_job_that_was_stopped_is_refused_resumed_or_begun_anew(sources, expect
             save(source, out)
         who = f"process {document['owner']['pid']} on {document['owner']['host']}"
         lines = str(error.value).splitlines()
-        assert lines[0] == f"a job that was stopped has left finished parts for `{out}`"
+        assert lines[0] == f"a stopped job left finished parts for `{out}`"
         assert lines[1].startswith(f"  {who}, since {document['since']}: ")
         assert lines[-2:] == [
-            "hint: resume=True goes on with it",
-            "hint: overwrite=True begins anew",
+            "hint: resume=True continues it",
+            "hint: overwrite=True starts again",
         ]
         save(source, out, **{how: True})
         assert_whole(out, expected("ckpt zarr2"))
@@ -222,9 +222,9 @@ def test_another_job_that_runs_or_of_which_nobody_knows(
         lines = str(error.value).splitlines()
         assert lines[0] == f"another job is writing `{out}`"
         assert lines[-3:] == [
-            "hint: wait until it has ended",
-            "hint: resume=True goes on with it",
-            "hint: overwrite=True begins anew",
+            "hint: wait until it ends",
+            "hint: resume=True continues it",
+            "hint: overwrite=True starts again",
         ]
     if ended is None:
         save(source, out, resume=True)
@@ -267,7 +267,7 @@ def test_a_job_that_fails_leaves_its_finished_shares_and_says_so(sources, expect
     assert 0 < len(shares) < count
     assert note == (
         f"{len(shares)} of {count} shares are complete, and stay in `{directory}`: "
-        "resume=True goes on with it"
+        "resume=True continues it"
     )
     databases = {path.name for path in directory.glob("ocdbt.process_*x0")}
     own = next(iter(databases))[:30]
@@ -306,7 +306,7 @@ def test_a_signal(sources, expected, tmp_path, number):
 def test_other_arguments(sources, tmp_path):
     source, out = sources("ckpt zarr2"), tmp_path / "out"
     killed(source, out)
-    first = f"what is unfinished for `{out}` is another job"
+    first = f"the unfinished job for `{out}` is a different one"
     cases = [
         ({"max_memory": "4MiB"}, "max_memory: 3.00 MiB then, 4.00 MiB now; it decides"),
         ({"format": "zarr3"}, "format: OCDBT, zarr2 then, OCDBT, zarr3 now"),
@@ -320,7 +320,7 @@ def test_other_arguments(sources, tmp_path):
         assert lines[0] == first
         assert lines[1].startswith(f"  {told}")
         assert lines[2].startswith("  process ")
-        assert lines[-1] == "hint: overwrite=True begins anew"
+        assert lines[-1] == "hint: overwrite=True starts again"
 
 
 # What was done to what an earlier run has written.
@@ -344,8 +344,8 @@ def test_a_flipped_bit(sources, expected, tmp_path):
 def test_what_an_earlier_version_has_left(sources, tmp_path, name):
     path = tmp_path / name.format("out")
     path.mkdir()
-    text = f"an earlier version of reshard has left an unfinished job: `{path}`"
-    text += f"\n  this version cannot resume it\n\nhint: rm -r '{path}', then begin anew"
+    text = f"an earlier version of reshard left an unfinished job: `{path}`"
+    text += f"\n  this version cannot resume it\n\nhint: rm -r '{path}', then start again"
     refused(reshard.DestinationError, text, save, sources("ckpt zarr2"), tmp_path / "out")
     assert os.listdir(tmp_path) == [path.name]
 
@@ -361,7 +361,7 @@ def test_shares_of_different_divisions_are_not_mixed(tmp_path, monkeypatch):
         for share in ((1, 2), (0, 3), (2, 3)):
             reshard.save(source, out, share=share, link=False)
     error = layouts.raised(reshard.DestinationError, reshard.commit, out)
-    assert str(error).startswith(f"several jobs have left parts for `{out}`\n")
+    assert str(error).startswith(f"several unfinished jobs exist for `{out}`\n")
     reshard.save(source, out, resume=True, link=False)
     assert reshard.diff(source, reshard.open(out), values=True).equal
 
@@ -372,9 +372,9 @@ def test_another_job_that_has_left_shares(sources, tmp_path):
     [directory] = unfinished(out)
     with pytest.raises(reshard.DestinationError) as error:
         reshard.save(source, out, share=(0, 2), link=False, codec="none")
-    hint = f"rm -r '{directory}', then begin anew"
+    hint = f"rm -r '{directory}', then start again"
     assert str(error.value).splitlines()[-1] == f"hint: {hint}"
-    subprocess.run(hint.removesuffix(", then begin anew"), shell=True, check=True)
+    subprocess.run(hint.removesuffix(", then start again"), shell=True, check=True)
     for number in range(2):
         reshard.save(source, out, share=(number, 2), link=False, codec="none")
     assert reshard.commit(out)
@@ -391,8 +391,8 @@ def test_a_directory_of_others_is_no_complete_job(sources, tmp_path):
 @pytest.mark.parametrize("name", [".reshard-1.0123456789abcdef", "1.replaced-by-reshard"])
 def test_a_checkpoint_with_the_name_of_a_leftover(sources, tmp_path, name):
     """A job for `1` would delete it."""
-    text = f"`{tmp_path / name}` is such a name as an unfinished job has"
-    text += "\n\nhint: write under another name"
+    text = f"`{tmp_path / name}` has a name that is reserved for unfinished jobs"
+    text += "\n\nhint: choose another name"
     refused(reshard.DestinationError, text, save, sources("ckpt zarr2"), tmp_path / name)
 
 

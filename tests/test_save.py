@@ -136,10 +136,7 @@ def document_of(path):
 
 def test_the_record_of_containers_goes_with_the_tree_that_it_describes(saved, save):
     ckpt = reshard.open(saved("rich").path)
-    told = (
-        "the record of which containers were tuples, namedtuples or classes is left out: it "
-        "describes the tree that was saved"
-    )
+    told = "the record of tuples, namedtuples and classes is left out: it describes the saved tree"
     for made, other in (
         (reshard.select(ckpt, "**"), False),
         (reshard.select(ckpt, drop="opt/**"), True),

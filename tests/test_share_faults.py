@@ -155,7 +155,7 @@ def test_a_job_of_workers_that_is_killed(project, number):
         (project / "gate").unlink()
         assert gone(workers)
     else:
-        text = "Interrupted; nothing half-written was left behind."
+        text = "Interrupted; no partial output was left behind."
         assert reshard_ended(process) == (130, text)
         assert gone(workers)
         (project / "gate").unlink()
@@ -165,7 +165,7 @@ def test_a_job_of_workers_that_is_killed(project, number):
         status, text = reshard_ended(begun("out", "--workers", "2"))
         assert (status, text.splitlines()[0]) == (
             2,
-            f"Error: a job that was stopped has left finished parts for `{out}`",
+            f"Error: a stopped job left finished parts for `{out}`",
         )
         assert text.endswith("\nhint: --resume goes on with it\nhint: --overwrite begins anew")
     assert reshard_ended(begun("out", "--workers", "3", "--resume")) == (0, "")

@@ -235,12 +235,12 @@ def test_missing_shares_are_listed_as_a_range(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, [1, 2, 4], 10)
     several = f"7 of 10 shares of `{out}` are not complete\n  missing: 0,3,5-9\n"
-    several += "  share 0 writes what is in no share, and has not done so\n\n"
-    several += "hint: write what is missing: share=(i, n) with i in 0,3,5-9 alone"
+    several += "  share 0, which also writes documents and other items, is not finished\n\n"
+    several += "hint: write the missing shares: share=(i, n) with i in 0,3,5-9 alone"
     refused(reshard.DestinationError, several, reshard.commit, out)
     write(source, out, [0, 3, 5, 6, 7, 8], 10)
     one = f"1 of 10 shares of `{out}` is not complete\n  missing: 9\n\n"
-    one += "hint: write what is missing: share=(i, n) with i in 9 alone"
+    one += "hint: write the missing shares: share=(i, n) with i in 9 alone"
     refused(reshard.DestinationError, one, reshard.commit, out)
     write(source, out, [9], 10)
     reshard.commit(out)
@@ -249,7 +249,7 @@ def test_missing_shares_are_listed_as_a_range(jobs, tmp_path):
 
 OTHERS = {
     "format: OCDBT, zarr2 then, OCDBT, zarr2, none now": {"codec": "none"},
-    "max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together": {
+    "max_memory: 3.00 MiB then, 4.00 MiB now; it changes which arrays are rewritten together": {
         "max_memory": "4MiB"
     },
 }
@@ -263,15 +263,15 @@ def test_shares_of_other_jobs(jobs, tmp_path, monkeypatch):
     for told, options in OTHERS.items():
         with pytest.raises(reshard.DestinationError) as caught:
             save(source, out, share=(1, 7), **options)
-        assert caught.value.summary == f"what is unfinished for `{out}` is another job"
+        assert caught.value.summary == f"the unfinished job for `{out}` is a different one"
         assert caught.value.problems[0] == told
         assert caught.value.problems[1].startswith(f"process {os.getpid()} on {platform.node()}, ")
-        assert caught.value.hints == (f"rm -r '{left}', then begin anew",)
+        assert caught.value.hints == (f"rm -r '{left}', then start again",)
     text = f"the job of `{out}` has 7 shares, not 8\n\n"
     text += "hint: share=(..., ...) of 7 shares writes one of them"
     refused(reshard.DestinationError, text, write, source, out, [1], 8)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
-    with pytest.raises(reshard.DestinationError, match="another version of reshard has written it"):
+    with pytest.raises(reshard.DestinationError, match="another version of reshard wrote it"):
         write(source, out, [3])
     assert hashes(left) == before
 
@@ -286,8 +286,8 @@ def test_a_source_that_changes(tmp_path, before_share):
         with pytest.raises(reshard.DestinationError, match=f"has changed since: `{source}`"):
             write(source, out, [1], 2)
     else:
-        text = f"the source changed while it was read\n  `{source}`\n\n"
-        text += f"hint: rm -r '{unfinished(out)[0]}', then begin anew"
+        text = f"the source changed during the job\n  `{source}`\n\n"
+        text += f"hint: rm -r '{unfinished(out)[0]}', then start again"
         refused(reshard.CorruptCheckpointError, text, reshard.commit, out)
     assert not out.exists()
 
@@ -296,7 +296,7 @@ def test_values_that_are_not_those_on_record(tmp_path):
     out, source = tmp_path / "out", make(tmp_path / "source", "ckpt zarr2", 1)
     misrecorded(source, "params.w0")
     write(source, out, range(2), 2)
-    text = f"values were read from `{source}` that are not those its digests were recorded of\n"
+    text = f"values read from `{source}` do not match its recorded digests\n"
     text += f'  params/w0  float32[512,512]\n\nhint: reshard.verify("{source}")'
     refused(reshard.CorruptCheckpointError, text, reshard.commit, out)
 
@@ -305,14 +305,14 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     text = f"there are no shares of `{out}`\n\nhint: share=(..., ...) writes one of them"
     refused(reshard.CheckpointNotFoundError, text, reshard.commit, out)
-    text = "`0` is no number of workers"
+    text = "`0` is not a number of workers"
     refused(reshard.ArgumentError, text, save, source, out, workers=0)
     assert [*tmp_path.iterdir()] == []
     write(source, out, [1], 2)
-    text = f"^a job that was stopped has left finished parts for `{out}`\n"
+    text = f"^a stopped job left finished parts for `{out}`\n"
     with pytest.raises(reshard.DestinationExistsError, match=text):
         save(source, out)
-    text = "a share is written whole or again, by one process\n\n"
+    text = "one process writes a share, from the beginning\n\n"
     text += "hint: share=(i, n) without resume, workers and executor"
     for options in ({"resume": True}, {"workers": 2}, {"executor": ThreadPoolExecutor(1)}):
         refused(reshard.ArgumentError, text, save, source, out, share=(0, 2), **options)
@@ -364,7 +364,7 @@ def test_missing_shares_that_have_begun_are_told(jobs, tmp_path):
     line = rf"begun: process {os.getpid()} on {re.escape(platform.node())}, since .* UTC: .*"
     for missing, nothing, begun in told[:-1]:
         assert missing == "missing: 0-1"
-        assert nothing == "share 0 writes what is in no share, and has not done so"
+        assert nothing == "share 0, which also writes documents and other items, is not finished"
         assert re.fullmatch(line, begun)
     save(source, out, share=(0, 2))
     assert reshard.commit(out)
@@ -440,8 +440,8 @@ def test_a_job_of_an_executor_that_fails_is_resumed(jobs, tmp_path, monkeypatch)
         document = json.loads(part(out, "rest").read_bytes())
         done = {int(file.stem) for file in left.rglob("*.json") if file.stem.isdigit()}
         told = f"{len(done)} of {document['count']} shares are complete, and stay in `{left}`: "
-        assert error.__notes__ == [f"{told}resume=True goes on with it"]
-        with pytest.raises(reshard.DestinationExistsError, match="has left finished parts"):
+        assert error.__notes__ == [f"{told}resume=True continues it"]
+        with pytest.raises(reshard.DestinationExistsError, match="left finished parts"):
             save(source, out, executor=thread)
         begun[:] = [None] * 3
         save(source, out, executor=thread, workers=40, resume=True)

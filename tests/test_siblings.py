@@ -119,7 +119,7 @@ def test_other_items_are_copied(roots, tmp_path, name):
     assert (out / "notes" / "none").is_dir()
     written = f"step 3 of `{root}` -> `{out}/3`"
     for made, notes in ((planned, [written]), (done, [written]), (reshard.plan(opened(root)), [])):
-        assert made.notes == ("item ema is not part of the job: it is copied as it is", *notes)
+        assert made.notes == ("item ema is not part of the job and is copied unchanged", *notes)
         assert (made.shared_bytes, made.other_bytes) == (0, sizes(root, copies(root)))
         own = sum(array.bytes_written for array in made.arrays)
         assert made.bytes_written == own + made.other_bytes
@@ -275,14 +275,14 @@ def test_one_that_an_earlier_version_has_recorded(root, tmp_path):
     file.write_text(json.dumps(record | {"beside": {"cfg/metadata": "0" * 64}}))
     told = f"the file `{root}/3/cfg/metadata`: "
     found = reshard.verify(reshard.open(root, item="state"))
-    assert found.problems == (f"{told}it is not the one on record",)
+    assert found.problems == (f"{told}it differs from the recorded one",)
     reshard.save(opened(root), tmp_path / "out")
     (root / "3" / "cfg" / "metadata").unlink()
     text = (
-        f"`{root}/3/state` is not what its digests were recorded of\n"
+        f"`{root}/3/state` does not match its recorded digests\n"
         f"  {told}on record, and not there\n\n"
         f'hint: reshard.verify(reshard.open("{root}/3", item="state"))\n'
-        f"hint: rm '{file}' forgets what was recorded"
+        f"hint: rm '{file}' deletes the record"
     )
     not_saved(reshard.CorruptCheckpointError, text, root, tmp_path / "again")
 
@@ -338,8 +338,8 @@ def not_resumed(root, out, **options):
     with pytest.raises(reshard.DestinationError) as error:
         reshard.save(opened(root), out, resume=True, **options)
     lines = str(error.value).splitlines()
-    assert lines[0] == f"what is unfinished for `{out}` is another job"
-    assert lines[-1] == "hint: overwrite=True begins anew"
+    assert lines[0] == f"the unfinished job for `{out}` is a different one"
+    assert lines[-1] == "hint: overwrite=True starts again"
     return lines
 
 
@@ -365,7 +365,7 @@ def test_all_that_has_changed_is_told(root, tmp_path):
     touched(root / "3" / "state" / "_METADATA")
     assert not_resumed(root, out, max_memory="4MiB")[1:4] == [
         *(f"  the source has changed since: `{root / p}`" for p in ("3/state", "3/cfg")),
-        "  max_memory: 3.00 MiB then, 4.00 MiB now; it decides what is rewritten together",
+        "  max_memory: 3.00 MiB then, 4.00 MiB now; it changes which arrays are rewritten together",
     ]
 
 
@@ -378,7 +378,7 @@ def test_something_else_in_the_source_changes_meanwhile(root, tmp_path, where, c
         if not changed:
             changed.append(change(root / where))
 
-    text = f"the source changed while it was read\n  `{root / where}`"
+    text = f"the source changed during the job\n  `{root / where}`"
     options = {"resume": resume, "progress": progress}
     not_saved(reshard.CorruptCheckpointError, text, root, out, **options)
     assert os.listdir(out.parent) == []

@@ -654,12 +654,12 @@ PATTERN_HINT = (
     "\n\nhint: `params/layer_{}` stands for params/layer_0, params/layer_1 and so on; "
     "`*` for any key"
 )
-UNCLEAR = "that does not say which layers"
+UNCLEAR = "that does not name the layers"
 NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers are not alike"
-KEYS = "params/l0/w: PRNG keys are only moved, stacked and unstacked as they are"
+KEYS = "params/l0/w: PRNG keys can only be moved, stacked or unstacked"
 STEP = "steps that cannot be carried out\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
-TAKEN = "there are leaves in these places already"
+TAKEN = "leaves exist in these places already"
 
 
 def refused(function, ckpt, arguments, **names):
@@ -692,8 +692,8 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     (
         *(stack, ALIKE, ("params/l", "params/*/l{}", 0, [0, 0]), UNCLEAR),
         "`params/l` must have one `{}`, for the number of a layer",
-        "`params/*/l{}` must have no `{}`: it is all layers",
-        "`params/l` and `params/*/l{}` must have as many `*`",
+        "`params/*/l{}` must have no `{}`: it holds all layers",
+        "`params/l` and `params/*/l{}` must have the same number of `*`",
         "indices [0, 0] must be numbers of layers, each once" + PATTERN_HINT,
     ),
     (
@@ -704,8 +704,8 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     (
         *(unstack, ALIKE, ("params/l{}", "params/*/l", 0, []), UNCLEAR),
         "`params/*/l` must have one `{}`, for the number of a layer",
-        "`params/l{}` must have no `{}`: it is all layers",
-        "`params/*/l` and `params/l{}` must have as many `*`",
+        "`params/l{}` must have no `{}`: it holds all layers",
+        "`params/*/l` and `params/l{}` must have the same number of `*`",
         "indices [] must be numbers of layers, each once" + PATTERN_HINT,
     ),
     # Gaps, and layers that differ.
@@ -883,7 +883,7 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
     alone = put(tmp_path / "b", tree_of(ALIKE))
     assert refused(stack, alone, ALL, names=["stage", "model"]) == (
         "the layers cannot be partitioned over stage and model\n"
-        "  the checkpoint was saved on no mesh\n\n"
+        "  the checkpoint was saved without a mesh\n\n"
         'hint: put it on a mesh that has them: `to_mesh(ckpt, "stage=2,model=4")`'
     )
     mixed = put(tmp_path / "c", {"params": {"l0": place((2, 3)), "l1": jnp.ones((2, 3))}})

@@ -982,7 +982,7 @@ def test_a_name_without_a_rule_is_replicated_in_linen_and_an_error_in_nnx():
         "the model does not fit the mesh `data=2,model=4`\n"
         "  w  [8, 16] ('embed', 'hidden'): P('data', 'hidden') names axis 'hidden', which "
         "`data=2,model=4` lacks\n\n"
-        "hint: the rule (\"hidden\", None) replicates what is named 'hidden'"
+        "hint: the rule (\"hidden\", None) replicates dimensions named 'hidden'"
     )
     for state in (linen, nnx.State({"w": variable})):
         got = reshard.target(state, mesh=MESH, rules=rules, semantics="linen")
@@ -1016,20 +1016,19 @@ def test_names_without_a_rule_and_rules_without_a_name_are_told():
         "no rule has the axis name `hidden`; the nearest rule is `hiden`. Leaves replicated along "
         "this axis: 4, 640 B a device",
         "no rule has the axis name `kv`. Leaves replicated along this axis: 2, 128 B a device",
-        "no leaf has the axis name of these rules: `hiden`, `heads`. Replicated in all: 300 B a "
-        "device",
+        "rules whose axis name no leaf has: `hiden`, `heads`. Replicated in all: 300 B a device",
     )
     assert reshard.coverage(make, mesh=MESH, rules=rules).notes == expected
     assert warned(make, mesh=MESH, rules=rules) == [*expected]
     # In a state without names, rules reach nothing.
     bare = {"params": {"w": jnp.ones((8, 16))}}
-    text = "no leaf has the axis name of these rules: `embed`. Replicated in all: 512 B a device"
+    text = "rules whose axis name no leaf has: `embed`. Replicated in all: 512 B a device"
     assert warned(bare, mesh=MESH, rules=[("embed", "data")]) == [text]
     # A name of NNX's without a rule is an axis of the mesh, and the error has the nearest rule.
     with nnx.use_eager_sharding(False):
         state = nnx.State({"w": param((8, 16), "embed", "hidden")})
     assert raised(state, mesh=MESH, rules=rules).endswith(
-        "\n\nhint: the rule (\"hidden\", None) replicates what is named 'hidden'; "
+        "\n\nhint: the rule (\"hidden\", None) replicates dimensions named 'hidden'; "
         "the nearest rule is `hiden`"
     )
 
@@ -1042,9 +1041,7 @@ def test_nobody_is_warned_where_every_name_has_a_rule():
     assert warned(state, mesh=AbstractMesh((1, 1), ("data", "model")), rules=[("x", "data")]) == []
     # A rule may be for activations.
     (note,) = reshard.coverage(state, mesh=MESH, rules=RULES).notes
-    assert note == (
-        "no leaf has the axis name of these rules: `batch`. Replicated in all: 0 B a device"
-    )
+    assert note == ("rules whose axis name no leaf has: `batch`. Replicated in all: 0 B a device")
     # What a regex lays out needs no rule.
     assert warned(state, mesh=MESH, rules=[("embed", "data")], specs={"w|b": P("model")}) == []
 
@@ -1077,7 +1074,7 @@ def test_all_problems_of_a_train_state_at_once():
         "  params/odd  [7, 6] ('embed', 'hidden'): dimension 0 of 7 does not divide by 2 (data)\n"
         "  params/odd  [7, 6] ('embed', 'hidden'): dimension 1 of 6 does not divide by 4 (model)\n"
         "  params/twice: its names ('embed', 'embed') have 'embed' twice\n\n"
-        "hint: the rule (\"expert\", None) replicates what is named 'expert'\n"
+        "hint: the rule (\"expert\", None) replicates dimensions named 'expert'\n"
         'hint: the rule ("model", "model") splits over it, ("model", None) replicates'
     )
     assert raised(make, mesh=MESH, rules=RULES) == expected
@@ -1156,7 +1153,7 @@ WRONG_MODELS = [
     ),
     (
         {"mesh": None},
-        "a target needs a mesh of JAX's, not None\n\n"
+        "a target needs a jax.sharding.Mesh, not None\n\n"
         'hint: jax.make_mesh((1, 8), ("data", "model"), '
         "axis_types=(jax.sharding.AxisType.Auto,) * 2)\n"
         "hint: jax.sharding.AbstractMesh(...)",

@@ -210,7 +210,7 @@ def test_a_glob_that_matches_leaves_is_of_these_alone():
     """As it was when no glob was of modules; what it passes over is told."""
     paths = [("a", "kernel"), ("b", "kernel", "value"), ("c", "kernel", "value")]
     assert tree.passed_over(paths, ["**/kernel", "c/kernel", "a/*", "a/**", "?"]) == [
-        "`**/kernel` matches leaves, and is taken for these alone: b/kernel/value is in a module "
+        "`**/kernel` matches leaves, so it applies to these alone: b/kernel/value is in a module "
         "that it matches, too"
     ]
 
@@ -307,7 +307,7 @@ def test_rename_of_a_prefix_keeps_the_keys_below_it(keys):
     assert tree.rename_paths([old], [("^root/", "top/")]) == {old: ("top", *keys)}
 
 
-MEET = "leaves would meet in one place after renaming\n"
+MEET = "several leaves would have the same path after renaming\n"
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_every_list_with_a_gap_is_named():
     paths = [("a", 0), ("a", 2), ("a", 5), ("b", 1, "w"), ("c", 0), ("c", 1)]
     paths += [("d", 0, "two words", 3), ("e", 0), *(("e", key) for key in ("y", "x z", "w", "v"))]
     assert refused(TreeMismatchError, tree.check_lists, paths) == (
-        "a list would lose positions, and what follows would shift\n"
+        "a list would lose positions, so later elements would shift\n"
         "  a has position 2 but no position 1\n"
         "  b has position 1 but no position 0\n"
         '  d/0/"two words" has position 3 but no position 0\n'

@@ -138,8 +138,8 @@ def test_files_around_the_arrays(saved, tmp_path):
     (path / "20" / "_CHECKPOINT_METADATA").unlink()
     (item / "new.txt").write_text("what was added later is nobody's business")
     assert set(reshard.verify(path).problems) == {
-        f"the file `{sharding}`: it is not the one on record",
-        f"the file `{item}/array_metadatas/process_0`: on record, and not there",
+        f"the file `{sharding}`: it differs from the recorded one",
+        f"the file `{item}/array_metadatas/process_0`: recorded, but missing",
     }
 
 
@@ -159,10 +159,10 @@ def test_records_of_something_else(copied, tmp_path, monkeypatch):
         "w: it is float32[64,96], and float32[96,64] on record",
     )
     others = (
-        "the array `gone\\u001b`: on record, and not there",
-        f"the file `{path}/_sharding`: it is not the one on record",
+        "the array `gone\\u001b`: recorded, but missing",
+        f"the file `{path}/_sharding`: it differs from the recorded one",
         f"the file `{path}/{'x' * 300}`: it cannot be read: File name too long",
-        f"the file `{path}/nothing/here`: on record, and not there",
+        f"the file `{path}/nothing/here`: recorded, but missing",
     )
     told = "".join(f"\n  {line}" for line in (*of_arrays, *others))
     read = f"`{path}`: 3 arrays read, 0 compared with digests"
@@ -170,7 +170,7 @@ def test_records_of_something_else(copied, tmp_path, monkeypatch):
     # A job tells the same, before a byte is written; and so does its plan.
     monkeypatch.delattr("reshard.writer.commit.begin")
     ckpt = reshard.to_mesh(reshard.cast(reshard.open(path), "float16", "w"), "8x1")
-    summary = f"`{path}` is not what its digests were recorded of"
+    summary = f"`{path}` does not match its recorded digests"
     hint = f'reshard.verify("{path}")'
     for made, problems in ((ckpt, (*of_arrays, *others)), (reshard.select(ckpt, "e"), others)):
         lines = "\n  ".join((summary, *problems))
@@ -179,15 +179,15 @@ def test_records_of_something_else(copied, tmp_path, monkeypatch):
         assert tuple(map(printable, planned.problems)) == (summary, *problems)
         assert planned.hints == (hint,)
     (path / FILE).write_text("{")
-    problem = f"`{path / FILE}` is no record of digests\n  "
+    problem = f"`{path / FILE}` is not a record of digests\n  "
     reason = "JSONDecodeError: Expecting property name enclosed in double quotes: "
     reason += "line 1 column 2 (char 1)"
     assert repr(reshard.verify(path)) == f"{read}, 2 problems\n  {problem}{reason}"
-    hint = f"rm '{path / FILE}' forgets what was recorded"
+    hint = f"rm '{path / FILE}' deletes the record"
     assert refusal(ckpt, out) == f"{problem}{reason}\n\nhint: {hint}"
     (path / FILE).unlink()
     (path / FILE).mkdir()
-    assert reshard.verify(path).problems == (f"`{path / FILE}` is a directory, and not a file",)
+    assert reshard.verify(path).problems == (f"`{path / FILE}` is a directory, not a file",)
 
 
 def test_every_kind_of_fault_at_once(copied):
@@ -198,9 +198,9 @@ def test_every_kind_of_fault_at_once(copied):
     (path / "_sharding").unlink()
     assert reshard.verify(path).problems == (
         "b: 1 of its 8 stored chunks are missing",
-        f"e: its data file `{path}/e/0.0` has 5 bytes, and would have to have at least 384",
+        f"e: its data file `{path}/e/0.0` has 5 bytes, expected at least 384",
         "w: its values are not those on record",
-        f"the file `{path}/_sharding`: on record, and not there",
+        f"the file `{path}/_sharding`: recorded, but missing",
     )
 
 
@@ -323,7 +323,7 @@ def refusal(ckpt, out, **kwargs):
 def words(path, *leaves):
     lines = "\n".join(f"  {leaf}" for leaf in leaves)
     return (
-        f"values were read from `{path}` that are not those its digests were recorded of\n"
+        f"values read from `{path}` do not match its recorded digests\n"
         f'{lines}\n\nhint: reshard.verify("{path}")'
     )
 
@@ -344,8 +344,8 @@ def test_values_that_are_not_those_on_record_are_not_passed_on(copied, tmp_path)
     assert reshard.verify(out).compared == 1
     # What is moved undecoded is found when it is read back.
     assert refusal(some, tmp_path / "moved", chunks="keep", verify=True) == (
-        "what was written is not what is read back\n"
-        "  w: its values are not those that were written\n\n"
+        "written values differ when read back\n"
+        "  w: its values differ from the written ones\n\n"
         f'hint: reshard.verify("{path}")'
     )
     # Without that nobody reads it: the digest that is carried along still tells.
@@ -381,8 +381,8 @@ def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
     monkeypatch.setattr(execution, "write_item", and_a_bit_flips)
     ckpt = reshard.to_mesh(reshard.open(path), "8x1")
     assert refusal(ckpt, out, verify=True) == (
-        "what was written is not what is read back\n"
-        "  w: its values are not those that were written\n\n"
+        "written values differ when read back\n"
+        "  w: its values differ from the written ones\n\n"
         f'hint: reshard.verify("{path}")'
     )
     reshard.save(ckpt, out)
@@ -459,8 +459,8 @@ def test_against_a_record(tmp_path):
     )
     file.write_text("{}")
     assert layouts.refused(reshard.CorruptCheckpointError, reshard.verify, one, file) == (
-        f"`{file}` is no record of digests\n"
-        "  ValueError: it is another document\n\n"
+        f"`{file}` is not a record of digests\n"
+        "  ValueError: it is a different kind of document\n\n"
         "hint: reshard.digest(path, write=True)"
     )
 
@@ -529,7 +529,7 @@ def test_the_command_exits_with_1_where_something_is(copied, made, run):
 
 def test_the_command_exits_with_2_where_it_cannot_tell(made, tmp_path, run):
     path = made("zarr2-ocdbt-zstd")
-    nothing = f"Error: there is nothing at `{tmp_path}/nothing`\n"
+    nothing = f"Error: nothing exists at `{tmp_path}/nothing`\n"
     assert refused(tmp_path, "verify", tmp_path / "nothing").startswith(nothing)
     told = refused(tmp_path, "verify", path, "--max-memory", "1KiB")
     assert told.startswith("Error: one chunk, encoded and decoded, does not fit into 1.00 KiB\n")
@@ -557,7 +557,7 @@ def test_steps_and_items(saved, tmp_path, run):
     latest = "step 20 is the latest of 2: --step all reads each\n"
     read = f"{count} arrays read, {count} compared with digests, "
     assert out.startswith(f"{latest}`{path}/20/default`: {read}")
-    counted = f"{count} arrays read whole; there are no digests to compare them with\n"
+    counted = f"{count} arrays read; no digests to compare them with\n"
     assert run("verify", path) == (0, f"{latest}`{path}/20/default`: {counted}", "")
     assert run("verify", path, "--step", "latest", "--quiet") == (0, "", "")
     one = shutil.copytree(path / "20", tmp_path / "one" / "20").parent
@@ -640,7 +640,7 @@ def test_all_steps_of_a_root_of_one_have_the_form_of_several(three, tmp_path, ru
     shutil.rmtree(root / "10" / "default" / "w")
     status, out, err = run("digest", root, "--step", "all", "--json")
     assert (status, json.loads(out)) == (2, {"steps": []})
-    assert err.startswith(f"Error: `{root}/10/default` is not whole: ")
+    assert err.startswith(f"Error: `{root}/10/default` is damaged: ")
 
 
 def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
@@ -669,7 +669,7 @@ def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
     # Errors of other commands: those of all steps, and what can be read.
     status, out, err = run("digest", root, "--step", "1,2,10", "--json")
     assert (status, [one["step"] for one in json.loads(out)["steps"]]) == (2, [10])
-    assert err.startswith(f"Error: step 1: `{root}/1` is not whole\n")
+    assert err.startswith(f"Error: step 1: `{root}/1` is damaged\n")
     assert err.endswith(missing)
     assert run("inspect", root, "--step", "1,2")[::2] == (2, missing)
     # A step that was never committed is one of all.
@@ -736,8 +736,8 @@ def test_digests_are_shown_and_written(made, tmp_path, run):
     for file in ("../known.json", FILE):
         assert in_process.reshard_in(path, "verify", ".", "--against", file) == (0, text, "")
     (path / "_sharding").unlink()
-    told = f"`{path}` is not whole\n  the file `{path}/_sharding`: on record, and not there\n\n"
-    told += f"hint: rm '{path}/reshard_digests.json' forgets what was recorded\n"
+    told = f"`{path}` is damaged\n  the file `{path}/_sharding`: recorded, but missing\n\n"
+    told += f"hint: rm '{path}/reshard_digests.json' deletes the record\n"
     assert run("digest", path, "--write") == (2, "", f"Error: {told}")
 
 
@@ -751,8 +751,8 @@ def test_a_job_records_and_reads_back(copied, tmp_path, run):
     reshard.digest(path, write=True)
     corrupt(path)
     call, typed = f'reshard.verify("{path}")', f"reshard verify '{path}'"
-    told = "what was written is not what is read back\n"
-    told += "  w: its values are not those that were written\n\n"
+    told = "written values differ when read back\n"
+    told += "  w: its values differ from the written ones\n\n"
     assert run(*arguments, "--verify") == (2, "", f"Error: {told}hint: {typed}\n")
     said = words(path, "w  float32[64,96]").replace(call, typed)
     assert run("ckpt", path, out, "--to", "8x1") == (2, "", f"Error: {said}\n")

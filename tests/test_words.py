@@ -1,6 +1,7 @@
-"""README, topics and `--help` in plain English: short sentences, and no phrase of a kind that made
-readers stumble."""
+"""README, topics, `--help` and errors in plain English: short sentences, and no phrase of a
+kind that made readers stumble."""
 
+import ast
 import pathlib
 import re
 
@@ -17,6 +18,13 @@ ODD = re.compile(
     r"\b(tells|(is|are) told|is said|goes without|goes by|for one\b[.,)]|but for|of which"
     r"|so much as|in one another|would have to have|is of no use|has it that|as many as there"
     r"|what is there|than it is|in want of|on the way of|has no part in)",
+    re.IGNORECASE,
+)
+# Phrases that errors had.
+GONE = re.compile(
+    r"\b(tells|goes (with|on)|anew|in one another|would have to have|what is there|begins? anew"
+    r"|is of no use|exclude each other|no model does|as many as|was to be made|run backwards"
+    r"|half[- ]written|takes it away|was asked to be)\b|\bis no (regex|codec|number|function)\b",
     re.IGNORECASE,
 )
 
@@ -51,6 +59,24 @@ def helps() -> list[tuple[str, str]]:
     return found
 
 
+def messages() -> list[tuple[str, str]]:
+    """Each string in `reshard/` of three words or more that is no docstring, with its file and
+    line: errors, warnings, hints and labels. An `X` stands for each expression in it."""
+    found = []
+    for path in sorted((ROOT / "reshard").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        nodes = list(ast.walk(tree))
+        apart = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        apart |= {id(v) for node in nodes if isinstance(node, ast.JoinedStr) for v in node.values}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in apart:
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+                values = [v.value if isinstance(v, ast.Constant) else "X" for v in parts]
+                if len((text := "".join(map(str, values))).split()) > 2:
+                    found.append((f"{path.relative_to(ROOT)}:{node.lineno}", text))
+    return found
+
+
 def problems(text: str) -> list[str]:
     found = [f"odd: {match[0]}" for match in ODD.finditer(" ".join(prose(text)))]
     return found + [f"long: {s}" for s in prose(text) if len(s.split()) > MOST_WORDS]
@@ -63,6 +89,13 @@ def test_documents(path):
 
 def test_help():
     assert [(name, said) for name, text in helps() if (said := problems(text))] == []
+
+
+def test_errors():
+    texts = messages()
+    assert len(texts) > 400
+    odd = [(where, text) for where, text in texts if GONE.search(text)]
+    assert odd + [(w, text) for w, text in texts if any("long" in p for p in problems(text))] == []
 
 
 def test_a_long_sentence_and_an_odd_phrase_are_found():

@@ -59,7 +59,7 @@ def test_results_come_in_order_and_a_task_whose_worker_is_killed_is_done_again(l
 def test_a_task_that_kills_its_workers_ends_the_job(log):
     text = (
         "3 workers were killed, one after another\n  task 0 is not done\n\n"
-        "hint: workers=... and max_memory=... multiply: less of both takes less"
+        "hint: each worker uses max_memory: reduce workers=... or max_memory=..."
     )
     tasks = [Tiny(0, log, "killed"), Tiny(1, log), Tiny(2, log)]
     refused(reshard.ReshardError, text, run_tasks, tasks, ignored, workers=1)
@@ -143,7 +143,7 @@ def test_a_worker_that_does_not_go_on_is_told_of_once(log, monkeypatch):
         run_tasks([Tiny(0, log, "slow")], ignored, workers=1)
     assert re.fullmatch(
         r"task 0: its worker, process \d+, has reported nothing for 0 seconds: a batch of large "
-        r"chunks may take so long, or it hangs",
+        r"chunks may take so long, or the worker hangs",
         str(told[0].message),
     )
     assert len(told) <= 2  # while it starts, and while it sleeps
@@ -154,7 +154,7 @@ def test_what_workers_cannot_import_is_told_before_anything_runs(log):
     with pytest.raises(reshard.ArgumentError) as caught:
         check_tasks(tasks)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "workers cannot be given what they are to do"
+    assert lines[0] == "the tasks cannot be sent to the workers"
     assert "<lambda>" in lines[1]
     assert lines[3] == "hint: define functions at the top level of a module, which workers import"
     assert not log.exists()
@@ -231,7 +231,7 @@ def test_what_cannot_be_read_is_told_as_in_one_process(two, threads, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, -1, "2", 1.5, True])
 def test_no_number_of_workers(two, workers):
-    with pytest.raises(reshard.ArgumentError, match=f"^`{workers}` is no number of workers$"):
+    with pytest.raises(reshard.ArgumentError, match=f"^`{workers}` is not a number of workers$"):
         reshard.verify(two[0], workers=workers)
 
 

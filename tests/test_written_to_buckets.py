@@ -184,16 +184,16 @@ def failed(*args, **kwargs):
 def complete(url):
     """What is said of a checkpoint that is complete."""
     return (
-        f"`{url}` is complete, and a complete checkpoint in a bucket is not replaced\n\n"
-        "hint: write to another prefix, and delete this one when you have looked at it"
+        f"`{url}` is complete, and a complete checkpoint in a bucket is never replaced\n\n"
+        "hint: write to another prefix, check the result, then delete this prefix"
     )
 
 
 def unfinished(url):
     """What is said of a job that was stopped, less who wrote it."""
     return (
-        f"a job that was stopped has left finished parts for `{url}`\n  WRITER\n\n"
-        "hint: resume=True goes on with it\nhint: overwrite=True begins anew"
+        f"a stopped job left finished parts for `{url}`\n  WRITER\n\n"
+        "hint: resume=True continues it\nhint: overwrite=True starts again"
     )
 
 
@@ -209,7 +209,7 @@ def test_what_is_complete_is_not_replaced(small, stores, url):
     reshard.save(ckpt, url, resume=True)
     for below in ("extra", "extra/1000"):
         text = f"`{url}/{below}` is inside of `{url}`, which is complete"
-        refused(f"{text}\n\nhint: write to a prefix beside it", ckpt, f"{url}/{below}")
+        refused(f"{text}\n\nhint: write to another prefix", ckpt, f"{url}/{below}")
         assert reshard.plan(ckpt, f"{url}/{below}").problems == (text,)
     assert stores.keys(url) == keys
 
@@ -220,18 +220,18 @@ def test_what_is_something_else_is_not_cleared(small, stores):
         parse_location(f"{bucket}/{name}").write(b"kept")
     ckpt, error = reshard.open(small), reshard.DestinationExistsError
     text = (
-        f"`{bucket}/out` holds objects that no job of reshard has written\n"
+        f"`{bucket}/out` holds objects that reshard did not write\n"
         f"  `{bucket}/out/notes.txt`\n\n"
         "hint: write to another prefix, or delete these while no job runs"
     )
     for options in ({}, {"overwrite": True}, {"resume": True}):
         refused(text, ckpt, f"{bucket}/out", error=error, **options)
         refused(complete(f"{bucket}/other"), ckpt, f"{bucket}/other", error=error, **options)
-    refused(f"`{bucket}/object` is an object, and not a prefix of others", ckpt, f"{bucket}/object")
+    refused(f"`{bucket}/object` is an object, not a prefix", ckpt, f"{bucket}/object")
     refused(f"`{bucket}` is a whole bucket\n\nhint: a name in it: {bucket}/1000", ckpt, bucket)
     reshard.save(ckpt, f"{bucket}/in")
-    inside = f"the destination `{bucket}/in/2` and the source `{bucket}/in` are inside one another"
-    hint = "hint: write to a prefix beside the source"
+    inside = f"the destination `{bucket}/in/2` and the source `{bucket}/in` overlap"
+    hint = "hint: write to another prefix"
     refused(f"{inside}\n\n{hint}", reshard.open(f"{bucket}/in"), f"{bucket}/in/2")
     keys = [key for key in stores.keys(bucket) if not key.startswith("in/")]
     assert keys == ["object", f"other/200/{MARKER}", "out/notes.txt"]
@@ -259,7 +259,8 @@ def test_a_directory_that_is_swept_away_while_it_is_written(run, stores, url):
 
     short = rf"^1 of 1 shares of `{url}` is not complete\n  missing: 0\n"
     gone = (
-        rf"^files that the commit record names are gone\n(.|\n)*hint: delete `{url}` while no job"
+        r"^files that the commit record names are missing\n(.|\n)*"
+        rf"hint: delete `{url}` while no job"
     )
     for point, removed, text in (
         (r"process_\w+/0.json", "", short),
@@ -284,14 +285,14 @@ def test_a_store_that_refuses(kind, small, stores):
     for point, there in (
         ("begun.json", None),
         (r"rest\w+/", None),
-        (SHARE, "what is in no share is complete, and stays"),
+        (SHARE, "the documents and other items are complete, and stay"),
         (f"/{RECORD}", "1 of 1 shares are complete, and stay"),
         ("/_METADATA", "1 of 1 shares are complete, and stay"),
         (f"/{MARKER}", ""),  # the record says all
     ):
         stores.faults += [Fault(f"write .*{point}", 403)]
         notes = failed(on("1x8", small), url, resume=True)
-        assert notes == ([f"{there} in `{url}`: resume=True goes on with it"] if there else [])
+        assert notes == ([f"{there} in `{url}`: resume=True continues it"] if there else [])
         assert (stores.keys(top(url)) == []) == (there is None)
         with pytest.raises((reshard.CheckpointNotFoundError, reshard.CheckpointFormatError)):
             reshard.open(url)
@@ -315,7 +316,7 @@ def test_a_store_that_ignores_conditions(small, stores):
     url = f"{stores.bucket('gs')}/out"
     text = (
         f"`{url}` cannot be written\n"
-        "  this store ignores conditions of writes, so two jobs could mix there\n\n"
+        "  this store ignores conditions of writes, so two jobs could mix\n\n"
         "hint: write to a disk, and copy the result"
     )
     refused(text, on("1x8", small), url, error=reshard.StoreError)
@@ -367,7 +368,7 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
         refused(unfinished(url), on("1x8", small), url, error=error)
         with pytest.raises(reshard.DestinationError, match="is another job\n  mesh: ") as caught:
             reshard.save(on("2x4", small), url, resume=True)
-        assert caught.value.hints[-1] == "overwrite=True begins anew"
+        assert caught.value.hints[-1] == "overwrite=True starts again"
     assert_saved(url, small, stores, resume=True)
 
 

@@ -135,5 +135,5 @@ def check_size(shape: Shape) -> None:
     elements = math.prod(max(size, 1) for size in shape)
     if elements > _MOST_ELEMENTS:
         raise TreeMismatchError(
-            f"an array of {list(shape)} would have {elements} elements: no model has as many"
+            f"an array of {list(shape)} would have {elements} elements, more than any model has"
         )

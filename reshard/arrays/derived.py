@@ -42,7 +42,7 @@ def apply(
     check_names(inputs)
     if len({(h.dtype, h.stored_dtype, h.value_type, h.key_impl) for h in inputs}) > 1:
         raise TreeMismatchError(
-            "arrays of different kinds cannot become one",
+            "arrays of different kinds cannot be combined",
             [
                 f"{format_path(h.path)}  {h.describe()} {h.value_type}"
                 + (f", stored as {h.stored_dtype.name}" if h.dtype != h.stored_dtype else "")
@@ -50,7 +50,7 @@ def apply(
             ],
         )
     if first.key_impl is not None and not _of_whole_keys(operation, first.shape):
-        text = "PRNG keys are only moved, stacked and unstacked as they are"
+        text = "PRNG keys can only be moved, stacked or unstacked"
         raise TreeMismatchError(f"{format_path(first.path)}: {text}")
     empty = [
         f"{format_path(path)}  {first.dtype.name}{list(shape)}"
@@ -58,7 +58,7 @@ def apply(
         if 0 in shape
     ]
     if empty:
-        raise TreeMismatchError("Orbax stores no arrays without elements", empty)
+        raise TreeMismatchError("Orbax cannot store empty arrays", empty)
     if isinstance(operation, Pad) and not _has_value(first.stored_dtype, operation.fill):
         raise TreeMismatchError(
             f"{format_path(first.path)}: {first.stored_dtype.name} has no value {operation.fill}"

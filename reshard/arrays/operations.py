@@ -244,8 +244,8 @@ class Unstack(_Boxes):
             )
         if self.count > _MOST_PARTS:
             raise TreeMismatchError(
-                f"axis {self.axis} of {list(shape)} would become {self.count} arrays: no model "
-                "has as many"
+                f"axis {self.axis} of {list(shape)} would become {self.count} arrays, more than "
+                "any model has"
             )
         return [without(shape, axis)] * self.count
 
@@ -269,7 +269,7 @@ class Pad(_Boxes):
     def shapes(self, inputs: Shapes) -> list[Shape]:
         shape = one_shape(inputs)
         if len(shape) != len(self.widths) or any(min(pair) < 0 for pair in self.widths):
-            raise TreeMismatchError(f"{list(self.widths)} are no widths to pad {list(shape)} with")
+            raise TreeMismatchError(f"{list(self.widths)} cannot pad {list(shape)}")
         made = tuple(a + size + b for size, (a, b) in zip(shape, self.widths, strict=True))
         check_size(made)
         return [made]
@@ -312,7 +312,7 @@ class Crop(_Boxes):
         return [tuple(size - a - b for size, (a, b) in zip(shape, self.widths, strict=True))]
 
     def inverse(self, inputs: Shapes) -> NoReturn:
-        raise TreeMismatchError("a crop cannot be run backwards: what it cuts off is gone")
+        raise TreeMismatchError("a crop cannot be inverted: the cut elements are lost")
 
     def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
         return [(0, [before for before, _ in self.widths])]
@@ -328,7 +328,7 @@ class Constant:
         return [self.values.shape]
 
     def inverse(self, inputs: Shapes) -> NoReturn:
-        raise TreeMismatchError("values that were given cannot be run backwards")
+        raise TreeMismatchError("given values cannot be inverted")
 
     def sources(self, part: int, box: Box, inputs: Shapes) -> Sources:
         return []
@@ -358,7 +358,7 @@ class Apply:
         return [made]
 
     def inverse(self, inputs: Shapes) -> NoReturn:
-        raise TreeMismatchError(f"what `{self.name}` makes cannot be run backwards")
+        raise TreeMismatchError(f"what `{self.name}` makes cannot be inverted")
 
     def specs(self, specs: Sequence[Spec], inputs: Shapes) -> list[Spec]:
         """Of an array of another shape, that of nothing partitioned."""
@@ -409,8 +409,8 @@ class Apply:
         made = made.astype(made.dtype.newbyteorder("="), copy=False)
         if made.shape != shape or made.dtype != dtype:
             raise TreeMismatchError(
-                f"`{self.name}` made {made.dtype.name}{list(made.shape)} of {given}, and "
-                f"{dtype.name}{list(shape)} was to be made",
+                f"`{self.name}` made {made.dtype.name}{list(made.shape)} of {given}, "
+                f"expected {dtype.name}{list(shape)}",
                 hints=[f"apply = {{ function = '{self.name}', shape = [...], dtype = '...' }}"],
             )
         return made

@@ -44,15 +44,15 @@ def check(document: Any) -> None:
     """Raises ValueError for a document that has not the form in which Orbax writes it: readers of
     zarr take abbreviations, which nothing here knows."""
     known = isinstance(document, dict) and document.get("zarr_format") in (2, 3)
-    _require(known, "it is no zarr metadata")
+    _require(known, "it is not zarr metadata")
     _require(isinstance(document.get("shape"), list), "it has no shape")
     if document["zarr_format"] == 2:
-        _require(isinstance(document.get("chunks"), list), "it has no shape of chunks")
+        _require(isinstance(document.get("chunks"), list), "it has no chunk shape")
         _require(isinstance(document.get("dtype"), str), "its dtype has no name")
         return
     grid = document.get("chunk_grid")
     regular = grid.get("configuration") if isinstance(grid, dict) else None
-    _require(_has_chunk_shape(regular), "it has no shape of chunks")
+    _require(_has_chunk_shape(regular), "it has no chunk shape")
     names = _codec_names(document.get("codecs"))
     outer = [name for name in names if name not in ("transpose", "bytes")]
     if outer[:1] != ["blosc"] or not set(outer[1:]) <= {"crc32c"}:
@@ -61,13 +61,13 @@ def check(document: Any) -> None:
     _require(len(names) == 1 or not sharded, "its sharding codec is not the only codec")
     if sharded:
         inside = document["codecs"][0].get("configuration")
-        _require(_has_chunk_shape(inside), "its sharding codec has no shape of inner chunks")
+        _require(_has_chunk_shape(inside), "its sharding codec has no inner chunk shape")
         inner = _codec_names(inside.get("codecs"))
         _check_bounded(inner)
         _require("sharding_indexed" not in inner, "its inner chunks have inner chunks")
     keys = document.get("chunk_key_encoding")
     known = isinstance(keys, dict) and keys.get("name") in ("default", "v2")
-    _require(known, "its chunks have keys of an unknown form")
+    _require(known, "its chunk keys have an unknown format")
 
 
 def _require(holds: bool, problem: str) -> None:
@@ -83,7 +83,7 @@ def _check_bounded(codecs: list[str]) -> None:
     """All codecs but one stop where a chunk is full."""
     _require(
         "blosc" not in codecs,
-        "it is compressed with blosc inside of something else, where chunks decode to 2 GiB if "
+        "it is compressed with blosc inside another codec, where chunks decode to 2 GiB if "
         "they say so",
     )
 
@@ -100,12 +100,10 @@ def check_size(shape: Shape, chunk: Shape, itemsize: int) -> None:
     and numbers elsewhere count on that."""
     nbytes = math.prod(shape) * itemsize
     if nbytes > _MOST_BYTES:
-        raise ValueError(f"an array of {list(shape)} has {nbytes} bytes: no model does")
+        raise ValueError(f"an array of {list(shape)} has {nbytes} bytes, more than any model has")
     count = grid_size(shape, chunk)
     if count > _MOST_CHUNKS:
-        raise ValueError(
-            f"an array of {list(shape)} in chunks of {list(chunk)} has {count} of them"
-        )
+        raise ValueError(f"an array of {list(shape)} has {count} chunks of {list(chunk)}")
 
 
 class Encoding(NamedTuple):

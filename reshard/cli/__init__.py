@@ -104,7 +104,7 @@ def main() -> None:
             signal.signal(each, signal.SIG_IGN)
         left = _notes(error)
         if not left and sys.argv[1:2] in _WRITERS:
-            left = "nothing half-written was left behind."
+            left = "no partial output was left behind."
             if any(word.startswith("--shard") for word in sys.argv):
                 left = "the same command writes the share again."
         click.echo(f"Interrupted; {left}" if left else "Interrupted.", err=True)

@@ -62,9 +62,9 @@ def command(
       reshard convert out/1000 back/1000 --to linen
     """
     if emit_map is not None and pathlib.Path(emit_map).exists():
-        raise DestinationExistsError(f"--emit-map {emit_map}: it exists")
+        raise DestinationExistsError(f"--emit-map {emit_map}: the file exists")
     if check and not (flags["model"] and flags["source_model"]):
-        raise click.UsageError("--check runs both models: give --model and --source-model")
+        raise click.UsageError("--check requires --model and --source-model")
     if flags["inputs"] and not check:
         raise click.UsageError("--inputs requires --check")
     found: list[Conversion] = []
@@ -138,7 +138,7 @@ def _write_new(file: str, text: str) -> None:
         with open(file, "x", encoding="utf-8") as out:
             out.write(text)
     except FileExistsError as error:
-        raise DestinationExistsError(f"--emit-map {file}: it exists") from error
+        raise DestinationExistsError(f"--emit-map {file}: the file exists") from error
 
 
 def _checked(made: Conversion, dst: str, flags: Flags) -> Conversion:

@@ -208,10 +208,12 @@ def laid_out(
     named, more = (None, ()) if rules is None else read_rules(rules)
     if model is None:
         if named is not None:
-            raise click.UsageError("`rules` are for the axes of a model: give --model MODULE:NAME")
+            raise click.UsageError("--rules requires --model MODULE:NAME")
         return to_mesh(ckpt, mesh, pairs + more, axes=_axes(axes))
     if axes:
-        raise click.UsageError("--axis renames saved specs, and with --model none of them counts")
+        raise click.UsageError(
+            "--axis cannot be combined with --model, whose specs replace saved ones"
+        )
     new_mesh = parse_mesh(mesh, ckpt.meshes)
     target, found = build_target(model, named, pairs + more, new_mesh)
     ckpt = to_mesh(ckpt, new_mesh, target=target)
@@ -238,7 +240,7 @@ def _check_saved(ckpt: Checkpoint, text: str) -> None:
     others = [mesh for mesh in ckpt.meshes if [*mesh.split_axes.items()] != wanted]
     if others or not ckpt.meshes:
         raise ShardingError(
-            f"--from {text}: that is not the mesh it was saved on",
+            f"--from {text}: the checkpoint was saved on another mesh",
             [f"saved on `{mesh}`" for mesh in others] or ["no leaf was saved on a mesh"],
             [f"--from {mesh}" for mesh in ckpt.meshes[:1]],
         )

@@ -111,7 +111,7 @@ def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
     problems += [f"rules: {e!r}" for e in _entries(rules or []) if axes_of(e) is None]
     problems += [f"specs: {e!r}" for e in _entries(specs) if not _is_spec(e)]
     if problems:
-        raise ShardingError(f"--rules {path}: it has entries that are no rules", problems, _EXAMPLE)
+        raise ShardingError(f"--rules {path}: some entries are not rules", problems, _EXAMPLE)
     return _tuples(rules), _tuples(specs)
 
 

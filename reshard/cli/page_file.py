@@ -29,8 +29,8 @@ def check_page(file: str | None, *checkpoints: str) -> None:
     place = parse_location(str(path.resolve()))
     for checkpoint in map(parse_location, checkpoints):
         if place.below(checkpoint.resolved()) is not None:
-            text = f"--html {file}: it would be inside of the checkpoint {checkpoint}"
-            raise DestinationError(text, hints=["write it beside"])
+            text = f"--html {file}: it would be inside the checkpoint {checkpoint}"
+            raise DestinationError(text, hints=["write the page to another directory"])
     begins = b""
     if path.exists():
         with path.open("rb") as existing:
@@ -43,16 +43,16 @@ def check_page(file: str | None, *checkpoints: str) -> None:
 def _problem(file: str, path: pathlib.Path) -> str:
     """Why there can be no file there; empty if there can be one."""
     if file in ("", "-"):
-        return "a page is a file, and this is no name of one"
+        return "this is not the name of a file"
     if "://" in file:
-        return "a page is a file on this machine"
+        return "a page must be a file on this machine"
     if path.is_symlink() and not path.exists():
-        return "a symbolic link to what does not exist"
+        return "a symbolic link to a missing file"
     folder = path.resolve().parent
     if not folder.is_dir():
         return f"there is no directory {folder}"
     if path.exists() and not path.is_file():
-        return "it is no file"
+        return "it is not a file"
     try:  # for who may do everything, too, on a file system that cannot be written to
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -40,16 +40,16 @@ def _numbered(destination: str) -> tuple[int, int]:
         if count is None:
             first, last, count = map(_variable, (_ARRAY_MIN, _ARRAY_MAX, _ARRAY_COUNT))
             if count is None or first != 0 or last != count - 1:
-                raise _bad(f"an array job that begins has all tasks from 0 on, not {first}-{last}")
+                raise _bad(f"an array job must begin at task 0, not {first}-{last}")
         if number >= count:
-            raise _bad(f"{_ARRAY} is {number}, and the job has {count} shares, numbered from 0")
+            raise _bad(f"{_ARRAY} is {number}, but the job has {count} shares, numbered from 0")
         return number, count
     for rank, size in _RANKS:
         number, count = _variable(rank), _variable(size)
         if number is not None and count is not None:
             return number, count
     looked = ", ".join([_ARRAY, *(rank for rank, _ in _RANKS)])
-    raise _bad(f"auto: none of {looked} is set; --shard I/N says it, from 0")
+    raise _bad(f"auto: none of {looked} is set; give --shard I/N, numbered from 0")
 
 
 def _variable(name: str) -> int | None:

@@ -103,9 +103,7 @@ def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:
 
     orders = dict.fromkeys(order for ckpt in checkpoints if (order := order_of(ckpt)) is not None)
     for order in orders:
-        click.echo(
-            f"Warning: {order_text(order)}; equal values do not say that it is right", err=True
-        )
+        click.echo(f"Warning: {order_text(order)}; equal values do not prove the pairing", err=True)
 
 
 def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | None) -> Checkpoint:
@@ -141,9 +139,9 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
         return other
     if alike and kinds[0].api != kinds[1].api:
         raise TreeMismatchError(
-            "they are of two of Flax's APIs, and no leaf has the same path in both",
+            "they are from Flax's two APIs, and no leaf has the same path in both",
             [f"`{c.source.path}` is {k.kind}" for c, k in zip(unknown, kinds, strict=True)],
-            ["--model MODULE:NAME, the model that PATH is of; --map FILE, if names do not tell"],
+            ["--model MODULE:NAME, the model of PATH; --map FILE, if its names are ambiguous"],
         )
     if alike or kinds[0].api != "linen":
         return other

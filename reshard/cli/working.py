@@ -69,7 +69,7 @@ def _workers(flags: Flags) -> Iterator[dict[str, Any]]:
         yield {"workers": workers}
         return
     if workers is not None:
-        raise click.UsageError("--dask and --workers exclude each other: a cluster has its own")
+        raise click.UsageError("--dask cannot be combined with --workers")
     try:
         from distributed import Client
     except ImportError as error:

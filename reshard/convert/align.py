@@ -36,7 +36,7 @@ from reshard.convert.module_tree import (
 from reshard.tree import Path, format_path
 
 # Where one side has an array for each layer, and the other has one for all of them.
-STACKED = "one side is stacked and the other is not"
+STACKED = "one side is stacked, the other is not"
 _MAX_LISTED = 4
 
 
@@ -136,7 +136,7 @@ def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
     (axis,) = axes
     parts = tuple(other.path for other in by_shape[shapes[axis]])
     rule = Row((leaf.path,), parts, Unstack(axis, len(parts)))
-    reason = f"one array for {len(parts)}, and nothing tells which part is which"
+    reason = f"one array for {len(parts)}, and the order of its parts is unknown"
     return Abstention((leaf.path,), parts, reason, rule=rule)
 
 
@@ -241,7 +241,7 @@ def place_axes(pairing: Alignment, linen: Module, nnx: Module) -> None:
             continue
         if candidates:
             choices = " or ".join(map(str, candidates))
-            reason = f"the axis of the layers in {kind} is not known: {choices}"
+            reason = f"the axis of the layers in {kind} is unknown: {choices}"
         else:
             reason = f"no axis of the layers fits all leaves in {kind}"
             for found in group:
@@ -278,9 +278,9 @@ def unlike(made: Sequence[Alignment]) -> str:
         for (name, shape), more in pairing.rest.items():
             if more:
                 side, other = ("Linen", "NNX") if more > 0 else ("NNX", "Linen")
-                return f"in {side} there is a {name} {list(shape)} more than in {other}"
+                return f"{side} has one {name} {list(shape)} more than {other}"
     if not any(pairing.found or pairing.norms for pairing in made):
-        return "nothing in them has the same name"
+        return "no name in one is in the other"
     return ""
 
 
@@ -500,7 +500,7 @@ def _group(
             hint = _hint(linen, nnx)
             reason = STACKED if hint else reason
         elif len(linen) > 1 and linen[0].index is None and not members[0].container:
-            reason = "they have names of their own"
+            reason = "their names do not show their order"
     if not reason and len(members) > 1:
         reason = _order(members, ordered)
     return Group(kinds, tuple(linen), tuple(nnx), reason, hint)
@@ -516,13 +516,13 @@ def _numbers(linen: Sequence[Module]) -> list[int] | str:
     if len(automatic) == len(linen):
         kinds = {module.kind: module.path[-1] for module in linen}
         if len(kinds) > 1:
-            return f"which of {' and '.join(kinds.values())} was made first is not known"
+            return f"which of {' and '.join(kinds.values())} was made first is unknown"
         return automatic
     if len(linen) == 1:
         return [0]
     numbered = [_COUNTED.fullmatch(module.path[-1]) for module in linen]
     if automatic or None in numbered or len({match[1] for match in numbered if match}) > 1:
-        return "they have names of their own"
+        return "their names do not show their order"
     return [int(match[2]) for match in numbered if match]
 
 
@@ -538,12 +538,12 @@ def _count(numbers: Sequence[int], places: Sequence[int]) -> str:
 def _order(members: Sequence[_Member], ordered: bool) -> str:
     containers = {member.container for member in members}
     if len(containers) > 1 or "several" in containers:
-        return "which of them was made first is not known: they are not in one list"
+        return "which of them was made first is unknown: they are not in one list"
     if (ordered or len({member.child for member in members}) == 1) and all(
         member.known for member in members
     ):
         return ""
-    return "the order in which NNX defines them is not known"
+    return "the order in which NNX defines them is unknown"
 
 
 def _hint(linen: Sequence[Module], nnx: Sequence[Module]) -> str:
@@ -634,7 +634,7 @@ class _Level:
             return self._made
         if layers.is_cell(self._nnx):
             # One with other gates: a name that both have may be another part of it.
-            reason = self._made.mismatch = "they are not the same recurrent cell"
+            reason = self._made.mismatch = "they are different recurrent cells"
             one, other = named_paths(self._linen), named_paths(self._nnx)
             self._made.abstentions.append(Abstention(one, other, reason))
             self._made.count(self._linen.all_leaves(), 1)
@@ -848,9 +848,7 @@ class _Level:
                 self._made.count([first], 1)
         if linen:
             others = [module for module in remaining if id(module) not in grouped_nnx]
-            why = (
-                "no name and no class tells which" if spare or others else "NNX has nothing for it"
-            )
+            why = "ambiguous by name and class" if spare or others else "NNX has no counterpart"
             self._abstain(linen, [*others, *spare], why)
 
 

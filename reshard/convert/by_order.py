@@ -1,5 +1,5 @@
-"""What of a conversion went by the order of modules of one class: a warning to whoever converts,
-and a record in the result and in all that is made of it, until somebody has compared outputs.
+"""Leaves of a conversion that only the order of modules of one class matched: a warning, and a
+record in the result and in all that is made of it, until somebody has compared outputs.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,8 +11,8 @@ from reshard.tree import Path, format_path
 
 KEY = "reshard.order"
 # Why `--check` does not say that an order is right.
-NOT_SEEN = "not seen: the outputs do not show which is which"
-NOT_TRIED = "not tried: leaves of at most 32 groups are exchanged"
+NOT_SEEN = "not seen: exchanging them does not change the outputs"
+NOT_TRIED = "not tried: at most 32 groups are exchanged"
 # Modules of one class, each with its counterpart: paths in Linen, without a collection, and in NNX.
 Modules = tuple[tuple[Path, Path], ...]
 _SHOWN = 3
@@ -80,11 +80,11 @@ def both(one: ByOrder | None, other: ByOrder | None) -> ByOrder | None:
 
 def order_text(order: ByOrder) -> str:
     """It in words, with some of the pairs."""
-    leaves = "1 leaf" if order.leaves == 1 else f"{order.leaves} leaves"
+    leaves = "1 leaf was" if order.leaves == 1 else f"{order.leaves} leaves were"
     pairs = ", ".join(f"{one} -> {other}" for one, other in order.modules[:_SHOWN])
     more = len(order.modules) - _SHOWN
     pairs += f" and {more} more" if more > 0 else ""
-    return f"{leaves} went by the order of modules of one class: {pairs}"
+    return f"{leaves} matched only by the order of modules of one class: {pairs}"
 
 
 def order_warning(order: ByOrder, why: str = "") -> str:

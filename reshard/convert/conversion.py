@@ -114,9 +114,9 @@ class Conversion:
         found = self.compare_outputs(run, None if check is True else check)
         if not found.equal:
             raise TreeMismatchError(
-                f"`{self.source.source.root}` is converted, and the outputs of the models differ",
+                f"`{self.source.source.root}` is converted, but the outputs of the models differ",
                 found.problems,
-                ["the plan shows where every leaf goes"],
+                ["the plan shows the place of every leaf"],
             )
         return self.compared(found).checkpoint
 
@@ -295,7 +295,7 @@ def conversion(
             found.why,
             [
                 f"reshard.to_{OPPOSITE[to]}(ckpt, ...) converts it",
-                "layout=... says otherwise, if that is wrong",
+                "layout=... chooses another, if that is wrong",
             ],
         )
     if to == "linen" and model is None and map_file is None:
@@ -310,7 +310,7 @@ def conversion(
                 f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
                 "by one, or was trained on since then",
                 hints=[
-                    "model=..., the Linen model; `source=` tells the classes of the NNX one",
+                    "model=..., the Linen model; `source=` supplies the classes of the NNX model",
                     "map_file=..., the map that `reshard convert` wrote on the way to NNX",
                 ],
             )
@@ -319,7 +319,7 @@ def conversion(
         return Conversion(made, found, LeafMap({}), (), to, ckpt, "linen-variables", rows)
     if model is None and map_file is None:
         raise ArgumentError(
-            "there is neither a model nor a map to convert by",
+            "a conversion needs a model or a map",
             hints=["model=...", "map_file=..."],
         )
     target = None if model is None else target_tree_of(model, to)
@@ -350,9 +350,9 @@ def _made(
     not_zero = decided.map.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
-            "leaves that have no place in the result are not zero",
+            "leaves without a place in the result are not zero",
             [f"{format_path(path)}  {describe(ckpt[path])}" for path in not_zero],
-            ["NNX's GRUCell has no bias in its recurrent part: use one of your own with it"],
+            ["NNX's GRUCell has no bias in its recurrent part: use your own cell with that bias"],
         )
     made = decided.map.bind(ckpt)
     like = an_array(ckpt)

@@ -281,7 +281,7 @@ class _Work:
             if level is not None:
                 raise self._misplaced(init, level)
         self._notes += shown_once(
-            f"{listed(one)} are {listed(other)} by their numbers"
+            f"{listed(one)} were matched to {listed(other)} by number"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
         )
         self._undecided(found, said, source_side, target_side)
@@ -388,7 +388,7 @@ class _Work:
             wanted = [at for at in there.values() if isinstance(leaves[at], TargetLeaf)]
             globs = covering_globs(wanted, self._target.names())
             given += [f"init={as_python([glob])}" for glob, _ in globs]
-        end = " starts that state anew" if there else " leaves that state out"
+        end = " resets that state" if there else " leaves that state out"
         return " with ".join(given) + end
 
     def _copied(self, model: _Part) -> _Part:
@@ -629,7 +629,7 @@ class _Work:
             self._hints.append(f"init={as_python([glob])} {text}")
         for saved in initial - {*lacking}:
             name = format_path(names.get(saved, self._target.leaf(saved).path))
-            self._problems.append(f"{name}: it has a source, and is to keep its initial value")
+            self._problems.append(f"{name}: init keeps its initial value, but it has a source")
 
     def _why_open(self, path: Path | None) -> _Verdict | None:
         """Why a leaf of the model is in what structure does not decide, which is told; None if it
@@ -708,11 +708,11 @@ class _Work:
         names = {saved: path for path, saved in model_names.items()}
         notes = self._notes
         if self._target is None:
-            notes.append("the map alone decided: only the source was checked")
+            notes.append("there is no model, so only the source was checked against the map")
         elif self._prefix and optimizer.made:
             notes.append(
                 f"the model has no optimizer: {len(optimizer.made)} leaves of optimizer state are "
-                "below `optimizer`, checked against nothing"
+                "below `optimizer`, unchecked"
             )
         for root, count in collections.Counter(path[:1] for path in copies.made).items():
             notes.append(follows_note(root, count, self._is_checked(root)))
@@ -812,7 +812,7 @@ def differences(
             if other.dtype != first.dtype:
                 pair = f"{format_path(first.path)} and {format_path(other.path)}"
                 both = f"{first.dtype.name} and {other.dtype.name}"
-                yield None, f"{pair}: {both} cannot become one", ""
+                yield None, f"{pair}: {both} cannot be combined", ""
     for place, value in whole.values.items():
         wanted = targets.get(place)
         if isinstance(value, Zeros) or place not in names or not isinstance(wanted, TargetLeaf):

@@ -62,7 +62,7 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
             raise ArgumentError(
                 "an abstract model has no initial values",
                 [format_path(path) for path in abstract],
-                ["give what makes the model: its class, or a function that returns it"],
+                ["give the model's class, or a function that returns the model"],
             )
         values = chosen(model)
     else:

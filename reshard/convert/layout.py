@@ -299,7 +299,7 @@ def check_variables(params: Node, beside: Training) -> None:
             for rule in (("^params/", "params/params/"), (f"^params/({names})/", r"\1/"))
         )
     raise TreeMismatchError(
-        "what is below `params` can be read as modules or as collections",
+        "the keys below `params` may be modules or collections",
         [
             f"modules: one is called `params`, as `params/params`, beside {paths}",
             f"collections: the parameters are `params/params`, and none are in {paths}",
@@ -520,7 +520,7 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None 
       ckpt: the checkpoint, or another mapping from saved paths to leaves, in which arrays are what
         has a dtype.
       layout: one of `KINDS`: what the tree is said to be, instead of being found out.
-      api: the API that it is of where nothing speaks against it: the one that is converted from.
+      api: the API that it is of where nothing contradicts it: the one that is converted from.
 
     Raises:
       TreeMismatchError: the tree can be read in several ways or in none, or it cannot be what it is
@@ -529,9 +529,9 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None 
     """
     if layout is not None and layout not in KINDS:
         kinds = [f"{kind}: {text}" for kind, text in KINDS.items()]
-        raise ArgumentError(f"there is no layout `{layout}`; there are", kinds)
+        raise ArgumentError(f"`{layout}` is not a layout; the layouts are", kinds)
     if not any(path and hasattr(leaf, "dtype") for path, leaf in ckpt.items()):
-        raise TreeMismatchError("the tree has no array below a key, so nothing of a model")
+        raise TreeMismatchError("the tree has no array below a key, so it holds no model")
     root, leaves = nested(ckpt)
     top = {key: node for key, node in root.items() if key != BOOKKEEPING}
     beside = training(top)
@@ -633,7 +633,7 @@ def _decide_optimizer(top: Node, beside: Training, api: str | None) -> tuple[str
     if marks.linen:
         linen = _Reading("a Linen train state without `params`", marks.linen)
         raise _ambiguous([linen, _Reading("nnx-optimizer", marks.for_nnx)], api)
-    return "nnx-optimizer", [f"there is nothing but {_names(beside)}", *marks.for_nnx]
+    return "nnx-optimizer", [f"the tree holds only {_names(beside)}", *marks.for_nnx]
 
 
 def _check_top(top: Node, names: Sequence[str]) -> None:
@@ -645,7 +645,7 @@ def _check_top(top: Node, names: Sequence[str]) -> None:
     }
     if states:
         raise TreeMismatchError(
-            "what looks like a state is not at the top of the tree",
+            "the state is not at the top of the tree",
             [f"there is {named(*paths)}" for paths in states.values()],
             [_lifted(format_glob((key,)) + "/**", _beginning(key)) for key in states],
         )
@@ -700,7 +700,7 @@ def _chosen(
     if not marks.linen and not marks.for_nnx and api is not None:
         decided = api
         name = "NNX" if api == "nnx" else "Linen"
-        why = [f"the conversion is from {name}, and nothing speaks against it"]
+        why = [f"the conversion is from {name}, and nothing contradicts it"]
     fitting = [reading for reading in readings if decided in (None, reading.api)]
     if len(fitting) > 1:
         raise _ambiguous(fitting, api)
@@ -840,7 +840,7 @@ def _variables(
 
 
 def _unique(pairs: Iterable[tuple[Path, Path]]) -> dict[Path, Path]:
-    """Path -> saved path; raises TreeMismatchError if a path is there twice."""
+    """Path -> saved path; raises TreeMismatchError if a path occurs twice."""
     found: dict[Path, Path] = {}
     problems = []
     for path, saved in pairs:

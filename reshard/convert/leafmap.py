@@ -149,7 +149,7 @@ class LeafMap:
         lost = [path for path, value in gone.items() if not isinstance(value, Source)]
         if lost := [*lost, *(path for path, leaves in zero.items() if leaves is None)]:
             raise TreeMismatchError(
-                "what an operation has made cannot be dropped", list(map(format_path, lost))
+                "the result of an operation cannot be dropped", list(map(format_path, lost))
             )
         was = [value.path for value in gone.values() if isinstance(value, Source)]
         taken = {*other.sources(), *gone, *zero}
@@ -438,7 +438,7 @@ def _check_padding(handle: ArrayHandle, crop: Crop) -> None:
             values = np.asarray(checked(read, f"{format_path(handle.path)}: its stored bytes"))
             if values.size and (values != np.array(crop.fill, values.dtype)).any():
                 raise TreeMismatchError(
-                    f"{format_path(handle.path)}: it was padded with {crop.fill}, and holds other "
+                    f"{format_path(handle.path)}: it was padded with {crop.fill}, but holds other "
                     "values there now",
                     hints=["a map to linen with `crop` cuts them off"],
                 )

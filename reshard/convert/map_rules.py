@@ -316,7 +316,7 @@ def _undone(rule: Rule) -> list[Rule]:
     if regroup.order is not None:
         raise ValueError("its pieces are neither numbers nor a list of regexes")
     if regroup.kind == "concat" and regroup.sizes is None:
-        raise ValueError("`concat` does not say the `sizes` of the pieces")
+        raise ValueError("`concat` lacks the `sizes` of the pieces")
     kind = "split" if regroup.kind == "concat" else "unstack"
     into = None
     if regroup.by is not None:
@@ -337,19 +337,19 @@ def _undone_each(
     kind: Apply | Transpose | Reshaped | Pad | Crop,
 ) -> Transpose | Reshaped | Pad | Crop:
     if isinstance(kind, Apply):
-        raise TreeMismatchError(f"what `{kind.name}` makes cannot be run backwards")
+        raise TreeMismatchError(f"what `{kind.name}` makes cannot be inverted")
     if isinstance(kind, Reshaped):
         if kind.before is None:
-            raise TreeMismatchError("`reshape` does not say the shape that it is `from`")
+            raise TreeMismatchError("`reshape` lacks `from`, the shape before it")
         return Reshaped(kind.before, kind.operation(kind.before).shape)
     if isinstance(kind, Transpose):
         axes = kind.axes
         if sorted(axes) != list(range(len(axes))):
-            raise TreeMismatchError(f"axes {list(axes)} are no order of axes")
+            raise TreeMismatchError(f"axes {list(axes)} are not an order of the axes")
         return Transpose(tuple(axes.index(axis) for axis in range(len(axes))))
     if isinstance(kind, Pad):
         return Crop(kind.widths, kind.fill)
-    raise TreeMismatchError("a crop cannot be undone: what it cuts off is gone")
+    raise TreeMismatchError("a crop cannot be inverted: the cut elements are lost")
 
 
 # Looking for the nearest leaf takes longer than all else: it is done for so many rules.
@@ -439,7 +439,7 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
         if text in texts and pattern.regex.search(text)
     ]
     if problems:
-        hints = ["model=..., of what is made then, tells which"]
+        hints = ["model=..., the model to convert to, decides"]
         raise TreeMismatchError(summary, problems, hints)
     try:
         again = apply_map(Map(rules.name, kept), back.map.shapes).map.inverse()
@@ -447,7 +447,7 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
         raise TreeMismatchError(summary, error.problems, error.hints) from error
     told, made = again.made_of(), back.map.made_of()
     problems = [
-        f"{format_path(path)} would be made of {_names(made.get(path, [path]))}, and makes "
+        f"{format_path(path)} would be made of {_names(made.get(path, [path]))}, but makes "
         f"{_names(told.get(path, [path]))}"
         for path, value in back.map.values.items()
         if again.values.get(path) != value
@@ -539,7 +539,7 @@ class _Tree:
         if rule.drop:
             for leaf in found[0]:
                 if leaf.source is None:
-                    self.problem(rule, leaf.text, "an operation made it; drop what it is made of")
+                    self.problem(rule, leaf.text, "an operation made it; drop its inputs")
                 self.drop(leaf)
             moves = []
         elif isinstance(rule.regroup, Gathered):
@@ -684,7 +684,7 @@ class _Tree:
         mine = " + ".join(move.before)
         self.incomplete = True
         if other is None:
-            self.problems.append(f"{rule}: {mine} -> {text}: there is such a leaf already")
+            self.problems.append(f"{rule}: {mine} -> {text}: that leaf exists already")
         else:
             self.problems.append(f"{rule}: {' + '.join(other.before)} and {mine} -> {text}")
 

@@ -120,8 +120,8 @@ def read_map(path: str | os.PathLike[str]) -> Map:
         f"line {n}: {line}" for n, line in enumerate(text.splitlines(), 1) if left.search(line)
     ]
     if problems:
-        hint = "each stands for a leaf: the comment behind it has the candidates"
-        raise ArgumentError(f"{path}: `{TODO}` is to be replaced", problems, [hint])
+        hint = "each stands for a leaf: its comment lists the candidates"
+        raise ArgumentError(f"{path}: `{TODO}` must be replaced", problems, [hint])
     return map_of(document, os.fspath(path))
 
 
@@ -188,12 +188,12 @@ _TABLE: Form = (lambda value: isinstance(value, dict), "a table")
 _TABLES: Form = (_list_of(_TABLE[0]), "a list of tables")
 _NEW_SHAPE: Form = (
     lambda v: _INTS[0](v) and v.count(-1) <= 1 and all(size >= -1 for size in v),
-    "a list of sizes, of which one may be -1",
+    "a list of sizes, where one may be -1",
 )
 _APPLY: Form = (lambda v: _is_text(v) or _TABLE[0](v), "a function, or a table with one")
 _RESHAPE: Form = (
     lambda v: _TABLE[0](v) or _NEW_SHAPE[0](v),
-    "a list of sizes, of which one may be -1, or a table",
+    "a list of sizes, where one may be -1, or a table",
 )
 
 
@@ -247,7 +247,7 @@ class _Table:
     def nothing_else(self) -> None:
         """All keys must have been taken."""
         for key in self.table:
-            first = ": it goes before the first rule" if key in ("init", "to") else ""
+            first = ": put it before the first rule" if key in ("init", "to") else ""
             self.wrong(f"`{key}` is not known{first}")
 
     def wrong(self, text: str) -> None:
@@ -289,23 +289,23 @@ def _check_keys(entry: _Table, several: bool) -> None:
     regroups = [key for key in _REGROUP if key in keys]
     if "drop" in keys:
         if keys & {"to", "nest", *_EACH, *_REGROUP}:
-            entry.wrong("`drop` stands alone")
+            entry.wrong("`drop` cannot be combined with other keys")
     elif not keys & {"to", *_EACH, *_REGROUP}:
-        entry.wrong("it does nothing; give it `to`, an operation or `drop = true`")
+        entry.wrong("it has no effect: give it `to`, an operation or `drop = true`")
     if len(regroups) > 1:
-        entry.wrong(f"{' and '.join(f'`{key}`' for key in regroups)} are for two rules")
+        entry.wrong(f"{' and '.join(f'`{key}`' for key in regroups)} need two rules")
     elif regroups and regroups[0] in ("split", "unstack"):
         if "to" in keys:
-            entry.wrong("`to` is of no use, as `into` has the new paths")
+            entry.wrong("`to` cannot be combined with `into`, which has the new paths")
     elif regroups and "to" not in keys:
         entry.wrong("`to` is missing, the path of the whole")
     if several and not keys & {"concat", "stack"}:
-        entry.wrong("several regexes are for `concat` and `stack`")
+        entry.wrong("only `concat` and `stack` take several regexes")
     for key in regroups:
         by = isinstance(entry.table[key], dict) and "by" in entry.table[key]
         if key in ("concat", "stack") and by == several:
             entry.wrong(
-                f"`{key}`: `by` is of no use, as the order of `from` is that of the pieces"
+                f"`{key}`: `by` cannot be combined with a list in `from`: it orders them"
                 if several
                 else f"`{key}`: `by` is missing, the group that says which piece a leaf is"
             )
@@ -319,7 +319,7 @@ def _nest(entry: _Table) -> Nest | None:
     sizes = table.take("sizes", _SIZES, needed=True) or []
     keys = table.table.keys() & {"flat", "outer", "inner"}
     if keys not in ({"flat"}, {"outer", "inner"}):
-        table.wrong("it has either `flat`, or `outer` and `inner`")
+        table.wrong("it needs either `flat`, or `outer` and `inner`")
     flat, outer, inner = (
         table.replacement(key, table.take(key, _GROUP), parts) for key in ("flat", "outer", "inner")
     )
@@ -374,7 +374,7 @@ def _applied(entry: _Table) -> list[Apply]:
         entry.wrong("; ".join([error.summary, *error.problems]))
         return []
     if function is None or not callable(function.function):
-        entry.wrong(f"`apply`: {value} is no function")
+        entry.wrong(f"`apply`: {value} is not a function")
     shape = None if shape is None else tuple(shape)
     return [Apply(cast(Any, function), str(value), shape, dtype)]
 
@@ -390,7 +390,7 @@ def _divided(
     texts = value if isinstance(value, list) else [value]
     into = [table.replacement("into", text, {"i", *names}) for text in texts]
     if kind == "split" and isinstance(value, str) and sizes is None:
-        table.wrong("`sizes` is missing, as `into` does not say how many parts there are")
+        table.wrong("`sizes` is missing, as `into` does not give the number of parts")
     if isinstance(value, list) and sizes is not None and len(sizes) != len(value):
         table.wrong(f"`sizes` has {len(sizes)}, `into` has {len(value)}")
     table.nothing_else()
@@ -411,7 +411,7 @@ def _gathered(
     if order is not None and len(set(order)) < len(order):
         table.wrong("`order` has a piece twice")
     if order is not None and given is None:
-        table.wrong("`order` goes with `by`")
+        table.wrong("`order` requires `by`")
     sizes = table.take("sizes", _SIZES) if kind == "concat" else None
     axes = table.take("names", _TEXTS) if kind == "stack" else None
     table.nothing_else()

@@ -139,9 +139,9 @@ def _check_api(state: Any, api: str, role: str, ran_linen: bool) -> None:
     boxed = any(isinstance(node, meta.AxisMetadata) for node in nodes)
     of_linen = ran_linen or boxed or isinstance(state, TrainState)
     if api == "nnx" and of_linen and not of_nnx:
-        raise _other_api(f"{role} is a state of Linen's", api)
+        raise _other_api(f"{role} is a Linen state", api)
     if api == "linen" and of_nnx and not of_linen:
-        raise _other_api(f"{role} is a state of NNX's", api)
+        raise _other_api(f"{role} is an NNX state", api)
 
 
 def _other_api(text: str, api: str) -> ArgumentError:

@@ -367,7 +367,7 @@ def by_map(
         if rules.to is not None or len(unmatched) < len(rules.rules):
             raise
         other = f'`to = "{source.api}"` above the rules'
-        hint = f"{other}, if it was written for that: it runs backwards"
+        hint = f"{other}, if it was written for that: it is then inverted"
         raise TreeMismatchError(error.summary, error.problems, [hint, *error.hints]) from error
     if end is None:
         texts = map(format_path, found.untouched)

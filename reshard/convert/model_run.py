@@ -156,7 +156,7 @@ def evaluate(
 
         made, calls = outputs(values)
         if not made:
-            raise ArgumentError(f"the {api} model returns nothing, so there is nothing to compare")
+            raise ArgumentError(f"the {api} model returns nothing, so no output can be compared")
         moved_made, seen = ([], []), []
         if more != "unused":
             changed = list(values)
@@ -281,7 +281,7 @@ def _array(api: str, value: Any) -> np.ndarray:
     import jax
 
     if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
-        raise ArgumentError(f"an output of the {api} model is no array, but {value!r:.80}")
+        raise ArgumentError(f"an output of the {api} model is not an array, but {value!r:.80}")
     found = np.asarray(value)
     if np.iscomplexobj(found):
         found = np.stack([np.real(found), np.imag(found)], axis=-1)
@@ -321,7 +321,7 @@ def runs(
     """
     if None in models.values():
         raise ArgumentError(
-            "the outputs of two models can be compared, and one of them is not known",
+            "comparing outputs needs both models",
             hints=["model=... and source=..."],
         )
     return {
@@ -356,9 +356,7 @@ def linen_run(
 
     module, method, initial = _linen_call(model)
     if arguments is None and initial is None:
-        raise ArgumentError(
-            "the Linen model does not say what it is called with", hints=["check=..."]
-        )
+        raise ArgumentError("the arguments of the Linen model are unknown", hints=["check=..."])
     args, kwargs = _as_float32(_varied(initial) if arguments is None else arguments)
     names = list(leaves)
 
@@ -424,7 +422,7 @@ def nnx_run(
         module = module[key] if inside else getattr(module, str(key))
     if not isinstance(module, nnx.Module):
         raise ArgumentError(
-            f"the NNX model is no module, but a {type(module).__name__}, which cannot be run",
+            f"the NNX model is a {type(module).__name__}, not a module, so it cannot be run",
             hints=["its class, or a function that returns it"],
         )
     apart = flatten_state(module)
@@ -485,7 +483,7 @@ def _linen_call(model: Any) -> tuple[Any, Any, Arguments | None]:
     apply = getattr(state, "apply_fn", None)
     if apply is None:
         raise ArgumentError(
-            "the Linen model does not say which module it is of, so it cannot be run",
+            "the module of the Linen model is unknown, so the model cannot be run",
             hints=["a function that calls the `init` of the module"],
         )
     module = getattr(apply, "__self__", None)

@@ -149,7 +149,9 @@ def adapted(
     """An operation on parameters as one on their moments, or why there is none."""
     if list(shapes) == list(parameters):
         if isinstance(operation, Pad) and operation.fill != 0:
-            return f"a moment cannot be padded with {operation.fill}: that is no linear operation"
+            return (
+                f"a moment cannot be padded with {operation.fill}: that is not a linear operation"
+            )
         return operation
     found = list(map(_kept_axes, paths, shapes, parameters))
     reasons = [kept for kept in found if isinstance(kept, str)]
@@ -286,7 +288,7 @@ def follows_note(root: Path, count: int, checked: bool = True) -> str:
     text = (
         f"`{format_path(root)}` follows the parameters: {count} lea{'f' if count == 1 else 'ves'}"
     )
-    return text if checked else f"{text}, checked against nothing"
+    return text if checked else f"{text}, unchecked"
 
 
 def _places(model: LeafMap, parameters: Collection[Path]) -> dict[Path, Path] | None:
@@ -554,7 +556,7 @@ class _Subtree:
             self._must_be_zero |= dict.fromkeys(paths, zeros)
             return [_Held((), zeros, first.dtype)] * len(call.shapes)
         if any(unused):
-            return "a moment is kept of some of them, and not of others"
+            return "only some of them have a moment"
         follows = adapted(call.operation, moments, before, paths)
         if isinstance(follows, str):
             return follows

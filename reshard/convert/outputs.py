@@ -62,7 +62,7 @@ class OutputComparison:
             return text
         names = ", ".join(map(format_path, self.unused[:_MOST_LISTED]))
         more = f", ... ({len(self.unused)})" if len(self.unused) > _MOST_LISTED else ""
-        return f"{text}; they say nothing of leaves without a part in them: {names}{more}"
+        return f"{text}; leaves that do not affect them are unchecked: {names}{more}"
 
 
 def arguments_of(inputs: Any) -> dict[str, Arguments]:
@@ -79,7 +79,7 @@ def arguments_of(inputs: Any) -> dict[str, Arguments]:
     if inputs is None:
         return {}
     pairs = inputs if isinstance(inputs, dict) else {"linen": inputs, "nnx": inputs}
-    problems = [f"there is a side {side!r}" for side in pairs if side not in ("linen", "nnx")]
+    problems = [f"unknown side {side!r}" for side in pairs if side not in ("linen", "nnx")]
     problems += [
         f"{side}: {pair!r:.80}" for side, pair in pairs.items() if not _are_arguments(pair)
     ]
@@ -180,7 +180,7 @@ def _compared(before: Run, after: Run, to: str) -> tuple[float, list[str]]:
         where = f"output{name}" if len(before.outputs) > 1 else "the output"
         largest = max(largest, apart.max(initial=0.0))
         if np.isinf(apart).any() and np.issubdtype(one.dtype, np.floating):
-            problems.append(f"{where}: not the same numbers are infinite, or some are NaN")
+            problems.append(f"{where}: different elements are infinite, or some are NaN")
         elif (apart > LIMIT).any():
             at = np.unravel_index(np.argmax(apart), apart.shape)
             values = [f"{x[at]:.7g} in {side}" for x, side in zip((one, other), names, strict=True)]
@@ -190,7 +190,7 @@ def _compared(before: Run, after: Run, to: str) -> tuple[float, list[str]]:
             )
     arrays = [x for _, x in before.outputs]
     if not problems and not any(np.isfinite(x).any() and x[np.isfinite(x)].any() for x in arrays):
-        problems.append("they are all zero, which tells nothing: other inputs may")
+        problems.append("they are all zero, so they show nothing: try other inputs")
     return largest, problems
 
 

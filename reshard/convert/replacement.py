@@ -92,7 +92,7 @@ def parse_pattern(text: str) -> Pattern:
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"`{text}` is no regex: {error}") from error
+        raise ValueError(f"`{text}` is not a regex: {error}") from error
     return Pattern(text, None)
 
 
@@ -158,7 +158,7 @@ def parse_replacement(
       names: the names that arithmetic may use.
 
     Raises:
-      ValueError: a group or a name that there is not, or what is between braces is no arithmetic.
+      ValueError: a group or a name that there is not, or what is between braces is not arithmetic.
     """
     if not set(text) & set("\\{}"):
         return Replacement(text, (text,), text)
@@ -207,7 +207,7 @@ def number(text: str) -> int:
       ValueError: it is none.
     """
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"`{text}` is no number")
+        raise ValueError(f"`{text}` is not a number")
     return int(text)
 
 
@@ -222,19 +222,19 @@ def _check_templates(templates: Sequence[str], regexes: Sequence[re.Pattern[str]
 def _arithmetic(
     text: str, regexes: Sequence[re.Pattern[str]], names: Collection[str]
 ) -> Arithmetic:
-    """What is between braces; raises ValueError if it is no arithmetic over groups and names."""
+    """What is between braces; raises ValueError if it is not arithmetic over groups and names."""
     if len(text) > _MAX_ARITHMETIC:
         raise ValueError(f"`{{{text[:40]}...}}` is longer than {_MAX_ARITHMETIC} characters")
     source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
     try:
         tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"`{{{text}}}` is no arithmetic") from error
+        raise ValueError(f"`{{{text}}}` is not arithmetic") from error
     nodes = list(ast.walk(tree))
     if not all(
         isinstance(node, _ARITHMETIC) and type(getattr(node, "value", 0)) is int for node in nodes
     ):
-        raise ValueError(f"`{{{text}}}` is no arithmetic: `+ - * // %` and parentheses are all")
+        raise ValueError(f"`{{{text}}}` is not arithmetic: `+ - * // %` and parentheses are all")
     used = frozenset(node.id for node in nodes if isinstance(node, ast.Name))
     for name in sorted(used - {*names}):
         group = name.removeprefix("_")
@@ -260,7 +260,7 @@ def _evaluated(node: ast.AST, names: Names) -> int:
             return names[node.id]
         case ast.Constant(value=int(value)):
             return value
-    raise ValueError(f"`{ast.unparse(node)}` is no arithmetic")
+    raise ValueError(f"`{ast.unparse(node)}` is not arithmetic")
 
 
 # What patterns and replacements are that can change places.
@@ -323,7 +323,7 @@ class PathTemplate(NamedTuple):
             return whole_path("".join(map(str, self.pieces)))
         plain = ("0" if isinstance(piece, Group) else piece for piece in self.pieces)
         if any(a[-1:].isdecimal() and b[:1].isdecimal() for a, b in itertools.pairwise(plain)):
-            raise ValueError("numbers are beside each other: where one ends is not said")
+            raise ValueError("numbers are beside each other: the end of one is ambiguous")
         text, known = "^", []
         for piece in self.pieces:
             if isinstance(piece, str):
@@ -355,7 +355,7 @@ class PathTemplate(NamedTuple):
             elif piece.number == 0:
                 text += "{}"
             else:
-                raise ValueError(f"what group {piece.number} matches is lost")
+                raise ValueError(f"the match of group {piece.number} is lost")
         return parse_replacement(text, [pattern.pattern()], ["i"])
 
     def numbered(self, group: int) -> "PathTemplate":

@@ -225,7 +225,7 @@ def _custom(ckpt: Checkpoint) -> dict[str, Any]:
     custom = ckpt.source.metadata.get("custom_metadata")
     if custom is not None and not isinstance(custom, dict):
         raise CorruptCheckpointError(
-            f"`{ckpt.source.root}`: its custom metadata are no JSON object, but {custom!r:.80}"
+            f"`{ckpt.source.root}`: its custom metadata are not a JSON object, but {custom!r:.80}"
         )
     return custom or {}
 
@@ -283,11 +283,11 @@ def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
         made = back.bind(ckpt)
         problems = [text for path, kind in kinds.items() for text in _unlike(made[path], kind)]
         problems += [
-            f"{format_path(path)}: it was zero, and is not" for path in back.not_zero(ckpt)
+            f"{format_path(path)}: it was zero, but is not now" for path in back.not_zero(ckpt)
         ]
         if problems:
             raise TreeMismatchError(
-                "the checkpoint is not what the conversion from Linen made any more",
+                "the checkpoint differs from the result of the conversion from Linen",
                 problems,
                 [_LINEN],
             )
@@ -322,11 +322,12 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
             elif isinstance(kind, _Array):
                 problems += _unlike(leaf, kind)
         problems = problems or [
-            f"{format_path(path)}: it was zero, and is not" for path in record.map.not_zero(linen)
+            f"{format_path(path)}: it was zero, but is not now"
+            for path in record.map.not_zero(linen)
         ]
         if problems:
             raise TreeMismatchError(
-                f"`{linen.source.root}` is not like what `{ckpt.source.root}` was made of",
+                f"`{linen.source.root}` differs from the source of `{ckpt.source.root}`",
                 problems,
                 [_NNX],
             )
@@ -376,7 +377,7 @@ def _recorded_leaf(kind: Any) -> _Array | str:
         raise ValueError(f"there are no leaves of type {value_type!r:.80}")
     named = isinstance(keys, str) and keys.isprintable()
     if keys is not None and not (named and dtype == np.uint32 and shape):
-        raise ValueError(f"{array_text(dtype.name, shape)} are no PRNG keys, {keys!r:.80}")
+        raise ValueError(f"{array_text(dtype.name, shape)} are not PRNG keys, {keys!r:.80}")
     return _Array(shape, dtype, value_type, keys)
 
 
@@ -386,7 +387,7 @@ def _check_tree(paths: Collection[Path]) -> None:
     below = [path for path in texts if any(path[:depth] in texts for depth in range(len(path)))]
     deep = [path for path in texts if not 0 < len(path) <= MAX_KEYS]
     if below or deep or len(texts) < len(paths):
-        places = ", ".join(sorted(map(format_path, below + deep))) or "a path is there twice"
+        places = ", ".join(sorted(map(format_path, below + deep))) or "a path occurs twice"
         raise ValueError(f"its leaves are not those of one tree: {places:.200}")
 
 

@@ -167,13 +167,13 @@ def _check_patterns(layers: str, stacked: str, indices: Sequence[int] | None) ->
     if layers.count("{}") != 1:
         problems.append(f"`{layers}` must have one `{{}}`, for the number of a layer")
     if "{}" in stacked:
-        problems.append(f"`{stacked}` must have no `{{}}`: it is all layers")
+        problems.append(f"`{stacked}` must have no `{{}}`: it holds all layers")
     if layers.count("*") != stacked.count("*"):
-        problems.append(f"`{layers}` and `{stacked}` must have as many `*`")
+        problems.append(f"`{layers}` and `{stacked}` must have the same number of `*`")
     if indices is not None and (len(set(indices)) < len(indices) or min(indices, default=-1) < 0):
         problems.append(f"indices {list(indices)} must be numbers of layers, each once")
     if problems:
-        raise ArgumentError("that does not say which layers", problems, [_HINT])
+        raise ArgumentError("that does not name the layers", problems, [_HINT])
 
 
 def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:
@@ -182,7 +182,7 @@ def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:
     if lacking or (names and not ckpt.meshes):
         raise ShardingError(
             f"the layers cannot be partitioned over {' and '.join(names)}",
-            lacking or ["the checkpoint was saved on no mesh"],
+            lacking or ["the checkpoint was saved without a mesh"],
             ['put it on a mesh that has them: `to_mesh(ckpt, "stage=2,model=4")`'],
         )
 
@@ -273,7 +273,7 @@ def _applied(
     kept = {path: leaf for path, leaf in ckpt.items() if path not in gone}
     collisions = list(_collisions(made, kept))
     if collisions:
-        raise TreeMismatchError("there are leaves in these places already", collisions)
+        raise TreeMismatchError("leaves exist in these places already", collisions)
     leaves = kept | made
     check_lists(leaves, ckpt)
     own = {*model.values}

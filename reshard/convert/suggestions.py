@@ -46,7 +46,7 @@ def hints_for(
     rest = [entry for entry in abstentions if not (entry.rule or (entry.hint and forth))]
     if not known and any(COLLECTIONS.isdisjoint(p[:1]) for entry in rest for p in entry.linen):
         api = "Linen" if forth else "NNX"
-        hints.append(f"source=..., the {api} model, tells the classes")
+        hints.append(f"source=..., the {api} model, supplies the classes")
     sure, likely = _renames(rest, linen, nnx, said)
     rules = renaming_rules(sure, leaves) or renaming_rules(likely, leaves)[:1]
     if len(rules) > 1:
@@ -113,7 +113,7 @@ def _levels(layout: Layout) -> Iterator[tuple[Level, tuple[str, str] | None]]:
             common = common[:-1]
 
     def level(text: str, pattern: str, into: str, keys: tuple[str, ...] = ()) -> Level:
-        hints = [f"reshard.rename(ckpt, {as_python([(pattern, into)])}) takes it away"]
+        hints = [f"reshard.rename(ckpt, {as_python([(pattern, into)])}) removes it"]
         return Level(text, keys, (pattern, into), hints)
 
     joined = [key for path in modules for key in path if "/" in key]
@@ -122,7 +122,7 @@ def _levels(layout: Layout) -> Iterator[tuple[Level, tuple[str, str] | None]]:
         yield level(text, r'"([^"]*/[^"]*)"', r"\1"), None
     for end in range(1, len(common) + 1):
         name = format_path(common[:end])
-        text, regex = f"all leaves are below `{name}`, which the model has not", re.escape(name)
+        text, regex = f"all leaves are below `{name}`, which the model lacks", re.escape(name)
         if joined:
             yield level(text, rf'"{regex}/([^"]*)"', r"\1"), None
             continue

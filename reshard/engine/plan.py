@@ -38,7 +38,7 @@ MAX_KEPT_CHUNKS = 16
 _MAX_CHUNKS = 1 << 22
 # Of arrays with so many ways to split them, the last dimensions stay whole.
 _MAX_SPLITS = 1 << 16
-_KEEP = 'chunks="keep" leaves the stored grid as it is'
+_KEEP = 'chunks="keep" keeps the stored grid'
 
 
 # A split of shards: a chunk, the box that it is read and written in, and the chunks of a shard.

@@ -72,9 +72,9 @@ def task_count(nbytes: int, workers: int | None) -> int:
 
 
 def check_workers(workers: int | None) -> None:
-    """Raises ArgumentError for what is no number of workers."""
+    """Raises ArgumentError for what is not a number of workers."""
     if workers is not None and (type(workers) is not int or workers < 1):
-        raise ArgumentError(f"`{workers}` is no number of workers")
+        raise ArgumentError(f"`{workers}` is not a number of workers")
 
 
 def check_tasks(
@@ -87,7 +87,7 @@ def check_tasks(
         imported = [bytes(_Checker(task).pickled) for task in tasks]
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ArgumentError(
-            "workers cannot be given what they are to do",
+            "the tasks cannot be sent to the workers",
             [str(error)],
             ["define functions at the top level of a module, which workers import"],
         ) from error
@@ -96,9 +96,9 @@ def check_tasks(
     try:
         there = executor.submit(_release, imported).result()
     except (ImportError, AttributeError) as error:
-        hint = "install there what is installed here, with the modules of your functions"
+        hint = "install the same packages there, and the modules of your functions"
         raise ArgumentError(
-            "the executor's workers cannot import what they are to run", [str(error)], [hint]
+            "the executor's workers cannot import a module that they need", [str(error)], [hint]
         ) from error
     except BaseException as error:
         if _is_lost(error):
@@ -107,7 +107,7 @@ def check_tasks(
     here = _release(())
     if there != here:
         problem = f"there it is {there}, here it is {here}"
-        raise ArgumentError("the executor's workers have another release of reshard", [problem])
+        raise ArgumentError("the executor's workers have another version of reshard", [problem])
 
 
 class _Checker(pickle.Pickler):
@@ -281,7 +281,7 @@ class _Run:
         self._breaks.update(running or [None])
         often = [number for number, count in self._breaks.items() if count == _BREAKS]
         if often:
-            hint = "workers=... and max_memory=... multiply: less of both takes less"
+            hint = "each worker uses max_memory: reduce workers=... or max_memory=..."
             raise ReshardError(
                 f"{_BREAKS} workers were killed, one after another",
                 [f"{self._tasks[number]} is not done" for number in often if number is not None],
@@ -300,7 +300,7 @@ class _Run:
                 warnings.warn(
                     f"{self._tasks[number]}: its worker, process {self._processes[number]}, has "
                     f"reported nothing for {now - since:.0f} seconds: a batch of large chunks may "
-                    "take so long, or it hangs",
+                    "take so long, or the worker hangs",
                     stacklevel=4,
                 )
 

@@ -43,10 +43,10 @@ def open(
       ['data=2,model=4']
     """
     if concurrency < 1:
-        raise ArgumentError(f"concurrency={concurrency!r} leaves no request", hints=["1, or more"])
+        raise ArgumentError(f"concurrency={concurrency!r} allows no request", hints=["1, or more"])
     if isinstance(step, str):
         hints = [f"step={int(step)}"] if step.isdecimal() else []
-        raise ArgumentError(f"a step is a number, and no text: {step!r:.40}", hints=hints)
+        raise ArgumentError(f"a step is a number, not text: {step!r:.40}", hints=hints)
     try:
         with parse_location(path).remembered():
             found = detection.locate(path, step, item)

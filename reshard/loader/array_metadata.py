@@ -69,7 +69,7 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
         raise ValueError(missing_dtype(name) or first_line(error)) from error
     dtype = array.dtype.numpy_dtype
     if dtype.kind not in "biufc" and not hasattr(ml_dtypes, dtype.name):
-        raise ValueError(f"{array.dtype.name} is no dtype of arrays of numbers")
+        raise ValueError(f"{array.dtype.name} is not a numeric dtype")
     shape = tuple(array.shape)
     chunks = chunk_shape_of(array)
     zarr.check_size(shape, chunks, dtype.itemsize)

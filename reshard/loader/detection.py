@@ -47,14 +47,14 @@ RECORD_FILES = (RECORD_FILE, RECORD_TEMPORARY)
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _LEGACY = re.compile(r"checkpoint(_\d+)?")
 MSGPACK = "a Flax msgpack checkpoint, which is recognised but not read yet"
-_PICKLE = "a pickle, which is never opened: to read it can run any code"
+_PICKLE = "a pickle, which is never opened: reading it can run any code"
 # How files of other programs begin.
 _FOREIGN = {
     b"GGUF": "a GGUF file, which is not supported",
     b"\x89HDF": "an HDF5 file, which is not supported",
     b"PK\3\4": "a zip file, as PyTorch and NumPy write them, which is not supported",
 }
-_UNKNOWN = "a file, and not a checkpoint directory"
+_UNKNOWN = "a file, not a checkpoint directory"
 # Names of files that may hold weights in another format, and how many of them are looked at.
 _WEIGHTS = (".gguf", ".h5", ".bin", ".pt", ".pth", ".npz", ".pkl", ".pickle")
 _LOOKED_AT = 20
@@ -77,7 +77,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     """Finds the item to read. See `reshard.open` for the arguments and the errors."""
     text, root = os.fspath(path), parse_location(path)
     if not root.exists():
-        raise CheckpointNotFoundError(f"there is nothing at `{text}`", hints=_siblings(root))
+        raise CheckpointNotFoundError(f"nothing exists at `{text}`", hints=_siblings(root))
     if root.name.endswith(SAFETENSORS) and root.is_file():
         _refuse(text, step, item)
         return Item(root, "safetensors", False, "", "", (), ())
@@ -244,7 +244,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
         )
     if item is not None and not _is_item(directory / item):
         raise CheckpointFormatError(
-            f"item '{item}' of `{directory}` holds no tree of arrays", hints=choices
+            f"item '{item}' of `{directory}` holds no arrays", hints=choices
         )
     if item is None and len(trees) > 1:
         several = "items"
@@ -276,9 +276,8 @@ def _deleted_item(step: Location) -> str:
 def _being_deleted(item: Location, hints: Iterable[str] = ()) -> CheckpointNotFoundError:
     call = f'delete("{item.parent}", checkpointable_name="{item.name}")'
     return CheckpointNotFoundError(
-        f"`{item}` is being deleted: `{DELETION_FILE}` beside it records a deletion that has not "
-        "ended",
-        hints=[*hints, f"orbax.checkpoint.experimental.v1.{call} ends the deletion"],
+        f"`{item}` is being deleted: `{DELETION_FILE}` beside it records an unfinished deletion",
+        hints=[*hints, f"orbax.checkpoint.experimental.v1.{call} finishes the deletion"],
     )
 
 
@@ -325,14 +324,14 @@ def check_committed(directory: Location, marked: bool = False) -> None:
     bucket, where it is written last into the final directory, an item or a step must be `marked`
     with one; an item's may be that of its step.
     """
-    reason, hint = None, "use an earlier step: its writer stopped before this one was complete"
+    reason, hint = None, "use an earlier step: the writer stopped before this one was complete"
     if TEMPORARY in directory.name:
         reason = "its name is that of a checkpoint in progress"
     else:
         document = read_json(directory / CHECKPOINT_FILE)
         times = document or {}
         if times.get("init_timestamp_nsecs") and not times.get("commit_timestamp_nsecs"):
-            reason = f"its {CHECKPOINT_FILE} has no time of a commit"
+            reason = f"its {CHECKPOINT_FILE} has no commit time"
         names = directory.names()
         unfinished = [name for name in names if TEMPORARY in name]
         if unfinished and document is not None:

@@ -43,8 +43,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     store = _array_store(directory, document, requests)
     if document.get("use_ocdbt") and not store.ocdbt and array_paths:
         raise CorruptCheckpointError(
-            f"`{directory}` has no manifest.ocdbt, which its _METADATA promises: it was half "
-            "written"
+            f"`{directory}` has no manifest.ocdbt, which its _METADATA promises: it is incomplete"
         )
     _ = store.values  # in a bucket, while the documents below are on their way
     shardings = read_json(directory / detection.SHARDING_FILE) or {}
@@ -80,14 +79,14 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
             problems.append(f"{format_path(path)}: unknown value type {value_type!r:.40}")
     if problems:
         raise CorruptCheckpointError(
-            f"`{directory}` is not whole: leaves of its tree cannot be found or read", problems
+            f"`{directory}` is damaged: some of its leaves cannot be found or read", problems
         )
     # On a disk, the plan tells soon enough.
     state = "" if directory.is_local else directory.state(detection.RECORD_FILES)
     source = Source(**vars(item), store=store, metadata=document, described=described, state=state)
     notes = [f"step {step} was never committed and is left out" for step in item.uncommitted]
     if item.deleted:
-        notes.append(f"item {item.deleted!r:.80} is left out: its deletion has not ended")
+        notes.append(f"item {item.deleted!r:.80} is left out: its deletion is unfinished")
     return Checkpoint(leaves, source, tuple(notes))
 
 
@@ -132,7 +131,7 @@ def _below(node: Any, key: str) -> Any:
 def _without_tree(directory: Location) -> Exception:
     legacy = directory / "checkpoint"
     if detection.describe_file(legacy) != detection.MSGPACK:
-        return CorruptCheckpointError(f"`{directory}` has no _METADATA: it was half written")
+        return CorruptCheckpointError(f"`{directory}` has no _METADATA: it is incomplete")
     what = "holds its values in the msgpack file `checkpoint` (aggregate=True)"
     if b"PLACEHOLDER://" in legacy.beginning(1 << 20):
         file = "its tree is the msgpack file `checkpoint`"
@@ -218,7 +217,7 @@ def tree_problems(paths: Iterable[Path]) -> list[str]:
             problems.append(f"{format_path(path):.80}: {problem}")
         texts = tuple(map(str, path))
         if texts in seen:
-            problems.append(f"{format_path(path):.80}: it is there twice")
+            problems.append(f"{format_path(path):.80}: it occurs twice")
         seen[texts] = path
         while texts and (texts := texts[:-1]) not in containers:
             containers[texts] = path
@@ -253,7 +252,7 @@ def array(
         return None
     wrong = _keep_chunks(path, name, array, store)
     if key_impl is not None and (array.dtype != np.uint32 or not array.shape):
-        wrong.append(f"{format_path(path)}: it is {array.dtype.name}, which no PRNG keys are")
+        wrong.append(f"{format_path(path)}: it is {array.dtype.name}, but PRNG keys are not")
     if wrong:
         problems += wrong
         return None

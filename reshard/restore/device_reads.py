@@ -248,7 +248,7 @@ class _ArrayRead:
             except MemoryError as error:
                 size = format_bytes(self.handle.nbytes)
                 path = format_path(self.handle.path)
-                raise MemoryLimitError(f"{path}: there is no memory for its {size}") from error
+                raise MemoryLimitError(f"{path}: not enough memory for its {size}") from error
         return self._buffers[start]
 
     def _converted(self, values: np.ndarray) -> np.ndarray:

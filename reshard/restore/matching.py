@@ -334,7 +334,7 @@ def mismatch_error(
         "dtype": "of another dtype",
         "kept": "kept without a value",
         "sharding": "without a place to go",
-        "x64": "wider than JAX makes arrays",
+        "x64": "wider than JAX allows by default",
     }
     count = collections.Counter(problem.what for problem in problems)
     parts = [f"{count[what]} {text}" for what, text in words.items() if count[what]]

@@ -85,7 +85,7 @@ def check_state(target: Any) -> None:
     """Raises ArgumentError for what is no state: a class, a function or a text."""
     if isinstance(target, str):
         raise ArgumentError(
-            f"the target is the text {target!r}, and not a state or a `jax.sharding.Mesh`",
+            f"the target is the text {target!r}, not a state or a `jax.sharding.Mesh`",
             hints=["reshard.target(model, mesh=mesh)", MESH_HINT],
         )
     name = getattr(target, "__name__", None)
@@ -93,7 +93,7 @@ def check_state(target: Any) -> None:
         kind = "class" if isinstance(target, type) else "function"
         given = name if name.isidentifier() and not hasattr(target, "__self__") else "model"
         raise ArgumentError(
-            f"the target is a {kind}, `{name}`, and not a state",
+            f"the target is a {kind}, `{name}`, not a state",
             hints=[f"reshard.target({given}, mesh=mesh)"],
         )
 

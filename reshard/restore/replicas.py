@@ -61,7 +61,7 @@ def agreement() -> Iterator[Agree]:
     client, key, steps = coordinator(), f"reshard/restore/{next(_calls)}", itertools.count()
     if client is None:
         raise ArgumentError(
-            "processes that restore together need the coordination service of JAX",
+            'replicas="broadcast" needs jax.distributed, which is not initialised',
             hints=["jax.distributed.initialize()"],
         )
     over = False  # all know that it has failed
@@ -90,7 +90,7 @@ def agreement() -> Iterator[Agree]:
             raise _failure(failed)
         if over and not any(failed):
             raise ArgumentError(
-                "processes that restore together restore the same, and these do not",
+                "the processes restore different targets",
                 [f"process {number}: {text}" for number, text in enumerate(said)],
             )
 

@@ -163,7 +163,7 @@ def _unusable(
     value, dtype = leaf.value, leaf.target.dtype
     if kept:
         if leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted()):
-            yield "kept", "it is kept, and has no value of its own"
+            yield "kept", "keep names it, but it has no value"
     elif not leaf.abstract and not isinstance(value, jax.Array):
         return
     elif dtype is not None and _narrowed(dtype):
@@ -221,7 +221,7 @@ def _hints(
         hints.append('unexpected="ignore" restores the rest')
     if "missing" in kinds and not (api or any(leaf.abstract for leaf in leaves)):
         path = next(problem.path for problem in problems if problem.what == "missing")
-        hints.append(f'keep=("{format_glob(path)}",) leaves it as it is; globs work')
+        hints.append(f'keep=("{format_glob(path)}",) keeps its value; globs work')
     tied = [format_path(problem.copy) for problem in problems if problem.copy]
     if tied:
         dropped = ", ".join(f'"{path}"' for path in tied)
@@ -272,7 +272,7 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
         keys = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{list(data.shape)} is no data of PRNG keys `{impl}`, as the checkpoint says",
+            f"{list(data.shape)} is not data of PRNG keys `{impl}`, as the checkpoint says",
             [str(error)],
         ) from error
     if keys.sharding == sharding:
@@ -301,7 +301,7 @@ def _restore_raw(
         requests.append(Request(handle, handle.dtype, sharding))
     if wide:
         raise TreeMismatchError(
-            "JAX makes no arrays of these dtypes without jax_enable_x64",
+            "JAX cannot make arrays of these dtypes without jax_enable_x64",
             wide,
             ['jax.config.update("jax_enable_x64", True)'],
         )

@@ -148,7 +148,7 @@ def _covered(
 ) -> tuple[State, Coverage]:
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise ShardingError(
-            f"a target needs a mesh of JAX's, not {mesh!r}",
+            f"a target needs a jax.sharding.Mesh, not {mesh!r}",
             hints=[MESH_HINT, "jax.sharding.AbstractMesh(...)"],
         )
     made = state_of(model, mesh, inputs)

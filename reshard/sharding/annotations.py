@@ -118,7 +118,7 @@ class Coverage:
         unused = [f"`{name}`" for name, axes in self.rules if axes and name not in names]
         if unused:
             listed, nbytes = ", ".join(dict.fromkeys(unused)), format_bytes(self.replicated_bytes)
-            none = f"no leaf has the axis name of these rules: {listed}"
+            none = f"rules whose axis name no leaf has: {listed}"
             notes.append(f"{none}. Replicated in all: {nbytes} a device")
         return tuple(notes)
 
@@ -332,7 +332,7 @@ class _Cover:
             elif passes:
                 near = get_close_matches(name, [rule for rule, _ in self.rules], 1)
                 says = "".join(f"; the nearest rule is `{rule}`" for rule in near)
-                self.hints.append(f"the rule {whole} replicates what is named '{name}'{says}")
+                self.hints.append(f"the rule {whole} replicates dimensions named '{name}'{says}")
             elif self.without_rules and leaf.own_rules is None:
                 problems.append(f"{text}: its axes have logical names {names}, and no rules")
                 self.hints.append('rules=[("embed", "data"), ...] gives them, rules=[] replicates')

@@ -91,7 +91,7 @@ def matching_part(path: Path, shape: Shape, parameter: Shape, spec: Spec) -> Spe
     if len(parts) == 1:
         return parts.pop()
     if not parts:
-        return f"its shape is no part of the parameter's, {list(parameter)}"
+        return f"its shape is not a part of the parameter's, {list(parameter)}"
     choices = " or ".join(sorted(map(str, kept)))
     return f"it may be over dimensions {choices} of the parameter's {list(parameter)}"
 

@@ -50,7 +50,7 @@ def name_problem(name: str) -> str | None:
     if "\0" in name:
         return "its name holds a NUL"
     if name.startswith("/") or ".." in name.split("/"):
-        return "its name leads out of the checkpoint"
+        return "its name points outside the checkpoint"
     length = len(name.encode(errors="replace"))
     return f"its name has {length} bytes" if length > _MAX_NAME else None
 
@@ -189,9 +189,9 @@ class ArrayStore(ZarrVersion):
             return None
         file, (found, needed) = min(truncated.items())
         expected = f"at least {needed}" if found < needed else str(needed)
-        text = f"`{self.directory / file}` has {found} bytes, and would have to have {expected}"
+        text = f"`{self.directory / file}` has {found} bytes, expected {expected}"
         rest = len(truncated) - 1
-        return f"{text}; {rest} more of its files are not whole" if rest else text
+        return f"{text}; {rest} more of its files are damaged" if rest else text
 
     def check_blosc(self, name: str, nbytes: int) -> None:
         """Raises CorruptCheckpointError unless all chunks of an array say, as chunks of blosc, that

@@ -29,7 +29,7 @@ def decoded_bytes(data: bytes) -> int:
         version, position = _varint(data, _HEADER.size)
         compression, position = _varint(data, position)
         if magic not in (_NODE, _MANIFEST) or version > 1 or compression > 1:
-            raise ValueError("it is no node of a B-tree")
+            raise ValueError("it is not a B-tree node")
         content, whole = data[position : position + _LENGTHS], len(data)
         if compression:
             content, whole = _decompressed(data[position:-4])

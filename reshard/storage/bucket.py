@@ -276,10 +276,10 @@ class BucketLocation(Location):
             size = found.nbytes
         for block in [self.read_whole()] if size <= _BLOCK else self._ranges(size):
             if block is None:
-                said = "it was changed or removed meanwhile"
+                said = "it changed or was removed while it was read"
                 raise StoreError(f"`{self}` cannot be read", [said])
             if size <= _BLOCK and nbytes not in (UNKNOWN, len(block)):
-                said = f"it has {len(block)} bytes, and had {nbytes} when it was listed"
+                said = f"it has {len(block)} bytes, but had {nbytes} when it was listed"
                 raise StoreError(f"`{self}` cannot be read", [said])
             yield block
 

@@ -239,7 +239,7 @@ class Location:
         if found.is_file:
             return found.nbytes
         if found.is_dir:
-            raise CheckpointFormatError(f"`{self}` is a directory, and not a file")
+            raise CheckpointFormatError(f"`{self}` is a directory, not a file")
         raise not_a_file(self)
 
     # Reading.
@@ -272,7 +272,9 @@ class Location:
         if size is None:
             return None
         if size > MAX_DOCUMENT:
-            raise CorruptCheckpointError(f"`{self}` has {format_bytes(size)}: no checkpoint's has")
+            raise CorruptCheckpointError(
+                f"`{self}` has {format_bytes(size)}, more than any checkpoint's file"
+            )
         try:
             data = self.read_whole()
         except StoreError:
@@ -280,7 +282,7 @@ class Location:
         except OSError as error:
             raise CorruptCheckpointError(f"`{self}` cannot be read", [str(error)]) from error
         if data is None:
-            raise StoreError(f"`{self}` cannot be read", ["it was removed meanwhile"])
+            raise StoreError(f"`{self}` cannot be read", ["it was removed while it was read"])
         return data
 
     def sha256(self) -> str:
@@ -383,8 +385,8 @@ class Location:
 def not_a_file(location: Location) -> CheckpointFormatError:
     if not location.is_local:
         return CheckpointFormatError(
-            f"`{location}` is an object, and the name of others begins as if it were a directory",
-            hints=["give one of them another name: no disk has both"],
+            f"`{location}` is an object, and also a directory of other objects",
+            hints=["rename one of them: a disk cannot hold both"],
         )
     return CheckpointFormatError(
         f"`{location}` is neither a file nor a directory",

@@ -239,7 +239,7 @@ def s3_endpoint() -> str:
     url = os.environ.get(name, "")
     if url and not url.startswith(("http://", "https://")):
         raise CheckpointFormatError(
-            f"{name} is `{url}`, and no URL", hints=[f"export {name}=http://{url}"]
+            f"{name} is `{url}`, which is not a URL", hints=[f"export {name}=http://{url}"]
         )
     return url.rstrip("/")
 

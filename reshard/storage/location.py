@@ -34,9 +34,9 @@ def parse_location(path: str | os.PathLike) -> Location:
         if near := re.match(f"({schemes}):/+(.*)", text, re.DOTALL):
             scheme = near[1].lower()
             meant = f"{scheme}://{'/' * (scheme == 'file')}{near[2]}"
-            what, hints = "looks like a URL, and is none", [meant, f"./{text}, if it is a path"]
+            what, hints = "looks like a URL, but is not one", [meant, f"./{text}, if it is a path"]
             if not isinstance(path, str):
-                what = "was a URL before pathlib made a path of it"
+                what = "was a URL until pathlib made it a path"
                 hints = [f"give it as text: {meant}"]
             raise CheckpointFormatError(f"`{text}` {what}", hints=hints)
         return Location(disk.absolute(text))
@@ -45,13 +45,13 @@ def parse_location(path: str | os.PathLike) -> Location:
     if scheme == "file" and local.startswith("/"):
         return Location(disk.absolute(local))
     if scheme == "file":
-        problem = ": what follows `file://` is a path from the root"
+        problem = ": the part after `file://` must be an absolute path"
         hint = "file:///runs/1000, or a path alone"
     elif scheme not in ("gs", "s3"):
-        problem = f": there is no way to read `{scheme}://`"
+        problem = f": `{scheme}://` is not supported"
         hint = "a path, or a URL that begins with gs://, s3:// or file://"
     elif not {"", ".", ".."}.isdisjoint(rest.split("/")):
-        problem, hint = " is no name in a bucket", f"{scheme}://bucket/run/1000"
+        problem, hint = " is not a valid name in a bucket", f"{scheme}://bucket/run/1000"
     elif reason := why_no_buckets():
         raise CheckpointFormatError(f"`{text}`: {reason}")
     else:

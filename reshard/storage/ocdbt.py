@@ -327,7 +327,7 @@ class _Decoder:
     def __call__(self, file: str, data: bytes, location: str | None = None) -> dict[str, Any]:
         self._taken += decoded_bytes(data)
         if self._taken > MAX_BTREE:
-            raise ValueError("its B-tree decodes to more than any checkpoint's")
+            raise ValueError("its B-tree is larger than any checkpoint's")
         self._memory.write(file, data).result()
         found = ocdbt.dump(self._memory, location).result()
         self._memory.write(file, None).result()
@@ -339,7 +339,7 @@ def _data_file(directory: Location, file: str) -> Location:
     names = file.split("/")
     if not {"", ".", ".."}.isdisjoint(names) or "\0" in file:
         raise CorruptCheckpointError(
-            f"the OCDBT database in `{directory}` refers to `{file}`, which is no name inside it"
+            f"the OCDBT database in `{directory}` refers to `{file}`, which is outside of it"
         )
     path = directory
     for name in names:

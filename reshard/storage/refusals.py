@@ -11,11 +11,11 @@ _STATUS = re.compile(r"(?:http_response_code='|status code: )(\d+)")
 _PLACE = re.compile(r"Error reading (?:\"(.+?)\"|((?:gs|s3)://.+?))(?=:? |:$)")
 _BROKEN = re.compile(r"(?:CURL|HTTP) error:? (.*?)(?: \[|\n|$)", re.DOTALL)
 _MEANINGS = {
-    "400": "it does not take such a request: is it the right region, or endpoint?",
-    "401": "the credentials are not known there",
-    "403": "there are no credentials that allow it",
+    "400": "the request is not accepted: check the region and the endpoint",
+    "401": "the credentials are not valid there",
+    "403": "no credentials allow it",
     "404": "there is no such bucket or object",
-    "412": "it has changed meanwhile",
+    "412": "it changed while it was read",
     "429": "too many requests, also after retries",
     "500": "the store failed, also after retries",
     "503": "the store was not available, also after retries",
@@ -45,7 +45,7 @@ def refusal(error: ValueError, what: str, done: str = "read") -> StoreError | No
     elif broken is not None:
         reason = f"the connection failed, also after retries: {broken[1]}"
     elif "invalid list response" in text:
-        reason = "the answer is no list of objects"
+        reason = "the answer is not a list of objects"
     elif "credentials" in text:
         reason = first_line(error)
     else:

@@ -99,9 +99,9 @@ def diff(
         if not isinstance(value, numbers.Real) or not 0 <= value < math.inf
     ]
     if wrong:
-        raise ArgumentError("a tolerance is a finite number, 0 or more", wrong)
+        raise ArgumentError("a tolerance must be a finite number, 0 or more", wrong)
     if (rtol or atol) and not values:
-        raise ArgumentError("tolerances are for values", hints=["values=True"])
+        raise ArgumentError("tolerances require values=True", hints=["values=True"])
     one, other = (c if isinstance(c, Checkpoint) else open_checkpoint(c) for c in (a, b))
     names = _name(one), _name(other)
     in_a, in_b = _selected(one, other, select, drop)

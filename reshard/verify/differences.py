@@ -17,7 +17,7 @@ from reshard.verify.elementwise import ElementDifference
 _SHOWN = 200
 # Characters of a string leaf in a report.
 _MAX_TEXT = 60
-_VALUES = "values=True compares contents, and finds leaves that have moved"
+_VALUES = "values=True compares contents, and finds moved leaves"
 
 
 @dataclasses.dataclass(frozen=True)

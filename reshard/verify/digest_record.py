@@ -134,9 +134,9 @@ class Record:
         for file, sha256 in files.items():
             try:
                 if not file.is_file():
-                    changed.append(f"the file `{file}`: on record, and not there")
+                    changed.append(f"the file `{file}`: recorded, but missing")
                 elif hash_of(file) not in (None, sha256):
-                    changed.append(f"the file `{file}`: it is not the one on record")
+                    changed.append(f"the file `{file}`: it differs from the recorded one")
             except StoreError:
                 raise
             except OSError as error:
@@ -150,7 +150,7 @@ def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord
 
 def forget_hint(path: Location) -> str:
     """What to type where what is recorded is not to count any more."""
-    return f"rm {shell_quoted(str(path))} forgets what was recorded"
+    return f"rm {shell_quoted(str(path))} deletes the record"
 
 
 def read_record(path: Location, hint: str = "") -> Record | None:
@@ -162,9 +162,9 @@ def read_record(path: Location, hint: str = "") -> Record | None:
     try:
         document = json.loads(data, object_pairs_hook=unique_keys)
         if not isinstance(document, dict) or "version" not in document:
-            raise ValueError("it is another document")
+            raise ValueError("it is a different kind of document")
         if document["version"] != _VERSION:
-            raise ValueError(f"version {document['version']!r}, and {_VERSION} is known")
+            raise ValueError(f"version {document['version']!r}, but only {_VERSION} is known")
         if unknown := sorted(document.keys() - _KEYS):
             raise ValueError(f"the keys {unknown}")
         arrays = {name: _array(entry) for name, entry in document["arrays"].items()}
@@ -172,7 +172,7 @@ def read_record(path: Location, hint: str = "") -> Record | None:
         files, beside = (_hashes(document[key]) for key in ("files", "beside"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"`{path}` is no record of digests",
+            f"`{path}` is not a record of digests",
             [f"{type(error).__name__}: {error}"],
             [hint or forget_hint(path)],
         ) from error

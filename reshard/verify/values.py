@@ -108,7 +108,7 @@ class ReadTask:
     max_memory: int
 
     def __str__(self) -> str:
-        return f"part {self.number + 1} of {self.of} of what is read"
+        return f"part {self.number + 1} of {self.of} of the reads"
 
     def run(self, report: Report) -> tuple[dict[int, Any], Failed]:
         largest = max(map(least_memory, self.groups.values()), default=0)

@@ -62,7 +62,7 @@ class Verification:
             wrong = count_of(len(self.problems), "problem")
             said = f"{read} read, {self.compared} compared with digests, {wrong}"
         elif self.digests and not self.compared:
-            said = f"{read} read whole; there are no digests to compare them with"
+            said = f"{read} read; no digests to compare them with"
         lines = [f"`{self.path}`: {said}"]
         return "\n".join(map(printable, [*lines, *(f"  {line}" for line in self.problems)]))
 
@@ -235,7 +235,7 @@ def digest(
     if not checked.ok:
         changed = [] if recorded is None else recorded.changed_files(ckpt.source)
         hints = [forget_hint(file)] if {*checked.problems} <= {*changed} else []
-        raise CorruptCheckpointError(f"`{checked.path}` is not whole", checked.problems, hints)
+        raise CorruptCheckpointError(f"`{checked.path}` is damaged", checked.problems, hints)
     if write:
         record(ckpt, checked.digests).write(file)
     return dict(checked.digests)

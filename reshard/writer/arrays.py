@@ -169,16 +169,16 @@ def sync(directory: Location, files: Collection[str]) -> None:
 def _check_there(share: ItemShare, directory: Location, count: int, gone: Collection[str]) -> None:
     """Raises CorruptCheckpointError where not all keys are there that were written. A chunk that
     holds a fill value alone may be absent on a disk."""
-    problems = [f"`{directory / file}` is not there" for file in gone]
+    problems = [f"`{directory / file}` is missing" for file in gone]
     missing = len(share.metadata) - count + sum(len(v.chunks(share.format)) for v in share.values)
     for group, start, stop in share.boxes:
         for _, array in group:
             for box in array.boxes(start, stop):
                 missing += math.prod(end - begin for begin, end in chunk_ranges(box, array.chunk))
     if missing and not share.format.fills:
-        problems.append(f"{missing} chunks are not there")
+        problems.append(f"{missing} chunks are missing")
     if problems:
-        raise CorruptCheckpointError("what was written cannot be read back", problems)
+        raise CorruptCheckpointError("the written data cannot be read back", problems)
 
 
 class Target(NamedTuple):

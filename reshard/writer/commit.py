@@ -48,8 +48,8 @@ from reshard.writer.siblings import UNFINISHED_PREFIX
 REPLACED_SUFFIX = ".replaced-by-reshard"
 # Requests at once.
 _REQUESTS = 32
-RESUME = "resume=True goes on with it"
-OVERWRITE = "overwrite=True begins anew"
+RESUME = "resume=True continues it"
+OVERWRITE = "overwrite=True starts again"
 
 
 class Result(NamedTuple):
@@ -113,16 +113,16 @@ def begin(
         unknown = [document for document, has in ended if has is None]
         if running or (unknown and not (resume or overwrite)):
             text = f"another job is writing `{destination}`"
-            hints = ["wait until it has ended", RESUME, OVERWRITE]
+            hints = ["wait until it ends", RESUME, OVERWRITE]
             raise DestinationError(text, writers(running or unknown), hints)
         goes_on = resume or shared
         if goes_on and foreign and found.parts:
             then = next((d["fingerprint"] for d in foreign if d.get("fingerprint")), None)
             problems = [*differences(then, fingerprint), *writers(foreign)]
-            text = f"what is unfinished for `{destination}` is another job"
+            text = f"the unfinished job for `{destination}` is a different one"
             raise DestinationError(text, problems, [restart_hint(path) if shared else OVERWRITE])
         if not (goes_on or overwrite) and (found.parts or not (path.is_local or not found.sizes)):
-            text = f"a job that was stopped has left finished parts for `{destination}`"
+            text = f"a stopped job left finished parts for `{destination}`"
             raise DestinationExistsError(text, writers(found.documents), [RESUME, OVERWRITE])
         if goes_on and found.documents and not foreign:
             start = path, found, frozenset[str]()
@@ -155,7 +155,7 @@ def share_count(destination: Location) -> int | None:
 def restart_hint(left: Location) -> str:
     """How to begin without what a job has left."""
     removes = f"rm -r {shell_quoted(str(left))}" if left.is_local else f"delete `{left}`"
-    return f"{removes}, then begin anew"
+    return f"{removes}, then start again"
 
 
 def _is_committed(destination: Location, found: Found, token: str | None) -> bool:
@@ -166,12 +166,12 @@ def _is_committed(destination: Location, found: Found, token: str | None) -> boo
         return True
     if RECORD in names or any(path.rpartition("/")[2] == MARKER for path in names):
         raise DestinationExistsError(
-            f"`{destination}` is complete, and a complete checkpoint in a bucket is not replaced",
-            hints=["write to another prefix, and delete this one when you have looked at it"],
+            f"`{destination}` is complete, and a complete checkpoint in a bucket is never replaced",
+            hints=["write to another prefix, check the result, then delete this prefix"],
         )
     if names:
         raise DestinationExistsError(
-            f"`{destination}` holds objects that no job of reshard has written",
+            f"`{destination}` holds objects that reshard did not write",
             [f"`{destination / name}`" for name in names],
             ["write to another prefix, or delete these while no job runs"],
         )
@@ -214,14 +214,14 @@ def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
         numbers = sorted({*missing} if REST in whole else {*missing, 0})
         problems = [f"missing: {format_runs(numbers)}"]
         if REST not in whole:
-            problems.append("share 0 writes what is in no share, and has not done so")
+            problems.append("share 0, which also writes documents and other items, is not finished")
         problems += [f"begun: {line}" for line in writers(found.begun)]
         count = len(numbers)
         raise DestinationError(
             f"{count} of {job.count} shares of `{job.destination}` {'is' if count == 1 else 'are'} "
             "not complete",
             problems,
-            [f"write what is missing: share=(i, n) with i in {format_runs(numbers)} alone"],
+            [f"write the missing shares: share=(i, n) with i in {format_runs(numbers)} alone"],
         )
     return whole
 
@@ -265,7 +265,7 @@ def _note_rest(attempt: Attempt, error: BaseException) -> None:
         remove_aside(job.destination, job.directory)
     elif found.parts:
         kept = f"{count} of {job.count} shares are complete, and stay in"
-        kept = kept if count else "what is in no share is complete, and stays in"
+        kept = kept if count else "the documents and other items are complete, and stay in"
         error.add_note(f"{kept} `{job.directory}`: {RESUME}")
 
 
@@ -304,7 +304,7 @@ def publish(attempt: Attempt, result: Result, overwrite: bool, check: Callable[[
     created = (job.destination / RECORD).create(dumped(record))
     # A refusal proves nothing: the record may be this one's nevertheless.
     if forward(job.destination, record if created else None)[0]["job"] != job.token:
-        raise DestinationExistsError(f"`{job.destination}` was made while this job ran")
+        raise DestinationExistsError(f"`{job.destination}` was created by another job meanwhile")
 
 
 def forward(
@@ -320,7 +320,7 @@ def forward(
     gone = [f"`{destination / path}`" for path in record["kept"] if path not in there]
     if gone:
         hint = f"delete `{destination}` while no job runs, and write it again"
-        raise DestinationError("files that the commit record names are gone", gone, [hint])
+        raise DestinationError("files that the commit record names are missing", gone, [hint])
     with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
         items = record["files"].items()
         list(pool.map(lambda item: _fix(destination, *item), items))
@@ -357,7 +357,7 @@ def _fix(destination: Location, path: str, content: Mapping[str, str]) -> None:
             return
     if data is None or not (place.create(data) or place.read_whole() == data):
         raise DestinationError(
-            f"`{place}` is not what this job writes there",
+            f"`{place}` holds other content than this job writes",
             hints=["delete it while no job runs", f"reshard.commit({as_python(str(destination))})"],
         )
 
@@ -386,7 +386,7 @@ def _publish_on_disk(
     named = {*result.files, *kept}  # files of another item may have the names of an attempt's
     gone = [f"`{directory / path}`" for path in named if path not in there]
     if gone:
-        raise DestinationError("files were removed while others were written", sorted(gone))
+        raise DestinationError("files were removed during the job", sorted(gone))
     unneeded = [path for path in there if is_of_an_attempt(path) and path not in named]
     _prune(directory, result.dropped)
     replaced = _rename(attempt, overwrite)
@@ -401,9 +401,9 @@ def _publish_on_disk(
                     remove_aside(destination, path)
     except OSError as error:  # the destination is complete
         path, reason = error.filename or destination.parent, error.strerror or error
-        told = f"`{destination}` is complete, but what follows has failed: `{path}`: {reason}"
+        told = f"`{destination}` is complete, but the cleanup failed: `{path}`: {reason}"
         if replaced is not None and replaced.exists():
-            told += f"; rm -r {shell_quoted(str(replaced))} deletes what is replaced"
+            told += f"; rm -r {shell_quoted(str(replaced))} deletes the replaced checkpoint"
         warnings.warn(told, stacklevel=2)
 
 
@@ -441,7 +441,7 @@ def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
         if attempt.is_in(destination):  # a file server may repeat a request, and refuse it then
             return None
         if isinstance(error, FileExistsError):
-            text = f"`{destination}` was made while this job ran"
+            text = f"`{destination}` was created by another job meanwhile"
             raise DestinationExistsError(text, hints=[OVERWRITE]) from error
         raise
 

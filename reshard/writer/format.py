@@ -214,7 +214,7 @@ def target_format(
     version of zarr lacks."""
     if format not in (None, "zarr2", "zarr3"):
         hints = ['format="zarr2"', 'format="zarr3"']
-        raise ArgumentError(f"`{format}` is no format of arrays", hints=hints)
+        raise ArgumentError(f"`{format}` is not a format", hints=hints)
     if ocdbt is not None and type(ocdbt) is not bool:
         raise ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
     store = ckpt.source.store
@@ -222,13 +222,13 @@ def target_format(
         codec = "zstd:1"
     parsed = None if codec is None else _parse_codec(codec)
     file_bytes = (
-        None if file_size is None else parse_bytes(file_size, "no size of a file", _FILE_SIZE)
+        None if file_size is None else parse_bytes(file_size, "not a file size", _FILE_SIZE)
     )
     ocdbt = store.ocdbt if ocdbt is None else ocdbt
     if not ocdbt and file_bytes is not None:
         raise ArgumentError(
-            "plain files have a chunk each: there is no size of data files to choose",
-            hints=["file_size=... goes with ocdbt=True"],
+            "file_size does not apply to plain files: each file holds one chunk",
+            hints=["file_size=... requires ocdbt=True"],
         )
     size, fills = file_bytes or _FILE_BYTES, store.fills
     if destination is not None and not destination.is_local:
@@ -254,7 +254,7 @@ def target_format(
         raise ArgumentError(
             f"arrays that cannot be stored as {found.format}",
             problems,
-            ['codec="zstd" compresses them anew'],
+            ['codec="zstd" compresses them again'],
         )
     return found
 
@@ -269,7 +269,7 @@ def _parse_codec(text: str) -> Codec:
         if inner in (None, *_BLOSC) and (zstd is None or (found.level or 0) in range(-131072, 23)):
             return found
     raise ArgumentError(
-        f"`{text}` is no codec",
+        f"`{text}` is not a codec",
         hints=[
             'codec="none"',
             'codec="zstd:9", of levels up to 22',

@@ -118,7 +118,7 @@ class Attempt:
             if self.begun.create(self._data):
                 raise StoreError(
                     f"`{self.job.destination}` cannot be written",
-                    ["this store ignores conditions of writes, so two jobs could mix there"],
+                    ["this store ignores conditions of writes, so two jobs could mix"],
                     ["write to a disk, and copy the result"],
                 )
             raise DestinationError(f"the job that writes `{self.job.destination}` has ended")
@@ -295,7 +295,7 @@ def fingerprint(plan: Plan, loaded: bool = True) -> dict[str, Any]:
 def differences(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
     """In what the job of a document is another one, a line each."""
     if then is None or then.keys() != now.keys() or then["version"] != now["version"]:
-        return ["another version of reshard has written it"]
+        return ["another version of reshard wrote it"]
     names = ("items", "format", "mesh", "link", "digest")
     names = [name for name in names if then[name] != now[name]]
     problems = [f"{n}: {'; '.join(then[n])} then, {'; '.join(now[n])} now" for n in names]
@@ -306,10 +306,10 @@ def differences(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[
     problems += _other_arrays(then["arrays"], now["arrays"])
     if then["max_memory"] != now["max_memory"]:
         one, other = (format_bytes(job["max_memory"]) for job in (then, now))
-        text = "it decides what is rewritten together"
+        text = "it changes which arrays are rewritten together"
         problems.append(f"max_memory: {one} then, {other} now; {text}")
     problems = problems or _other_arrays(then["chunks"], now["chunks"])
-    return problems or ["other leaves, or arrays that are made in another way"]
+    return problems or ["other leaves, or other operations on them"]
 
 
 def _other_arrays(then: Sequence[dict[str, str]], now: Sequence[dict[str, str]]) -> list[str]:

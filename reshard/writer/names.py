@@ -26,10 +26,10 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[ReshardError]:
         if (problem := name_problem(stored_name(path)))
     ]
     if unusable:
-        yield TreeMismatchError("nothing can be stored under some names", unusable)
+        yield TreeMismatchError("some names cannot be stored", unusable)
     if slashed := [a.path for a in ckpt.arrays if stored_name(a.path).endswith("/")]:
         text = "no array can be stored under a name that ends in `/`"
-        hints = ["reshard.rename(ckpt, [('/+\"$', '\"')]) takes it away"]
+        hints = ["reshard.rename(ckpt, [('/+\"$', '\"')]) removes it"]
         yield TreeMismatchError(text, [format_path(path) for path in slashed], hints)
     if not form.ocdbt and (unusable := list(_not_files(ckpt))):
         yield ArgumentError(
@@ -50,14 +50,14 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     for array in ckpt.arrays:
         parts = stored_name(array.path).rstrip("/").split("/")
         if not {"", "."}.isdisjoint(parts):
-            yield f"{format_path(array.path):.80}: its name is no path of a directory"
+            yield f"{format_path(array.path):.80}: its name is not a valid path"
         elif any("\\" in part or part.endswith(".__lock") for part in parts):
             why = "TensorStore takes `\\` for `/`, and keeps names that end in `.__lock` for locks"
             yield f"{format_path(array.path):.80}: {why}"
         elif any(len(part.encode(errors="replace")) > _MAX_NAME for part in parts):
-            yield f"{format_path(array.path):.80}: its name is longer than that of a file can be"
+            yield f"{format_path(array.path):.80}: its name is longer than a file's may be"
         elif parts[0] in taken or parts[0].startswith(PROCESS):
-            yield f"{format_path(array.path)}: `{parts[0]}` is something else in the checkpoint"
+            yield f"{format_path(array.path)}: `{parts[0]}` is another file of the checkpoint"
 
 
 def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
@@ -79,7 +79,7 @@ def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
                     continue
                 two, below = f"{format_path(outer)} and {format_path(path)}", name[len(above) + 1 :]
                 if outer not in arrays:
-                    clashes.append(f"{two}: the string `{name}` would be inside of `{above}`")
+                    clashes.append(f"{two}: the string `{name}` would be inside `{above}`")
                 elif file := _file_above(form, arrays[outer], arrays[path], below):
                     clashes.append(f"{two}: `{above}/{file}` is a file of `{above}`")
     return clashes

@@ -111,7 +111,7 @@ def plan(
             errors.append(error)
         paths = {each.path for each in found}
         notes += [
-            f"item {name} is not part of the job: it is copied as it is"
+            f"item {name} is not part of the job and is copied unchanged"
             for source in (c.source for c in checkpoints)
             for name in source.items
             if "/".join(filter(None, (source.step, name, TREE_FILE))) in paths
@@ -153,7 +153,7 @@ def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
             yield MemoryLimitError(
                 f"files that are copied do not fit in {format_bytes(limit)}",
                 [
-                    f"`{s.source}` has {format_bytes(s.nbytes)}, and is written at once"
+                    f"`{s.source}` has {format_bytes(s.nbytes)}, and is written in one piece"
                     for s in large
                 ],
                 [f'max_memory="{whole_kib(least)}" is the least that copies it'],
@@ -161,7 +161,7 @@ def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
             )
         if plan.verify and not all(item.format.ocdbt for item in plan.items):
             yield ArgumentError(
-                "plain files in a bucket cannot be read back before they have their names",
+                "verify=True cannot read plain files in a bucket before the commit",
                 hints=[f"reshard.verify({as_python(str(place))}) reads them afterwards"],
             )
     try:
@@ -179,7 +179,7 @@ def _room_errors(destination: Location, nbytes: int) -> Iterator[DestinationErro
             free += disk.own_bytes(parent / name)
     if free < nbytes:
         yield DestinationError(
-            f"not enough room for `{destination}`",
+            f"not enough disk space for `{destination}`",
             [f"needed {format_bytes(nbytes)}, free {format_bytes(free)}"],
         )
 
@@ -192,17 +192,17 @@ def _check_destination(
     source, parent = checkpoints[0].source.root, destination.parent
     real, root = destination.resolved(), source.resolved()
     if real.below(root) is not None or root.below(real) is not None:
-        beside = "write beside the source, and rename when you have looked at the result"
+        beside = "write to another path, check the result, then rename it"
         raise DestinationError(
-            f"the destination `{destination}` and the source `{source}` are inside one another",
-            hints=[beside if destination.is_local else "write to a prefix beside the source"],
+            f"the destination `{destination}` and the source `{source}` overlap",
+            hints=[beside if destination.is_local else "write to another prefix"],
         )
     with parent.remembered():
         names = parent.names() if not parent.is_local or parent.is_dir() else ()
         for left in (pattern.format(destination.name) for pattern in _EARLIER):
             if left in names:
                 raise DestinationError(
-                    f"an earlier version of reshard has left an unfinished job: `{parent / left}`",
+                    f"an earlier version of reshard left an unfinished job: `{parent / left}`",
                     ["this version cannot resume it"],
                     [committing.restart_hint(parent / left)],
                 )
@@ -238,8 +238,8 @@ def _check_directory(
         raise DestinationExistsError(f"`{destination}` is a file or a symbolic link")
     suffix = committing.REPLACED_SUFFIX
     if destination.name.startswith(UNFINISHED_PREFIX) or destination.name.endswith(suffix):
-        text = f"`{destination}` is such a name as an unfinished job has"
-        raise DestinationError(text, hints=["write under another name"])
+        text = f"`{destination}` has a name that is reserved for unfinished jobs"
+        raise DestinationError(text, hints=["choose another name"])
     # An earlier job may have been stopped between two renames.
     replaced = destination.beside(destination.name + suffix)
     if (exists or replaced.exists()) and not overwrite:
@@ -254,7 +254,7 @@ def _check_directory(
     if reason is not None:
         raise DestinationExistsError(
             f"`{destination}` would be deleted: {reason}",
-            hints=["name a new destination, or move what is there out of the way"],
+            hints=["choose another destination, or move the existing one away"],
         )
     return [f"`{destination}` is replaced once the new checkpoint is complete"]
 
@@ -274,10 +274,10 @@ def _check_prefix(destination: Location) -> list[str]:
         if is_complete:
             raise DestinationError(
                 f"`{destination}` is inside of `{place}`, which is complete",
-                hints=["write to a prefix beside it"],
+                hints=["write to another prefix"],
             )
     if destination.is_file():
-        text = f"`{destination}` is an object, and not a prefix of others"
+        text = f"`{destination}` is an object, not a prefix"
         raise DestinationExistsError(text)
     if not set(manager_steps(parent).values()) - {destination.name}:
         return []
@@ -302,7 +302,7 @@ def parse_chunks(chunks: int | str) -> int | str:
     """`"shard"`, `"keep"`, or bytes, at least 1; raises ArgumentError for anything else."""
     if chunks in ("shard", "keep"):
         return chunks
-    return parse_bytes(chunks, "no size of a chunk", "`shard`, `keep`, or bytes: `64MiB`")
+    return parse_bytes(chunks, "not a chunk size", "`shard`, `keep`, or bytes: `64MiB`")
 
 
 def _checked(ckpt: Checkpoint | Iterable[Checkpoint]) -> list[Checkpoint]:
@@ -311,10 +311,10 @@ def _checked(ckpt: Checkpoint | Iterable[Checkpoint]) -> list[Checkpoint]:
     checkpoints: list[Any] = list(ckpt) if several else [ckpt]
     wrong = [f"{each!r:.80}" for each in checkpoints if not isinstance(each, Checkpoint)]
     if wrong:
-        raise ArgumentError("what is to be saved is no checkpoint", wrong, ["reshard.open(path)"])
+        raise ArgumentError("save needs a checkpoint", wrong, ["reshard.open(path)"])
     sources = [c.source for c in checkpoints]
     if not sources:
-        raise ArgumentError("there is no checkpoint to save")
+        raise ArgumentError("save needs at least one checkpoint")
     together = {(source.root, source.kind) for source in sources}
     if len(together) > 1 or len({source.step for source in sources}) < len(sources):
         raise ArgumentError(
@@ -496,9 +496,9 @@ def _notes(item: ItemPlan) -> Iterator[str]:
     yield from item.ckpt.notes
     store = item.ckpt.source.store
     if (item.format.ocdbt, item.format.zarr3) != (store.ocdbt, store.zarr3):
-        yield f"the arrays are stored as {item.format.format}, and not {item.ckpt.source.format}"
+        yield f"the arrays are stored as {item.format.format}, not {item.ckpt.source.format}"
     if item.format.codec is not None and not all(array.moved for array in item.arrays):
         yield (
-            f"what is encoded anew is compressed with {item.format.codec}; its bytes are estimated "
+            f"rewritten chunks are compressed with {item.format.codec}; their sizes are estimated "
             "from samples"
         )

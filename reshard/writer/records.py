@@ -50,7 +50,7 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> Record:
     if problems or files:
         forget = [] if problems else [forget_hint(source.store.directory / FILE)]
         raise CorruptCheckpointError(
-            f"`{source.path}` is not what its digests were recorded of",
+            f"`{source.path}` does not match its recorded digests",
             problems + files,
             [verify_hint(source), *forget],
         )
@@ -121,7 +121,7 @@ def item_record(
 def other_values(source: str, told: Sequence[str], hint: str) -> CorruptCheckpointError:
     """The error for arrays of a source that are not what is recorded of them, a line each."""
     return CorruptCheckpointError(
-        f"values were read from `{source}` that are not those its digests were recorded of",
+        f"values read from `{source}` do not match its recorded digests",
         told,
         [hint],
     )
@@ -149,9 +149,9 @@ def read_back(
         if handle.path in digests and expected["digest"] is not None:
             found["digest"] = digests[handle.path]
         if any(expected[key] != value for key, value in found.items()):
-            problems.append(f"{handle.path[0]}: its values are not those that were written")
+            problems.append(f"{handle.path[0]}: its values differ from the written ones")
     if problems:
-        raise CorruptCheckpointError("what was written is not what is read back", problems, [hint])
+        raise CorruptCheckpointError("written values differ when read back", problems, [hint])
 
 
 def verify_hint(source: Source) -> str:

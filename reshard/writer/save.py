@@ -157,7 +157,7 @@ def save(
     """
     if share is not None and (resume or workers is not None or executor is not None):
         raise ArgumentError(
-            "a share is written whole or again, by one process",
+            "one process writes a share, from the beginning",
             hints=["share=(i, n) without resume, workers and executor"],
         )
     planned = plan(
@@ -249,7 +249,7 @@ def _begun(
     are written; None where the job to resume is complete."""
     destination = plan.destination
     if destination is None:
-        raise ArgumentError("there is no destination to save to")
+        raise ArgumentError("the destination is missing")
     if share is not None:
         plan.share(*share)  # is there one?
     token, fingerprint = job_token(plan, shared)
@@ -299,7 +299,7 @@ def _unchanged(plan: Plan, directory: Location | None) -> Iterator[None]:
 
 def _source_changed(changed: Sequence[str], *hints: str) -> CorruptCheckpointError:
     told = [f"`{path}`" for path in changed]
-    return CorruptCheckpointError("the source changed while it was read", told, hints)
+    return CorruptCheckpointError("the source changed during the job", told, hints)
 
 
 # The parts.
@@ -493,7 +493,7 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     if len(kinds) > 1:
         told = [f"`{path}`: a job of {count} shares" for path, _, count in sorted(kinds)]
         hints = [committing.restart_hint(path) for path in jobs]
-        raise DestinationError(f"several jobs have left parts for `{place}`", told, hints)
+        raise DestinationError(f"several unfinished jobs exist for `{place}`", told, hints)
     [(directory, found)] = jobs.items()
     about = found.documents[0]
     job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])
@@ -559,7 +559,7 @@ def complete(
                     functools.partial(read_back, store, checked, entry["verify"], limit, report)
                 )
         if wrong := [n for n, found in zip(hashes, hashed, strict=True) if found != hashes[n]]:
-            text = "what was written is not what is read back"
+            text = "written values differ when read back"
             places = [f"`{job.directory / name}`" for name in wrong]
             raise CorruptCheckpointError(text, places, [committing.OVERWRITE])
     markers = [(path, staged.pop(path)) for path in [*staged] if path.endswith(MARKER)]
@@ -619,7 +619,7 @@ def _with_digests(entry: Mapping[str, Any], written: Sequence[Written]) -> dict[
             wrong.append(told)
         arrays[name] = {**array, "digest": text}
     if short:
-        raise CorruptCheckpointError("the shares are not all of these arrays, once", short)
+        raise CorruptCheckpointError("the shares do not hold each array exactly once", short)
     if wrong:
         raise other_values(entry["path"], wrong, entry["verify"])
     return arrays
