@@ -186,11 +186,11 @@ def test_numbered_layers_are_the_members_of_the_list(block, layers, tmp_path):
         ):
             there = ckpt[f"blocks/{i}/{name}/value"].view().read().result()
             np.testing.assert_array_equal(value, there)
-    told = [note for note in ckpt.notes if "by their numbers" in note]
+    told = [note for note in ckpt.notes if " by number" in note]
     if block:
         shown = "layer_0, layer_1, layer_2, ... layer_10 (11)"
         assert told == [
-            f"{shown} are blocks/0, blocks/1, blocks/2, ... blocks/10 (11) by their numbers"
+            f"{shown} were matched to blocks/0, blocks/1, blocks/2, ... blocks/10 (11) by number"
         ]
         # The norms in them and what is around them.
         assert any(
