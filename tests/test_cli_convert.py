@@ -217,7 +217,8 @@ PLAN = """\
 read     # in 3 chunks
 write    # in 3 chunks
 memory   # in flight at most
-load     read amplification on the new mesh: 1.00x before, 1.00x after
+device   # before, # after
+load     a restore reads exactly the bytes that it needs, before and after the job
 """
 EMITTED = f"""\
 {map_writer._HEADER}{map_writer._ORIGINS}
@@ -248,7 +249,8 @@ def test_to_nnx_and_back(run, folder):
         "read     # in 1 chunk\n"
         "write    # in 1 chunk\n"
         "memory   # in flight at most\n"
-        "load     read amplification on the new mesh: 1.00x before, 1.00x after\n"
+        "device   # before, # after\n"
+        "load     a restore reads exactly the bytes that it needs, before and after the job\n"
         "wrote back\n"
     )
     layouts.assert_same_tree(load("back/default"), linen)

@@ -1,12 +1,13 @@
 """`Plan`: what becomes of every item of a job, decided and counted before a byte is written."""
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reshard.arrays.boxes import grid_size
+from reshard.arrays.boxes import Shape, grid_size
 from reshard.arrays.derived import from_memory, stored_values
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
@@ -14,11 +15,11 @@ from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
 from reshard.engine.plan import ArrayPlan, co_read
 from reshard.engine.shares import Boxes, Division, Values
 from reshard.errors import ArgumentError, ReshardError, lines_of
-from reshard.sharding.mesh import NamedSharding, sharding_document
+from reshard.sharding.mesh import Mesh, NamedSharding, sharding_document
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
 from reshard.tree import format_path
-from reshard.units import format_bytes
+from reshard.units import format_bytes, format_load
 from reshard.verify.digest_record import Record
 from reshard.writer.arrays import BoxRange, ItemShare, ValueRange
 from reshard.writer.format import TargetFormat
@@ -334,6 +335,19 @@ class Plan:
         return (before / total, after / total) if self.decoded_bytes else (1.0, 1.0)
 
     @property
+    def bytes_per_device(self) -> tuple[int | None, int | None]:
+        """Bytes of arrays with a mesh on the device that holds the most of a step: on the saved
+        meshes, and on the new one. None where no array has a mesh."""
+        before, after = [], []
+        for item in self.items:
+            layouts = [(h, a.layout) for h, a in zip(item.handles, item.arrays, strict=True)]
+            old = [(h.saved_sharding, a.source_shard, a.source_itemsize) for h, a in layouts]
+            new = [(h.sharding, a.target_shard, a.target_itemsize) for h, a in layouts]
+            before.append(_most_held(old))
+            after.append(_most_held(new))
+        return max(filter(None, before), default=None), max(filter(None, after), default=None)
+
+    @property
     def passes(self) -> float:
         """Stored bytes fetched for each stored byte that is decoded; 1.0 where one pass fits."""
         stored = sum(a.layout.stored_bytes for a in self.arrays if not a.moved)
@@ -354,6 +368,7 @@ class Plan:
             **{name: getattr(self, name) for name in counts},
             **({} if self.network is None else {"network": self.network._asdict()}),
             "read_amplification": _before_and_after(self.amplification),
+            "bytes_per_device": _before_and_after(self.bytes_per_device),
             "peak_memory": self.peak_memory,
             "notes": list(self.notes),
             "problems": list(self.problems),
@@ -372,7 +387,7 @@ class Plan:
 
     def __repr__(self) -> str:
         verbatim = sum(a.moved for a in self.arrays)
-        before, after = self.amplification
+        held = ["not known" if n is None else format_bytes(n) for n in self.bytes_per_device]
         counts = len(self.arrays), self.chunks_read, self.chunks_written
         arrays, read, written = (
             f"{count} {noun}{'s' * (count != 1)}"
@@ -391,8 +406,8 @@ class Plan:
                 for fetched, fetches, sent, sends in filter(None, [self.network])
             ),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
-            f"load     read amplification on the new mesh: {before:.2f}x before, "
-            f"{after:.2f}x after",
+            f"device   {held[0]} before, {held[1]} after",
+            f"load     a restore reads {format_load(*self.amplification)}",
         ]
         split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
@@ -407,8 +422,21 @@ class Plan:
         return "\n".join(lines)
 
 
-def _before_and_after(amplification: tuple[float, float]) -> dict[str, float]:
-    return dict(zip(("before", "after"), amplification, strict=True))
+def _before_and_after(pair: tuple[Any, Any]) -> dict[str, Any]:
+    return dict(zip(("before", "after"), pair, strict=True))
+
+
+def _most_held(arrays: Iterable[tuple[Any, Shape, int]]) -> int | None:
+    """Bytes on the device that holds the most of arrays, each of a sharding, the shape of a shard
+    and bytes of an element; None where no array has a mesh."""
+    meshes, devices = collections.Counter[Mesh](), collections.Counter[int]()
+    for sharding, shard, itemsize in arrays:
+        if isinstance(sharding, NamedSharding):
+            meshes[sharding.mesh] += math.prod(shard) * itemsize
+    for mesh, nbytes in meshes.items():
+        for device in mesh.device_ids or range(mesh.size):
+            devices[device] += nbytes
+    return max(devices.values(), default=None)
 
 
 def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
