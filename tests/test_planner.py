@@ -351,7 +351,7 @@ def test_splitting_down_to_the_grid_that_is_there_moves_it():
 
 def plan_of(*arrays, files=None, **attributes):
     """A plan of one item on a disk, of which only its arrays and shared files count."""
-    ckpt = types.SimpleNamespace(source=types.SimpleNamespace(root=Location("/run")))
+    ckpt = types.SimpleNamespace(source=types.SimpleNamespace(root=Location("/run"), number=None))
     handle = types.SimpleNamespace(
         saved_sharding=None, sharding=NamedSharding(parse_mesh("x=8"), ())
     )

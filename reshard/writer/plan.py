@@ -1,13 +1,12 @@
 """`Plan`: what becomes of every item of a job, decided and counted before a byte is written."""
 
-import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reshard.arrays.boxes import Shape, grid_size
+from reshard.arrays.boxes import grid_size
 from reshard.arrays.derived import from_memory, stored_values
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
@@ -15,7 +14,7 @@ from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
 from reshard.engine.plan import ArrayPlan, co_read
 from reshard.engine.shares import Boxes, Division, Values
 from reshard.errors import ArgumentError, ReshardError, lines_of
-from reshard.sharding.mesh import Mesh, NamedSharding, sharding_document
+from reshard.sharding.mesh import NamedSharding, most_held, sharding_document
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
 from reshard.tree import format_path
@@ -343,8 +342,8 @@ class Plan:
             layouts = [(h, a.layout) for h, a in zip(item.handles, item.arrays, strict=True)]
             old = [(h.saved_sharding, a.source_shard, a.source_itemsize) for h, a in layouts]
             new = [(h.sharding, a.target_shard, a.target_itemsize) for h, a in layouts]
-            before.append(_most_held(old))
-            after.append(_most_held(new))
+            before.append(most_held(old))
+            after.append(most_held(new))
         return max(filter(None, before), default=None), max(filter(None, after), default=None)
 
     @property
@@ -385,9 +384,22 @@ class Plan:
 
         return framed(self) if len(self.items) == 1 else None  # a page shows one step
 
+    def _per_step(self) -> Iterator[str]:
+        """What a device holds and a restore reads; each step's own, those that are alike once."""
+        steps: dict[tuple[str, str], list[int]] = {}
+        for item in self.items:
+            one = dataclasses.replace(self, items=(item,))
+            held = ["not known" if n is None else format_bytes(n) for n in one.bytes_per_device]
+            texts = f"{held[0]} before, {held[1]} after", format_load(*one.amplification)
+            steps.setdefault(texts, []).append(item.ckpt.source.number)
+        for (held, load), numbers in steps.items():
+            which = f"step{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+            of = f" ({which})" if len(self.items) > 1 else ""
+            yield f"device   {held}{of}"
+            yield f"load     a restore reads {load}{of}"
+
     def __repr__(self) -> str:
         verbatim = sum(a.moved for a in self.arrays)
-        held = ["not known" if n is None else format_bytes(n) for n in self.bytes_per_device]
         counts = len(self.arrays), self.chunks_read, self.chunks_written
         arrays, read, written = (
             f"{count} {noun}{'s' * (count != 1)}"
@@ -406,8 +418,7 @@ class Plan:
                 for fetched, fetches, sent, sends in filter(None, [self.network])
             ),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
-            f"device   {held[0]} before, {held[1]} after",
-            f"load     a restore reads {format_load(*self.amplification)}",
+            *self._per_step(),
         ]
         split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
@@ -424,19 +435,6 @@ class Plan:
 
 def _before_and_after(pair: tuple[Any, Any]) -> dict[str, Any]:
     return dict(zip(("before", "after"), pair, strict=True))
-
-
-def _most_held(arrays: Iterable[tuple[Any, Shape, int]]) -> int | None:
-    """Bytes on the device that holds the most of arrays, each of a sharding, the shape of a shard
-    and bytes of an element; None where no array has a mesh."""
-    meshes, devices = collections.Counter[Mesh](), collections.Counter[int]()
-    for sharding, shard, itemsize in arrays:
-        if isinstance(sharding, NamedSharding):
-            meshes[sharding.mesh] += math.prod(shard) * itemsize
-    for mesh, nbytes in meshes.items():
-        for device in mesh.device_ids or range(mesh.size):
-            devices[device] += nbytes
-    return max(devices.values(), default=None)
 
 
 def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
