@@ -1052,7 +1052,7 @@ def test_ten_thousand_leaves_are_searched_sorted_and_shown(chromium, pages):
     assert len(tab.rows()) == 100
     count, more = tab.text("#leaves .count"), tab.text("#leaves .more")
     assert (count, more) == ("100 of 10000 rows", "Show all 100 rows")
-    assert len(tab.texts("g.cell")) > 200
+    assert 20 < len(tab.texts("g.cell")) < 100  # alike layers are one
     assert tab.complaints() == []
 
 

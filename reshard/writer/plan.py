@@ -386,7 +386,7 @@ class Plan:
 
     def _per_step(self) -> Iterator[str]:
         """What a device holds and a restore reads; each step's own, those that are alike once."""
-        steps: dict[tuple[str, str], list[int]] = {}
+        steps: dict[tuple[str, str], list[int | None]] = {}
         for item in self.items:
             one = dataclasses.replace(self, items=(item,))
             held = ["not known" if n is None else format_bytes(n) for n in one.bytes_per_device]
