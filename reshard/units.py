@@ -23,6 +23,15 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} {units[0]}"
 
 
+def format_load(before: float, after: float) -> str:
+    """In words how many times the bytes that it needs a restore reads, before and after a job."""
+    one, two = (
+        "exactly the bytes that it needs" if x < 1.005 else f"{x:.2f} times the bytes that it needs"
+        for x in (before, after)
+    )
+    return f"{one}, before and after the job" if one == two else f"{one}; after the job, {two}"
+
+
 def format_runs(ascending: Sequence[int], to: str = "-") -> str:
     """`3,7-9` for 3, 7, 8, 9."""
     found = []

@@ -66,9 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves to the exhaustive run all but a few combinations of a test's parameters, unless it is
-    marked `every_combination`; of one that is marked `pairs` no run takes all. Those that take few
-    examples in the one are in the other too."""
+    """Of the combinations of a test's parameters the two runs take so many that any two values are
+    together, and the default run a few of them, unless it is marked `every_combination`. Those that
+    take few examples in the one run are in the other too."""
     tests: dict[str, dict[pytest.Item, sampling.Choices]] = {}
     for item in items:
         sampled = hypothesis.is_hypothesis_test(item.obj) or item.get_closest_marker("sampled")
@@ -81,18 +81,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         order = LONG.split()
         place = {f"test_{name}": number for number, name in enumerate(order)}
         items.sort(key=lambda item: place.get(item.path.stem, len(order)))
+    left_out: set[pytest.Item] = set()
     for cases in tests.values():
-        marked = next(iter(cases)).get_closest_marker
-        if marked("pairs"):
-            kept = sampling.covering(cases, 2)
-            items[:] = [item for item in items if item in kept or item not in cases]
-            cases = {item: one for item, one in cases.items() if item in kept}
-        cases = {
-            item: one for item, one in cases.items() if not item.get_closest_marker("exhaustive")
-        }
-        if not marked("every_combination"):
-            for item in cases.keys() - sampling.covering(cases):
-                item.add_marker("exhaustive")
+        if next(iter(cases)).get_closest_marker("every_combination"):
+            continue
+        default = sampling.covering(
+            {item: one for item, one in cases.items() if not item.get_closest_marker("exhaustive")}
+        )
+        left_out |= cases.keys() - default - sampling.covering(cases, 2)
+        for item in cases.keys() - default:
+            item.add_marker("exhaustive")
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

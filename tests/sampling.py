@@ -50,7 +50,7 @@ def covering(cases: Mapping[Case, Choices], together: int = 1) -> set[Case]:
     """Few cases, in which every choice is made at least once, or so many with each other. Which, is
     drawn: in the order of their values, the first ones would go with the first ones."""
     made = {
-        case: {*map(frozenset, itertools.combinations(one, together))}
+        case: {*map(frozenset, itertools.combinations(one, min(together, len(one))))}
         for case, one in cases.items()
     }
     left = set().union(*made.values())

@@ -268,7 +268,6 @@ def one(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("short_tries")
-@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [*STATUSES, "cut", "truncated"])
 @pytest.mark.parametrize("what", ["list", "_METADATA", "data"])
@@ -341,7 +340,6 @@ def test_what_the_environment_says_of_s3(stores, monkeypatch):
 
 
 @pytest.mark.usefixtures("short_tries")
-@pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [429, 503, "cut", "truncated"])
 @pytest.mark.parametrize("form", ["zarr2", "zarr2-files"])

@@ -473,7 +473,6 @@ def undecoded(monkeypatch):
     return monkeypatch
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("link", [True, False])
 @pytest.mark.parametrize("moves", MOVES)
 @pytest.mark.parametrize("name", FORMATS)
@@ -1037,7 +1036,6 @@ def stored_bytes(forming):
     return sum({root.data.name: sum(root.stored_sizes()) for root in roots}.values())
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("memory", ["1GiB", "1MiB", "600KiB"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("case", ONCE)

@@ -233,7 +233,6 @@ CODECS = {
 }
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("target", STORES)
 @pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt"])

@@ -207,7 +207,7 @@ MANY_IMPORTS = {
     "reshard.verify.values": 29,
     "reshard.writer.arrays": 36,
     "reshard.writer.commit": 26,
-    "reshard.writer.plan": 31,
+    "reshard.writer.plan": 33,
     "reshard.writer.planning": 60,
     "reshard.writer.save": 62,
 }

@@ -22,13 +22,15 @@ from jax.sharding import PartitionSpec as P
 from layouts import save_pytree
 
 import reshard
+from reshard.convert.map_rules import apply_map
+from reshard.convert.mapfile import read_map
 from reshard.engine.plan import read_amplification
 from reshard.report.facts import Fact, page_of
 from reshard.report.outline import Row, outline
 from reshard.report.page import MARK, page, to_html
 from reshard.sharding.mesh import shard_shape
-from reshard.tree import format_path, match_globs
-from reshard.units import format_bytes
+from reshard.tree import format_key, format_path, match_globs, natural
+from reshard.units import format_bytes, format_load
 
 HOSTILE = [
     "</script><script>window.hacked=1</script>",
@@ -123,6 +125,7 @@ def fabricated(leaves, devices, layers=100):
         "meshes": [sizes],
         "device_ids": [list(range(devices))[::-1]],
         "read_amplification": amplification,
+        "bytes_per_device": {"before": leaves << 11, "after": leaves << 11},
         "decoded_bytes": leaves << 14,
         "arrays": [
             {
@@ -153,34 +156,81 @@ def test_the_answers_of_a_plan(planned, run):
     assert found.title == f"{run}/run/1 → {run}/out"
     went = f"{arrays - moved} rewritten, {moved} copied verbatim."
     assert found.lead.endswith(f"go from data=2,model=4 to data=1,model=8: {went}")
-    does, worth, whole = found.facts
+    held, load, whole, does = found.facts
     assert does.answer == "data=2,model=4 → data=1,model=8"
     went = f"Rewrites {arrays - moved} of {arrays} arrays, copies {moved} verbatim."
     assert does.details[0] == went
+    old, new = (
+        sum(
+            math.prod(shard_shape(h.shape, s)) * h.dtype.itemsize
+            for h in planned.items[0].handles
+            for s in [h.saved_sharding if side else h.sharding]
+            if hasattr(s, "mesh")
+        )
+        for side in (1, 0)
+    )
+    assert planned.bytes_per_device == (old, new)
+    assert planned.document()["bytes_per_device"] == {"before": old, "after": new}
+    assert held == Fact(
+        "How much does a device hold?",
+        f"{format_bytes(old)} → {format_bytes(new)}",
+        ("All arrays, on the device that holds the most.",),
+        "good" if new < old else "",
+    )
     saved = (before - after) * nbytes / 1024
-    assert worth == Fact(
-        "Is it worth it?",
-        f"{before:.2f}x → 1.00x",
+    assert load == Fact(
+        "What does a restore read?",
+        f"{before:.2f} times the bytes that it needs; after the job, exactly the bytes that it "
+        "needs",
         (
-            f"Loading on data=1,model=8 decodes {before:.2f} times what it needs; after this job "
-            "1.00.",
-            f"Each load decodes {saved:.2f} KiB less.",
+            f"On data=1,model=8: {saved:.2f} KiB less than before.",
             f"That is of {arrays - 2} of {arrays} arrays: of those without a mesh it is not known.",
         ),
         "good",
         "amplification",
     )
+    replicated = 96 * 80 * 4 + 3 * 160
     assert whole == Fact(
-        "Which leaves are replicated?",
-        "params/embed",
-        (
-            "30.00 KiB, in full on each of 8 devices.",
-            "Then params/layers/0/bias (160 B); params/layers/1/bias (160 B) and 1 more.",
-            "4 leaves, 30.47 KiB a device.",
-            "2 arrays without a mesh: not known.",
-        ),
+        "How much is replicated?",
+        f"{replicated / new:.0%} of the bytes",
+        ("4 leaves, 30.47 KiB on every device.", "2 arrays without a mesh: not known."),
         "bad",
     )
+
+
+@pytest.mark.parametrize(("leaves", "tone"), [(1, ""), (2, "warn"), (10, "warn"), (11, "bad")])
+def test_replicated_leaves_are_a_share_of_what_a_device_holds(leaves, tone):
+    document = fabricated(leaves + 11 * 8, 8)
+    for array in document["arrays"][:leaves]:
+        array["spec"] = [[], []]
+    for array in document["arrays"]:
+        array["shape"] = [64, 64]
+    # Each of the others is cut into eight parts.
+    share = leaves / (leaves + 11)
+    found = page_of(document).facts[2]
+    assert (found.answer, found.tone) == (f"{share:.0%} of the bytes", tone)
+    assert page_of(document).data["replicated"] == tone
+
+
+def test_levels_that_are_alike_are_one_as_in_the_terminal():
+    document = fabricated(120, 8, layers=12)
+    for array in document["arrays"]:
+        array["shape"] = [64, 64]
+    document["arrays"][5]["shape"] = [1, 2]  # in layer_5
+    document["arrays"].reverse()
+    data = page_of(document).data
+    folded = {
+        name: [data["folders"][number - 1][1] for number in numbers]
+        for name, numbers in data["folds"]
+    }
+    layers = [f"layer_{i}" for i in range(12) if i != 5]
+    assert folded.pop("layer_{0..4,6..11}") == layers
+    assert {name.partition("{")[0] for name in folded} == {"module_"}
+    above = [row.name.partition("/")[0] for row in outline(document["arrays"]) if row.depth == 1]
+    assert above == ["layer_{0..4,6..11}", "layer_5"]
+    # They are in the order of their numbers, whatever that of the document is.
+    keys = [path.split("/")[1] for path in paths(data)]
+    assert [*dict.fromkeys(keys)] == [f"layer_{i}" for i in range(12)]
 
 
 def test_the_document_of_a_plan_has_both_layouts(planned):
@@ -204,13 +254,15 @@ def test_the_document_of_a_plan_has_both_layouts(planned):
 def test_what_is_embedded_is_what_the_plan_has(planned):
     data = embedded(to_html(planned))
     assert paths(data) == [format_path(array.layout.path) for array in planned.arrays]
-    for (_, _, layout, *numbers), array in zip(data["leaves"], planned.arrays, strict=True):
+    for (_, _, layout), array in zip(data["leaves"], planned.arrays, strict=True):
         shape, _, nbytes, load, moved, _, sides = data["layouts"][layout]
         assert (tuple(shape), nbytes) == (array.layout.shape, array.decoded_bytes)
         known = None if array.layout.path in WITHOUT_MESH else list(array.amplification)
         assert (load, moved) == (known, array.moved)
-        assert numbers == [array.bytes_read, array.bytes_written]
-        assert [side[2] for side in sides] == [list(array.layout.source_chunk), list(array.chunk)]
+        assert [data["placed"][side][2] for side in sides] == [
+            list(array.layout.source_chunk),
+            list(array.chunk),
+        ]
     held = sum(
         math.prod(shard_shape(h.shape, h.sharding)) * h.dtype.itemsize
         for h in planned.items[0].handles
@@ -257,7 +309,8 @@ def test_nothing_in_a_name_becomes_markup():
         for each in (text, page(named_badly([])))
     )
     assert tags == plain
-    assert paths(embedded(text)) == [format_path(("a/b", name)) for name in HOSTILE]
+    named = [(format_key("a/b"), format_key(name)) for name in HOSTILE]
+    assert paths(embedded(text)) == ["/".join(keys) for keys in sorted(named, key=natural)]
     (data,) = re.findall(r'id="data">(.*?)</script>', text)
     assert not set("<>&") & set(data)
     for character in "\u202e\u2066\u200f\0":
@@ -287,15 +340,18 @@ def test_a_page_has_no_other_source():
 def test_what_is_not_known_is_not_1(ckpt, run):
     without = reshard.select(ckpt, ["rate", "table"])
     found = page_of(without.document())
-    assert [fact.answer for fact in found.facts[1:]] == ["not known", "not known"]
-    assert found.lead == "2 arrays, 128 B, saved on no mesh."
+    assert [fact.answer for fact in found.facts] == ["not known"] * 3
+    assert found.lead == "2 arrays, 128 B, saved on no mesh, OCDBT, zarr2."
     planned = page_of(reshard.plan(without, run / "out").document())
-    assert planned.facts[1] == Fact(
-        "Is it worth it?", "not known", ("No array has a mesh.",), "", "amplification"
+    assert planned.facts[:2] == (
+        Fact("How much does a device hold?", "not known", ("No array has a mesh.",)),
+        Fact(
+            "What does a restore read?", "not known", ("No array has a mesh.",), "", "amplification"
+        ),
     )
     assert [layout[3] for layout in planned.data["layouts"]] == [None, None]
     empty = page_of(fabricated(0, 8))
-    assert [fact.answer for fact in empty.facts[1:]] == ["not known", "none"]
+    assert [fact.answer for fact in empty.facts[1:3]] == ["not known", "nothing"]
     compared = page_of(reshard.diff(ckpt, ckpt, values=False).document())
     answers = [fact.answer for fact in compared.facts]
     assert answers == ["not known", "nothing found", "0 arrays, by recorded digests"]
@@ -343,7 +399,7 @@ def test_a_diff_tells_what_has_no_size(apart, ckpt):
     assert found.facts[1:] == (
         Fact(
             "What differs?",
-            "3 values, 1 moved",
+            "values differ in 3 arrays, 1 leaf moved",
             (
                 "10 elements of 2 leaves are NaN or infinite on a side.",
                 "7 elements of 1 leaf are equal as numbers, with other bits: 0 and -0.",
@@ -368,13 +424,12 @@ def test_a_diff_tells_what_has_no_size(apart, ckpt):
 
 def test_a_page_says_nothing_of_nothing(planned):
     document = planned.document()
-    with_shares = page_of(document | {"shared_bytes": 1024}).facts[0].details[1]
+    with_shares = page_of(document | {"shared_bytes": 1024}).facts[3].details[1]
     assert with_shares.endswith(", and shares 1.00 KiB with the source.")
-    assert "shares" not in page_of(document | {"shared_bytes": 0}).facts[0].details[1]
+    assert "shares" not in page_of(document | {"shared_bytes": 0}).facts[3].details[1]
     # Names as long as a paragraph are no headings.
-    document["arrays"] = [document["arrays"][0] | {"keys": ["params", "k" * 300], "spec": [[], []]}]
     text = page(document | {"destination": "d" * 200})
-    assert f'<strong class="long">params/<wbr>{"k" * 300}</strong>' in text
+    assert '<strong class="long">1.57 times the bytes' in text
     assert '<h1 class="long">' in text
     assert to_html(planned).startswith(MARK) and MARK.endswith('content="reshard">')
     assert "<h1>" in page(fabricated(1, 8))
@@ -386,7 +441,11 @@ def test_a_coverage_and_an_array_have_a_page():
     specs = {"kernel$": P("data", "model")}
     found = page_of(reshard.coverage(params, mesh=mesh, specs=specs).document())
     assert found.title == "a model on data=2,model=4"
-    assert [fact.answer for fact in found.facts] == ["508 B", "no, 1 problem", "bias"]
+    assert [fact.answer for fact in found.facts] == [
+        "508 B",
+        "no, 1 problem",
+        "100% of the bytes",
+    ]
     assert found.lists["Problems"] == [
         "kernel  [32, 30]: dimension 1 of 30 does not divide by 4 (model)"
     ]
@@ -570,8 +629,9 @@ def chromium(tmp_path_factory):
 
 def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     tab = chromium.open(to_html(planned))
-    before, after = planned.amplification
-    assert tab.text("#fact-amplification strong") == f"{before:.2f}x → {after:.2f}x"
+    load = format_load(*planned.amplification)
+    assert tab.text("#fact-amplification strong") == load
+    assert f"\nload     a restore reads {load}" in repr(planned)
     rows = tab.rows()
     assert [row[0] for row in rows] == [format_path(a.layout.path) for a in planned.arrays]
     assert [row[6:8] for row in rows] == [
@@ -587,14 +647,24 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     embed = '[aria-label^="opt_state/0/mu/embed:"]'
     tab.click(embed)
     assert tab.text("#chosen") == "opt_state/0/mu/embed"
-    ids = "[...document.querySelectorAll('#meshes .side figure')].slice(0, 2).map((figure) => "
+    ids = "[...document.querySelectorAll('#meshes figure')].slice(0, 2).map((figure) => "
     ids += "[...figure.querySelectorAll('.ids')].map((node) => node.textContent))"
     assert tab.value(ids) == [[*"32107654"], [*"01234567"]]
-    assert " of data=1,model=8, id 0, reads: " in tab.text("#meshes")
+    assert " of data=1,model=8, id 0, keeps its shard" in tab.text("#reads")
+    # It is beside the map, in the same view.
+    box = "document.querySelector({}).getBoundingClientRect()"
+    left, top = (tab.value(f"{box.format(repr('#chosen'))}.{way}") for way in ("left", "top"))
+    right, bottom = (tab.value(f"{box.format(repr('#map'))}.{way}") for way in ("right", "bottom"))
+    assert left >= right and top < bottom
+    assert tab.value("document.querySelectorAll('#map .chosen').length") == 1
     assert "2 arrays without a mesh, 128 B, are left out." in tab.text("#devices")
     # Groups are gone into and left, by mouse and keys.
-    tab.click('[aria-label^="params/layers/1, group"]', corner=True)
+    tab.click('[aria-label^="params/layers/{0..2}, group of 9 leaves"]', corner=True)
     crumbs = ".crumbs button"
+    assert tab.texts(crumbs) == ["all", "params", "layers", "0"]
+    # One of the layers that are alike is shown, and any of them can be.
+    assert tab.texts(".crumbs option") == ["0", "1", "2"]
+    tab.value(f"{PICK}('.crumbs select', 1)")
     assert tab.texts(crumbs) == ["all", "params", "layers", "1"]
     tab.press("ArrowRight")
     tab.press("Enter")
@@ -631,10 +701,15 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
             known = f"{read_amplification(leaf.shape, leaf.chunk_shape, shard):.2f}"
         expected.append([format_path(path), known])
     assert [[row[0], row[6]] for row in tab.rows()] == expected
-    assert " of data=2,model=4, id 3, reads: " in tab.text("#meshes")
+    assert " of data=2,model=4, id 3, keeps its shard" in tab.text("#reads")
     assert tab.complaints() == []
 
 
+PICK = """((selector, number) => {
+  const select = document.querySelector(selector);
+  select.value = number;
+  select.dispatchEvent(new Event("change"));
+})"""
 GLOBBED = [
     ("model", "embed", "value"),
     ("model", "layers", 0, "kernel"),
@@ -702,7 +777,7 @@ def test_globs_find_on_a_page_what_they_do_in_a_command(chromium):
         except reshard.ReshardError:
             expected = set()
         found = tab.value(f"{FIND}({json.dumps(glob)})")
-        if expected is not None and found != [format_path(p) for p in GLOBBED if p in expected]:
+        if expected is not None and sorted(found) != sorted(map(format_path, expected)):
             wrong[glob] = found
     assert wrong == {}
     assert [tab.value(f"{FIND}({json.dumps(glob)})") for glob in SLOW] == [[]] * len(SLOW)
@@ -771,8 +846,8 @@ def row_of(before, after, origin, operation=None, problem=None):
 
 ROWS_OF_A_MAP = [
     row_of("params/a", "a/kernel/value", "path"),
-    row_of("params/b/w", "b/w/value", "map", "Unstack(axis=0, count=2)"),
-    row_of("params/b/w", "c/w/value", "map", "Unstack(axis=0, count=2)"),
+    row_of("params/b/w", "b/w/value", "map", "slice 0 of 2"),
+    row_of("params/b/w", "c/w/value", "map", "slice 1 of 2"),
     row_of("params/x params/y", "c/xy/value", "structure", "Stack(axis=0)"),
     row_of('params/"a/b"', "c/slash/value", "structure"),
     row_of("params/old", "", "dropped"),
@@ -791,7 +866,9 @@ TREES = """[...document.querySelectorAll("#conversion .pane")].map((pane) =>
 
 
 def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned, ckpt):
-    document = planned.document() | {"layout": "linen-variables", "why": [], "rows": ROWS_OF_A_MAP}
+    document = planned.document() | {"to": "nnx", "model": "lm:training", "rows": ROWS_OF_A_MAP}
+    assert page_of(document).lead.startswith("Linen → NNX, lm:training. 13 arrays, ")
+    assert page_of(document | {"to": "linen", "model": None}).facts[3].answer == "NNX → Linen"
     tab = chromium.open(page(document | {"warnings": []}))
     before = [["b/w", "map"], ["a", "path"], ["x", "structure"], ["y", "structure"]]
     before += [['"a/b"', "structure"], ["old", "dropped"]]
@@ -804,8 +881,8 @@ def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned
     tab.click("#conversion .pane button")
     assert tab.texts("#conversion .chosen-leaf") == ["b/w", "b/w/value", "w/value"]
     assert tab.text("#conversion .about") == (
-        "params/b/w → b/w/value · Unstack(axis=0, count=2) · by map; "
-        "params/b/w → c/w/value · Unstack(axis=0, count=2) · by map"
+        "params/b/w → b/w/value · slice 0 of 2 · by map; "
+        "params/b/w → c/w/value · slice 1 of 2 · by map"
     )
     tab.click("#conversion .chip:nth-child(3)")
     assert tab.value(TREES) == [before[2:5], after[3:5]]
@@ -830,6 +907,50 @@ def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned
     tab.click("#conversion li li button")
     tab.click("#conversion .pane li:nth-child(2) > button")
     assert "it is one or the other" in tab.text("#conversion .about")
+    assert tab.text("#conversion .rule") == "Now click its counterpart in the model."
+    tab.value(f"{OPEN_LEAF}(1, 'one/kernel/value')")
+    assert tab.text("#conversion pre") == (
+        "[[rule]]\nfrom = '^params/layers/0/kernel$'\nto = 'one/kernel'\n"
+    )
+    assert tab.complaints() == []
+
+
+OPEN_LEAF = """((pane, name) => [...document.querySelectorAll("#conversion .pane")[pane]
+    .querySelectorAll("button.path")].find((button) => button.textContent === name).click())"""
+
+
+def test_the_rule_of_two_open_leaves_is_one_that_a_map_has(chromium, ckpt, tmp_path):
+    names = ['od.d(1)"', "it's", "b\\s{0}", "0"]
+    sources, targets = (
+        {(n, name): (*above(n), name) for n in range(11) for name in names}
+        for above in (
+            lambda n: ("params", f"layer_{n}", "mlp_0"),
+            lambda n: ("model", "layers", str(n), "0"),
+        )
+    )
+    rows = [row_of("params/step", "model/step/value", "path")]
+    rows.append(row_of("opt_state/0/mu/x", "", "ambiguous"))
+    for leaf in sources:
+        rows.append(row_of("", "", "missing") | {"from": [format_path(sources[leaf])]})
+        rows.append(row_of("", "", "missing") | {"to": [format_path((*targets[leaf], "value"))]})
+    tab = chromium.open(page(ckpt.document() | REFUSED | {"rows": rows}))
+    # Of the layers that are alike one is shown, and a rule is for each of them.
+    for one, other in ((0, 0), (7, 7), (7, 8)):
+        tab.value(f"{PICK}('.pane [aria-label=\"layer_{{0..10}}\"]', {one})")
+        tab.value(f"{PICK}('.pane [aria-label=\"{{0..10}}\"]', {other})")
+        for name in names:
+            tab.value(f"{OPEN_LEAF}(0, {json.dumps(format_key(name))})")
+            tab.value(f"{OPEN_LEAF}(1, {json.dumps(format_key(name) + '/value')})")
+            (tmp_path / "map.toml").write_text(tab.text("#conversion pre"))
+            rules = read_map(tmp_path / "map.toml")
+            moved = apply_map(rules, dict.fromkeys(sources.values(), (4,))).map.values
+            expected = {targets[n, name][1:]: sources[n, name] for n in range(11)}
+            if one != other:
+                expected = {targets[other, name][1:]: sources[one, name]}
+            found = {path: made.path for path, made in moved.items() if made.path != path}
+            assert found == expected
+    tab.value(f"{OPEN_LEAF}(0, 'opt_state/0/mu/x')")
+    assert tab.text("#conversion .rule").startswith("Optimizer state follows its parameters")
     assert tab.complaints() == []
 
 
@@ -839,16 +960,16 @@ def test_a_diff_has_a_treemap(chromium, ckpt):
     found = reshard.diff(ckpt, other, values=True)
     what = {each.path: each.what for each in found.differences}
     expected = [
-        [format_path(path), {"shape": "changed", "dtype": "changed", "values": "changed"}.get(w, w)]
+        [format_path(path), {"dtype": "other shape or type", "values": "up to 0.001"}.get(w, w)]
         for path, nbytes in found.nbytes.items()
         for w in [what.get(path, "equal")]
     ]
     tab = chromium.open(to_html(found))
-    assert [[row[0], row[2]] for row in tab.rows()] == expected
+    assert sorted([row[0], row[2]] for row in tab.rows()) == sorted(expected)
     sizes = dict.fromkeys([kind for _, kind in expected], 0)
     for (_, kind), nbytes in zip(expected, found.nbytes.values(), strict=True):
         sizes[kind] += nbytes
-    assert sizes.keys() == {"equal", "added", "removed", "moved", "changed"}
+    assert sizes.keys() == {"equal", "added", "removed", "moved", "up to 0.001"}
     chips = sorted(f"{kind}{format_bytes(nbytes)}" for kind, nbytes in sizes.items())
     assert sorted(tab.texts("#map .chip")) == chips
     tab.click("#map .chip")
@@ -863,7 +984,7 @@ def pages(run, ckpt, planned, tmp_path_factory):
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
     specs = [("kernel$", P(None, "model")), ("embed", P(("data", "model")))]
     params = {"embed": jnp.zeros((64, 9)), "layer": {"kernel": jnp.zeros((8, 7))}}
-    converted = planned.document() | {"layout": "linen-variables", "rows": ROWS_OF_A_MAP}
+    converted = planned.document() | {"to": "nnx", "model": None, "rows": ROWS_OF_A_MAP}
     converted |= {"why": ["`params` has a name as Linen gives them"]}
     converted |= {"warnings": ["one leaf went by its order"]}
     words = "ckpt", "run/1", "out", "--to", "1x7", "--spec", "kernel$=,model", "--dry-run"
@@ -908,7 +1029,7 @@ def test_every_page_can_be_read(chromium, pages, dark):
 def test_names_are_shown_as_they_are_printed(chromium, pages):
     tab = chromium.open(pages["hostile names"])
     expected = [format_path(("a/b", name)) for name in HOSTILE]
-    assert [row[0] for row in tab.rows()] == expected
+    assert sorted(row[0] for row in tab.rows()) == sorted(expected)
     tab.write("#search", "onload")
     assert [row[0] for row in tab.rows()] == [expected[2]]
     # Leaves that a problem names are marked, and found together.
@@ -931,7 +1052,7 @@ def test_ten_thousand_leaves_are_searched_sorted_and_shown(chromium, pages):
     assert len(tab.rows()) == 100
     count, more = tab.text("#leaves .count"), tab.text("#leaves .more")
     assert (count, more) == ("100 of 10000 rows", "Show all 100 rows")
-    assert len(tab.texts("g.cell")) > 200
+    assert 20 < len(tab.texts("g.cell")) < 100  # alike layers are one
     assert tab.complaints() == []
 
 

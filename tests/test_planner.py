@@ -22,7 +22,7 @@ from reshard.engine import plan as planner
 from reshard.engine.budget import READ_OVERHEAD, room
 from reshard.engine.plan import ArrayLayout, plan_array
 from reshard.errors import DestinationExistsError, MemoryLimitError
-from reshard.sharding.mesh import Mesh, NamedSharding, shard_shape
+from reshard.sharding.mesh import Mesh, NamedSharding, parse_mesh, shard_shape
 from reshard.storage.disk import Entry
 from reshard.storage.location import Location
 from reshard.units import parse_bytes
@@ -351,8 +351,13 @@ def test_splitting_down_to_the_grid_that_is_there_moves_it():
 
 def plan_of(*arrays, files=None, **attributes):
     """A plan of one item on a disk, of which only its arrays and shared files count."""
-    ckpt = types.SimpleNamespace(source=types.SimpleNamespace(root=Location("/run")))
-    return Plan((types.SimpleNamespace(arrays=arrays, files=files, ckpt=ckpt),), **attributes)
+    ckpt = types.SimpleNamespace(source=types.SimpleNamespace(root=Location("/run"), number=None))
+    handle = types.SimpleNamespace(
+        saved_sharding=None, sharding=NamedSharding(parse_mesh("x=8"), ())
+    )
+    handles = [handle] * len(arrays)
+    item = types.SimpleNamespace(arrays=arrays, handles=handles, files=files, ckpt=ckpt)
+    return Plan((item,), **attributes)
 
 
 def plan_of_three():
@@ -394,14 +399,16 @@ def test_totals():
         "read     16.01 MiB in 14 chunks, 3.99 times on average\n"
         "write    4.01 MiB in 20 chunks, and share 2.00 KiB\n"
         "memory   10.02 MiB in flight at most\n"
-        "load     read amplification on the new mesh: 2.02x before, 1.00x after\n"
+        "device   not known before, 2.00 MiB after\n"
+        "load     a restore reads 2.02 times the bytes that it needs; after the job, exactly the "
+        "bytes that it needs\n"
         f"{split}\n"
         "note     1 leaf is replicated\n"
         "problem  the destination exists"
     )
     for count, more in ((10, []), (13, ["split    ... and 3 more"])):
         shown = repr(plan_of(*plan.arrays[2:] * count)).splitlines()
-        assert shown[5:] == [split] * 10 + more
+        assert shown[6:] == [split] * 10 + more
 
 
 def test_a_plan_of_nothing():
@@ -413,8 +420,40 @@ def test_a_plan_of_nothing():
         "read     0 B in 0 chunks\n"
         "write    0 B in 0 chunks\n"
         "memory   0 B in flight at most\n"
-        "load     read amplification on the new mesh: 1.00x before, 1.00x after"
+        "device   not known before, not known after\n"
+        "load     a restore reads exactly the bytes that it needs, before and after the job"
     )
+
+
+def test_bytes_per_device_are_those_of_the_device_with_the_most():
+    ids = [(0, 1, 2), (2, 3), None]
+    meshes = [Mesh(("x",), (len(each or range(4)),), device_ids=each) for each in ids]
+    arrays = [
+        plan_array(layout((24,), (24,), shard), "shard", 1 << 20) for shard in ((8,), (12,), (24,))
+    ]
+    saved = [(8,), (12,), (24,)]
+
+    def item(*numbers):
+        shardings = [NamedSharding(meshes[n], (("x",),)) for n in numbers]
+        handles = [types.SimpleNamespace(saved_sharding=s, sharding=None) for s in shardings]
+        chosen = [
+            dataclasses.replace(
+                arrays[n], layout=dataclasses.replace(arrays[n].layout, source_shard=saved[n])
+            )
+            for n in numbers
+        ]
+        return types.SimpleNamespace(handles=handles, arrays=chosen)
+
+    # Device 2 is on all meshes, 3 on two of them; what is on one mesh twice counts twice.
+    for numbers, elements in {
+        (0, 1): 8 + 12,
+        (0, 1, 2): 8 + 12 + 24,
+        (1, 1, 2): 48,
+        (0,): 8,
+    }.items():
+        assert Plan((item(*numbers),)).bytes_per_device == (4 * elements, None)
+    # A device holds one step at a time.
+    assert Plan((item(0, 1), item(1, 1, 2), item(0))).bytes_per_device == (4 * 48, None)
 
 
 def test_format_bytes():

@@ -124,7 +124,6 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("aliases", "memory"),
     few(

@@ -265,14 +265,14 @@ def flip(file, place):
 @pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 def test_single_bits_are_found_and_not_passed_on(copied, tmp_path, form):
-    """40 places in each of 8 forms."""
+    """20 places in each of 8 forms."""
     path, out = copied(form), tmp_path / "out"
     expected = values_in(path, form)
     assert None not in expected.values()
     files = stored_files(path, form)
     sizes = [file.stat().st_size for file in files]
     rng = np.random.default_rng(list(FORMS).index(form))
-    changed, places = 0, some(range(40))
+    changed, places = 0, some(range(20))
     for number in places:
         place = int(rng.integers(8 * sum(sizes)))
         which = int(np.searchsorted(np.cumsum(sizes), place // 8, "right"))

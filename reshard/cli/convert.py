@@ -94,7 +94,7 @@ def command(
 
     def answer() -> dict[str, Any]:
         made = found[0]
-        return {
+        return {"to": to, "model": flags["model"]} | {
             "layout": made.layout.kind,
             "why": list(made.layout.why),
             "map": [

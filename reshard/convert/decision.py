@@ -107,7 +107,7 @@ def outcomes(
         before, operation = [value.path] if isinstance(value, Source) else [], ""
         if isinstance(value, Output):
             alone = LeafMap({path: value})
-            before, operation = alone.sources(), ", ".join(str(x.operation) for x in alone.calls())
+            before, operation = alone.sources(), value.in_words()
         yield Outcome(tuple(before), path, found.origin.get(path) or default, operation)
     yield from (Outcome((), path, "initial") for path in initial)
     yield from (Outcome((path,), None, "zeros") for path in found.must_be_zero)

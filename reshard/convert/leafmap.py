@@ -19,11 +19,21 @@ import numpy as np
 from reshard.arrays.boxes import Shape
 from reshard.arrays.derived import apply, zeros
 from reshard.arrays.handle import ArrayHandle
-from reshard.arrays.operations import Concat, Crop, Operation, Reshape, Stack, Transpose
+from reshard.arrays.operations import (
+    Concat,
+    Crop,
+    Operation,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 from reshard.checkpoint import Leaf
 from reshard.errors import TreeMismatchError
 from reshard.storage.location import checked
 from reshard.tree import Path, format_path
+from reshard.units import format_runs
 
 
 class Source(NamedTuple):
@@ -60,6 +70,33 @@ class Output:
     def shape(self) -> Shape:
         """Its shape."""
         return self.call.shapes[self.part]
+
+    def in_words(self) -> str:
+        """What is done to make it, first things first: `slice 0 of 4`."""
+        found: dict[int, Call] = {}
+        _add_calls(self.call, found)
+        used = [self, *(x for c in found.values() for x in c.inputs if isinstance(x, Output))]
+        words = []
+        for call in found.values():
+            parts = format_runs(sorted({each.part for each in used if each.call is call}))
+            match call.operation:
+                case Unstack(axis, count):
+                    words.append(
+                        f"slice {parts} of {count}" + (f" along axis {axis}" if axis else "")
+                    )
+                case Split(axis, sizes):
+                    words.append(f"part {parts} of {len(sizes)} along axis {axis}")
+                case Stack(axis):
+                    words.append(f"{len(call.inputs)} stacked along axis {axis}")
+                case Concat(axis):
+                    words.append(f"{len(call.inputs)} joined along axis {axis}")
+                case Transpose(axes):
+                    words.append(f"axes in the order {', '.join(map(str, axes))}")
+                case Reshape():
+                    words.append(f"reshaped to {list(call.shapes[0])}")
+                case operation:
+                    words.append(str(operation))
+        return ", ".join(words)
 
 
 Value = Source | Zeros | Output

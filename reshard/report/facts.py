@@ -2,14 +2,16 @@
 
 Of the documents these keys are read; there may be more:
 
-    inspect    path, format, meshes, device_ids, leaves: keys, type, value, shape, dtype, bytes,
-               chunk_shape, mesh, spec, device; and problems and hints, if it could not be used
-    ckpt       source, destination, meshes, device_ids, notes, problems, hints, read_amplification,
-               bytes_read, bytes_written, decoded_bytes, shared_bytes, peak_memory, arrays: keys,
-               shape, dtype, bytes, chunk_shape, mesh, spec, moved, bytes_read, bytes_written,
-               read_amplification, saved: chunk_shape, mesh, spec, device
-    convert    the same, and layout, why, warnings, rows: from, to, operation, origin, problem; rows
-               of a conversion that was refused, too
+    inspect    path, format, step, steps, meshes, device_ids, leaves: keys, type, value, shape,
+               dtype, bytes, chunk_shape, mesh, spec, device; and problems and hints, if it could
+               not be used
+    ckpt       source, destination, meshes, device_ids, notes, problems, hints,
+               read_amplification, bytes_per_device, bytes_read, bytes_written, decoded_bytes,
+               shared_bytes, peak_memory, arrays: keys, shape, dtype, bytes, chunk_shape, mesh,
+               spec, moved, bytes_read, bytes_written, read_amplification, saved: chunk_shape,
+               mesh, spec, device
+    convert    the same, and layout, to, model, why, warnings, rows: from, to, operation, origin,
+               problem; rows of a conversion that was refused, too
     diff       a, b, equal, values, by_digests, compared, not_compared, differences, arrays: keys,
                bytes
     coverage   mesh, device_ids, rules, unmatched, problems, hints, device_bytes, leaves: keys,
@@ -26,8 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.report.leaves import Leaves
-from reshard.tree import format_key, split_path
-from reshard.units import count_leaves, count_of, format_bytes
+from reshard.tree import format_key, natural, split_path
+from reshard.units import count_leaves, count_of, format_bytes, format_load
 
 Document = Mapping[str, Any]
 # Characters of a text of a difference, leaves that a fact names, names of leaves looked for in
@@ -37,13 +39,18 @@ _NAMED = 3
 _MAX_WORDS = 200
 _MAX_HISTOGRAMS = 500
 _UNKNOWN = "not known"
+_NO_MESH = "No array has a mesh."
+_READS = "What does a restore read?"
 _WHOLE = ("added", "removed", "moved")  # differences of whole leaves
+_OTHERWISE = "other shape or type"
+# Sizes of differences that have colours of their own.
+_SIZES = {1e-6: "1e-6", 1e-3: "0.001", 1.0: "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One of the answers that a page begins with; `tone` is `"good"`, `"bad"` or "", and the script
-    finds it by its `name`."""
+    """One of the answers that a page begins with; `tone` is `"good"`, `"warn"`, `"bad"` or "", and
+    the script finds it by its `name`."""
 
     question: str
     answer: str
@@ -83,29 +90,32 @@ def _checkpoint_page(document: Document) -> Page:
     arrays = count_of(leaves.arrays, "array")
     size = format_bytes(leaves.nbytes)
     mesh = leaves.meshes_of(0)
-    lead = f"{arrays}, {size}, saved on {mesh}." if mesh else f"{arrays}, {size}, saved on no mesh."
+    lead = f"{arrays}, {size}, saved on {mesh or 'no mesh'}, {document['format']}."
     data = _rows(leaves, document) | leaves.data()
+    if steps := document.get("steps"):
+        latest = f", the latest of {len(steps)}" if [document["step"]] == steps[1:][-1:] else ""
+        lead = f"Step {document['step']}{latest}: {lead}"
     facts = (
-        Fact("What is it?", f"{arrays}, {size}", (document["format"],)),
-        Fact("What does a load decode?", _UNKNOWN, name="amplification"),
+        _held(leaves.most_held(0)),
+        Fact(_READS, _UNKNOWN, name="amplification"),
         _replicated(leaves),
     )
     if problems:
         failed, *several = problems
         count = count_of(len(several) or 1, "problem")
         does = Fact("What does the job do?", f"nothing: {count}", (lead,), "bad")
+        facts = does, *facts
         title = f"{document['path']} → {document['destination']}"
         lead = f"The plan could not be made: {failed}"
         lists = _lists({**document, "problems": several or [failed]})
-        return Page("refused", title, lead, (does, *facts[1:]), lists, data)
+        return Page("refused", title, lead, facts, lists, data)
     return Page("checkpoint", document["path"], lead, facts, _lists(document), data)
 
 
 def _plan_page(document: Document) -> Page:
     leaves = Leaves(["before", "after"], document["meshes"], document["device_ids"])
     for array in document["arrays"]:
-        numbers = array["bytes_read"], array["bytes_written"]
-        leaves.add(array["keys"], array, [array["saved"], array], *numbers)
+        leaves.add(array["keys"], array, [array["saved"], array])
     verbatim = sum(array["moved"] for array in document["arrays"])
     rewritten = len(document["arrays"]) - verbatim
     size = format_bytes(document["decoded_bytes"])
@@ -118,8 +128,9 @@ def _plan_page(document: Document) -> Page:
     shared = f", and shares {shared} with the source" if document["shared_bytes"] else ""
     kind = "plan"
     if "rows" in document:
-        kind, does = "conversion", f"converts {document['layout']}"
-        lead = f"{document['layout']}, converted. {lead}"
+        kind, apis = "conversion", ("Linen", "NNX") if document["to"] == "nnx" else ("NNX", "Linen")
+        does = " → ".join(apis) + (f", {document['model']}" if document["model"] else "")
+        lead = f"{does}. {lead}"
     job = Fact(
         "What does the job do?",
         does,
@@ -133,41 +144,42 @@ def _plan_page(document: Document) -> Page:
     steps = any("step" in array for array in document["arrays"])
     data = _rows(leaves, document) | leaves.data() | {"steps": steps}
     title = " and ".join(document["source"]) + f" → {document['destination'] or 'a new checkpoint'}"
-    facts = job, _worth(document, leaves.meshes_of(1)), _replicated(leaves)
+    held = document["bytes_per_device"].values()
+    facts = _held(*held), _load(document, leaves.meshes_of(1)), _replicated(leaves), job
     return Page(kind, title, lead, facts, _lists(document), data)
 
 
-def _worth(document: Document, mesh: str) -> Fact:
-    """What loading decodes, before and after; and what that is in bytes."""
-    converts = "rows" in document
-    question = "What does a load decode?" if converts else "Is it worth it?"
+def _held(*nbytes: int | None) -> Fact:
+    """The bytes of a device, or those before and after a job."""
+    before, after = (*nbytes, *nbytes)[:2]
+    texts = [_UNKNOWN if each is None else format_bytes(each) for each in (before, after)]
+    details = "All arrays, on the device that holds the most." if after is not None else _NO_MESH
+    tone = "good" if None not in nbytes and (after or 0) < (before or 0) else ""
+    return Fact("How much does a device hold?", " → ".join(dict.fromkeys(texts)), (details,), tone)
+
+
+def _load(document: Document, mesh: str) -> Fact:
+    """What a restore reads, before and after; and what that is in bytes."""
     known = [array for array in document["arrays"] if array["mesh"] is not None]
     total = sum(array["bytes"] for array in known)
     if not total:
         no_mesh = document["arrays"] and not known
-        why = "No array has a mesh." if no_mesh else "There is no byte to load."
-        return Fact(question, _UNKNOWN, (why,), "", "amplification")
+        why = _NO_MESH if no_mesh else "There is no byte to read."
+        return Fact(_READS, _UNKNOWN, (why,), "", "amplification")
     before, after = (
         sum(array["read_amplification"][side] * array["bytes"] for array in known) / total
         for side in ("before", "after")
     )
-    details = [
-        f"Loading on {mesh} decodes {before:.2f} times what it needs; after this job {after:.2f}."
-    ]
-    saved = (before - after) * total
-    if saved >= 0.005 * total:
-        details.append(f"Each load decodes {format_bytes(saved)} less.")
-    elif saved > -0.005 * total:
-        details += ["For loading alone it is not: it decodes as much as before."] * (not converts)
-    else:
-        details.append(f"Each load decodes {format_bytes(-saved)} more.")
+    saved = before - after
+    much = f"{format_bytes(abs(saved) * total)} {'less' if saved > 0 else 'more'} than before"
+    details = [f"On {mesh}: {'as much as before' if abs(saved) < 0.005 else much}."]
     if len(known) < (arrays := len(document["arrays"])):
         details.append(
             f"That is of {len(known)} of {count_of(arrays, 'array')}: of those without a mesh it "
             f"is {_UNKNOWN}."
         )
-    tone = "good" if before - after >= 0.005 else "bad" if after - before >= 0.005 else ""
-    return Fact(question, f"{before:.2f}x → {after:.2f}x", tuple(details), tone, "amplification")
+    tone = "good" if saved >= 0.005 else "bad" if saved <= -0.005 else ""
+    return Fact(_READS, format_load(before, after), tuple(details), tone, "amplification")
 
 
 def _coverage_page(document: Document) -> Page:
@@ -180,7 +192,7 @@ def _coverage_page(document: Document) -> Page:
     problems = count_of(len(document["problems"]), "problem")
     facts = (
         Fact(
-            "What does a device hold?",
+            "How much does a device hold?",
             format_bytes(document["device_bytes"]),
             (f"{count_of(leaves.arrays, 'array')}; specs {by}.",),
         ),
@@ -209,7 +221,7 @@ def _coverage_page(document: Document) -> Page:
 def _diff_page(document: Document) -> Page:
     found, left_out = document["differences"], document["not_compared"]
     counts = collections.Counter(each["what"] for each in found)
-    kinds = ", ".join(f"{count} {what}" for what, count in counts.items())
+    kinds = ", ".join(map(_counted, counts, counts.values()))
     how, within = "by recorded digests", ""
     if document["values"]:
         how = "bit for bit"
@@ -248,14 +260,31 @@ def _diff_page(document: Document) -> Page:
     return Page("diff", title, lead, facts, {}, _differences(document))
 
 
+def _counted(what: str, count: int) -> str:
+    """How many leaves differ in that: `values differ in 2 arrays`."""
+    if what in _WHOLE:
+        return f"{count_leaves(count)} {what}"
+    in_arrays = what in ("values", "shape", "dtype", "key", "sharding", "chunks")
+    where = count_of(count, "array") if in_arrays else count_leaves(count)
+    what = what.removesuffix("s") + "s differ"
+    return what if what == "formats differ" else f"{what} in {where}"
+
+
+def _difference(document: Document) -> str:
+    """What a leaf's colour on the page says of it: of values, how large their difference is."""
+    if "max_abs" not in document:
+        return document["what"] if document["what"] in _WHOLE else _OTHERWISE
+    size = math.inf if document["non_finite"] else _magnitude(document["max_abs"])
+    most = [text for bound, text in _SIZES.items() if size <= bound]
+    return f"up to {most[0]}" if most else "over 1, NaN or infinite"
+
+
 def _differences(document: Document) -> dict[str, Any]:
     """The leaves of a diff, a row for each difference, and the histograms of all."""
     found = document["differences"]
     rest = "equal" if not document["not_compared"] else "no difference found"
     rest = _UNKNOWN if not document["compared"] and document["not_compared"] else rest
-    kinds = {
-        tuple(each["keys"]): each["what"] if each["what"] in _WHOLE else "changed" for each in found
-    }
+    kinds = {tuple(each["keys"]): _difference(each) for each in found}
     leaves = Leaves([], [], [])
     for array in document["arrays"]:
         kind = kinds.get(tuple(array["keys"]), rest)
@@ -264,6 +293,7 @@ def _differences(document: Document) -> dict[str, Any]:
     measured.sort(key=lambda each: -_magnitude(each["max_abs"]))
     shown = {id(each) for each in measured[:_MAX_HISTOGRAMS]}
     names = ("abs_histogram", "rel_histogram")
+    found = sorted(found, key=lambda each: natural(tuple(map(format_key, each["keys"]))))
     rows = [
         [
             each["what"],
@@ -327,27 +357,29 @@ def _rows(leaves: Leaves, document: Document) -> dict[str, Any]:
         ]
         for row in document["rows"]
     ]
-    return {"rows": rows, "told": list(told)}
+    folds = {
+        side: leaves.folds(
+            (level, key, document["rows"][n]["origin"])
+            for n, row in enumerate(rows)
+            for level, key in row[place]
+        )
+        for place, side in ((1, "from"), (2, "to"))
+    }
+    return {"rows": rows, "told": list(told), "row_folds": folds}
 
 
 def _replicated(leaves: Leaves) -> Fact:
-    """Which leaves every device holds in full, largest first."""
-    question = "Which leaves are replicated?"
-    found = sorted(leaves.replicated, key=lambda each: -each[0])
-    unknown = ()
-    if leaves.without_mesh:
-        unknown = (f"{count_of(leaves.without_mesh, 'array')} without a mesh: {_UNKNOWN}.",)
-    if not found:
-        return Fact(question, _UNKNOWN if unknown else "none", unknown, "" if unknown else "good")
-    total = sum(nbytes for nbytes, _, _ in found)
-    named = "; ".join(f"{path} ({format_bytes(nbytes)})" for nbytes, path, _ in found[1:_NAMED])
-    more = len(found) - _NAMED
-    details = [f"{format_bytes(found[0][0])}, in full on each of {found[0][2]} devices."]
-    if named:
-        details.append(f"Then {named}" + (f" and {more} more." if more > 0 else "."))
-        details.append(f"{len(found)} leaves, {format_bytes(total)} a device.")
-    share = total / (leaves.nbytes or 1)
-    return Fact(question, found[0][1], (*details, *unknown), "bad" if share >= 0.01 else "")
+    """How much of what a device holds every device holds in full."""
+    question, total = "How much is replicated?", sum(leaves.replicated)
+    details = [f"{count_of(leaves.without_mesh, 'array')} without a mesh: {_UNKNOWN}."]
+    details = details * bool(leaves.without_mesh)
+    if not leaves.replicated:
+        answer, tone = (_UNKNOWN, "") if details else ("nothing", "good")
+        return Fact(question, answer, tuple(details), tone)
+    count = count_leaves(len(leaves.replicated))
+    details.insert(0, f"{count}, {format_bytes(total)} on every device.")
+    answer = f"{leaves.share:.0%} of the bytes"
+    return Fact(question, answer, tuple(details), leaves.tone)
 
 
 def _lists(document: Document) -> dict[str, Sequence[str]]:

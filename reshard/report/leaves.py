@@ -5,15 +5,19 @@ shape, dtype, spec and chunks, and meshes are sizes of axes.
 """
 
 import collections
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from reshard.tree import format_key, format_path
+from reshard.report.outline import NUMBERED, folded_name
+from reshard.tree import format_key, natural
 
 Document = Mapping[str, Any]
 # Parts of a state, by a key above them.
 PARTS = ("params", "optimizer state", "other")
+# Shares of what a device holds: replicated leaves of as much are a warning, and a waste.
+_MUCH, _MOST = 0.1, 0.5
 # Ids of more devices are not written down.
 _MAX_IDS = 4096
 
@@ -23,14 +27,14 @@ class Leaves:
 
     Attributes:
       sides: what the layouts of each leaf are called; the last one is what the page is about.
-      replicated: bytes, path and devices of those that every device holds in full.
+      replicated: bytes of each of those that every device holds in full.
       without_mesh: how many arrays there are of which that is not known.
     """
 
     def __init__(self, sides: Sequence[str], meshes: Sequence[Document], ids: Sequence[Any]):
         self.sides = list(sides)
         self.arrays = self.nbytes = self.without_mesh = 0
-        self.replicated: list[tuple[int, str, int]] = []
+        self.replicated: list[int] = []
         self._meshes: dict[str, dict[str, Any]] = {}
         for mesh, devices in zip(meshes, ids, strict=True):
             if devices is not None and len(devices) > _MAX_IDS:
@@ -42,6 +46,7 @@ class Leaves:
                 known["ids"] = False
         self._folders: dict[tuple[str, ...], int] = {(): 0}
         self._layouts: dict[Any, int] = {}
+        self._placed: dict[Any, int] = {}
         self._leaves: list[list[Any]] = []
         self._held: list[collections.Counter[tuple[str, str]]] = [
             collections.Counter() for _ in sides
@@ -61,30 +66,39 @@ class Leaves:
             leaf.get("source"),
         )
         layouts = tuple(
-            (
-                None if side.get("mesh") is None else self._mesh(side["mesh"]),
-                _frozen(side.get("spec")),
-                _frozen(side.get("chunk_shape")),
-                side.get("device"),
+            self._placed.setdefault(
+                (
+                    None if side.get("mesh") is None else self._mesh(side["mesh"]),
+                    _frozen(side.get("spec")),
+                    _frozen(side.get("chunk_shape")),
+                    side.get("device"),
+                ),
+                len(self._placed),
             )
             for side in sides
         )
         layout = self._layouts.setdefault((own, layouts), len(self._layouts))
         self._leaves.append([*self.place([*map(format_key, keys)]), layout, *numbers])
         if leaf.get("shape") is not None:
-            self._count(keys, leaf.get("bytes"), sides)
+            self._count(keys, leaf["shape"], leaf.get("bytes"), sides)
 
-    def _count(self, keys: Sequence[Any], nbytes: int | None, sides: Sequence[Document]) -> None:
+    def _count(
+        self,
+        keys: Sequence[Any],
+        shape: Sequence[int],
+        nbytes: int | None,
+        sides: Sequence[Document],
+    ) -> None:
         self.arrays += 1
         self.nbytes += nbytes or 0
         for held, side in zip(self._held, sides, strict=True):
             if side.get("mesh") is not None and nbytes is not None:
-                held[_name(side["mesh"]), part_of(keys)] += nbytes // shards(side)
+                held[_name(side["mesh"]), part_of(keys)] += _shard_bytes(shape, nbytes, side)
         side = sides[-1]
         if side.get("mesh") is None:
             self.without_mesh += 1
-        elif shards(side) == 1 < (devices := math.prod(side["mesh"].values())):
-            self.replicated.append((nbytes or 0, format_path(tuple(keys)), devices))
+        elif math.prod(_parts(side)) == 1 < math.prod(side["mesh"].values()):
+            self.replicated.append(nbytes or 0)
 
     def place(self, texts: Sequence[str]) -> list[Any]:
         """A path of printed keys: the number of what holds it, and the last of them."""
@@ -95,17 +109,59 @@ class Leaves:
     def meshes_of(self, side: int) -> str:
         """The names of a side's meshes; empty without any."""
         names = list(self._meshes)
-        used = dict.fromkeys(layouts[side][0] for _, layouts in self._layouts)
+        placed = list(self._placed)
+        used = dict.fromkeys(placed[layouts[side]][0] for _, layouts in self._layouts)
         return "; ".join(names[number] for number in used if number is not None)
+
+    def most_held(self, side: int) -> int | None:
+        """Bytes of a side that a device of one mesh holds; None without any."""
+        held = collections.Counter[str]()
+        for (name, _), nbytes in self._held[side].items():
+            held[name] += nbytes
+        return max(held.values(), default=None)
+
+    @property
+    def share(self) -> float:
+        """How much of what a device holds every device holds in full."""
+        return sum(self.replicated) / (self.most_held(-1) or 1)
+
+    @property
+    def tone(self) -> str:
+        """Whether that is much: `"warn"` or `"bad"`, or ""."""
+        return "bad" if self.share >= _MOST else "warn" if self.share >= _MUCH else ""
+
+    def folds(self, leaves: Iterable[tuple[int, str, Any]]) -> list[list[Any]]:
+        """Levels that differ in a number at the end of their name alone, as `inspect --tree` folds
+        them: what they are called together, and each by its number. Of leaves there is the level
+        that they are in, the last key, and a kind, which is equal where leaves are alike."""
+        inside = collections.defaultdict[int, list[tuple[str, str]]](list)
+        for level, key, kind in leaves:
+            inside[level].append((key, str(kind)))
+        kinds: dict[Any, int] = {}
+        found: dict[Any, list[tuple[int, int]]] = {}
+        for keys, level in reversed(self._folders.items()):
+            if not keys or level not in inside:
+                continue
+            kind = kinds.setdefault(tuple(sorted(inside[level])), len(kinds))
+            above = self._folders[keys[:-1]]
+            inside[above].append((keys[-1], f"/{kind}"))
+            if match := NUMBERED.fullmatch(keys[-1]):
+                found.setdefault((above, match[1], kind), []).append((int(match[2]), level))
+        several = ((key[1], sorted(each)) for key, each in found.items() if len(each) > 1)
+        return [[folded_name(name, [n for n, _ in e]), [at for _, at in e]] for name, e in several]
 
     def data(self) -> dict[str, Any]:
         """All of them, as JSON has it."""
+        names = list(self._folders)
         return {
+            "folds": self.folds((level, key, kind) for level, key, kind, *_ in self._leaves),
             "sides": self.sides,
+            "replicated": self.tone if self.sides else "",
             "meshes": [{"name": name, **mesh} for name, mesh in self._meshes.items()],
+            "placed": list(self._placed),
             "layouts": [[*own, layouts] for own, layouts in self._layouts],
             "folders": [[self._folders[keys[:-1]], keys[-1]] for keys in self._folders if keys],
-            "leaves": self._leaves,
+            "leaves": sorted(self._leaves, key=lambda leaf: natural((*names[leaf[0]], leaf[1]))),
             "held": [
                 [
                     [name, [held[name, part] for part in PARTS]]
@@ -120,9 +176,14 @@ class Leaves:
         return list(self._meshes).index(_name(mesh))
 
 
-def shards(side: Document) -> int:
-    """Into how many parts a leaf with a mesh is cut."""
-    return math.prod(side["mesh"].get(axis, 1) for axes in side["spec"] for axis in axes)
+def _parts(side: Document) -> list[int]:
+    """Into how many parts each dimension of a leaf with a mesh is cut."""
+    return [math.prod(side["mesh"].get(axis, 1) for axis in axes) for axes in side["spec"]]
+
+
+def _shard_bytes(shape: Sequence[int], nbytes: int, side: Document) -> int:
+    parts = itertools.zip_longest(shape, _parts(side)[: len(shape)], fillvalue=1)
+    return math.prod(-(-size // n) for size, n in parts) * nbytes // (math.prod(shape) or 1)
 
 
 def part_of(keys: Sequence[Any]) -> str:

@@ -10,7 +10,7 @@ from reshard.tree import format_key
 from reshard.units import format_runs
 
 Document = Mapping[str, Any]
-_NUMBERED = re.compile(r"(.*?)(?<!\d)(0|[1-9][0-9]*)", re.DOTALL)
+NUMBERED = re.compile(r"(.*?)(?<!\d)(0|[1-9][0-9]*)", re.DOTALL)
 # What leaves of one kind have in common.
 _KIND = ("type", "shape", "dtype", "chunk_shape", "mesh", "spec", "device", "key_impl", "value")
 
@@ -65,7 +65,7 @@ def _folded(nodes: Sequence[Row]) -> Iterator[Row]:
     groups: dict[Any, list[tuple[int, Row]]] = {}
     for place, node in enumerate(nodes):
         key, slash, rest = node.name.partition("/")
-        match = _NUMBERED.fullmatch(key)
+        match = NUMBERED.fullmatch(key)
         if match is None:
             groups[place] = [(0, node)]
         else:
@@ -74,10 +74,14 @@ def _folded(nodes: Sequence[Row]) -> Iterator[Row]:
     for group, members in groups.items():
         node = members[0][1]
         if len(members) > 1:
-            numbers = format_runs(sorted(number for number, _ in members), to="..")
-            name = f"{group[0]}{{{numbers}}}{group[1]}"
+            name = folded_name(group[0], sorted(number for number, _ in members)) + group[1]
             node = _times(dataclasses.replace(node, name=name), len(members))
         yield node
+
+
+def folded_name(name: str, numbers: Sequence[int]) -> str:
+    """What siblings are called that differ in an ascending number alone: `layer_{0..49}`."""
+    return f"{name}{{{format_runs(numbers, to='..')}}}"
 
 
 def _times(node: Row, times: int) -> Row:

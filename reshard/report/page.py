@@ -37,7 +37,7 @@ def to_html(x: Any) -> str:
 
     The page shows where the bytes are, what every device holds, and what a job changes. No array
     is read. The page needs no network and no other file, and has everything that `--json` has of
-    partition specs, meshes and chunks. It has at most 2 MB for 10,000 leaves, on any number of
+    partition specs, meshes and chunks. It has at most 1.5 MB for 10,000 leaves, on any number of
     devices.
 
     Raises:

@@ -5,6 +5,7 @@ tuple with, for each dimension, the tuple of mesh axes that split it, major axis
 """
 
 import ast
+import collections
 import dataclasses
 import functools
 import itertools
@@ -317,3 +318,16 @@ def shard_owners(shape: Sequence[int], sharding: NamedSharding) -> dict[tuple[in
             index[dim] = index[dim] * mesh.shape[axis] + place
         owners.setdefault(tuple(index), []).append(device)
     return owners
+
+
+def most_held(arrays: Iterable[tuple[Any, Shape, int]]) -> int | None:
+    """Bytes on the device that holds the most of arrays, each of a sharding, the shape of a shard
+    and bytes of an element; None where no array has a mesh."""
+    meshes, devices = collections.Counter[Mesh](), collections.Counter[int]()
+    for sharding, shard, itemsize in arrays:
+        if isinstance(sharding, NamedSharding):
+            meshes[sharding.mesh] += math.prod(shard) * itemsize
+    for mesh, nbytes in meshes.items():
+        for device in mesh.device_ids or range(mesh.size):
+            devices[device] += nbytes
+    return max(devices.values(), default=None)

@@ -14,11 +14,11 @@ from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
 from reshard.engine.plan import ArrayPlan, co_read
 from reshard.engine.shares import Boxes, Division, Values
 from reshard.errors import ArgumentError, ReshardError, lines_of
-from reshard.sharding.mesh import NamedSharding, sharding_document
+from reshard.sharding.mesh import NamedSharding, most_held, sharding_document
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
 from reshard.tree import format_path
-from reshard.units import format_bytes
+from reshard.units import format_bytes, format_load
 from reshard.verify.digest_record import Record
 from reshard.writer.arrays import BoxRange, ItemShare, ValueRange
 from reshard.writer.format import TargetFormat
@@ -334,6 +334,19 @@ class Plan:
         return (before / total, after / total) if self.decoded_bytes else (1.0, 1.0)
 
     @property
+    def bytes_per_device(self) -> tuple[int | None, int | None]:
+        """Bytes of arrays with a mesh on the device that holds the most of a step: on the saved
+        meshes, and on the new one. None where no array has a mesh."""
+        before, after = [], []
+        for item in self.items:
+            layouts = [(h, a.layout) for h, a in zip(item.handles, item.arrays, strict=True)]
+            old = [(h.saved_sharding, a.source_shard, a.source_itemsize) for h, a in layouts]
+            new = [(h.sharding, a.target_shard, a.target_itemsize) for h, a in layouts]
+            before.append(most_held(old))
+            after.append(most_held(new))
+        return max(filter(None, before), default=None), max(filter(None, after), default=None)
+
+    @property
     def passes(self) -> float:
         """Stored bytes fetched for each stored byte that is decoded; 1.0 where one pass fits."""
         stored = sum(a.layout.stored_bytes for a in self.arrays if not a.moved)
@@ -354,6 +367,7 @@ class Plan:
             **{name: getattr(self, name) for name in counts},
             **({} if self.network is None else {"network": self.network._asdict()}),
             "read_amplification": _before_and_after(self.amplification),
+            "bytes_per_device": _before_and_after(self.bytes_per_device),
             "peak_memory": self.peak_memory,
             "notes": list(self.notes),
             "problems": list(self.problems),
@@ -370,9 +384,22 @@ class Plan:
 
         return framed(self) if len(self.items) == 1 else None  # a page shows one step
 
+    def _per_step(self) -> Iterator[str]:
+        """What a device holds and a restore reads; each step's own, those that are alike once."""
+        steps: dict[tuple[str, str], list[int | None]] = {}
+        for item in self.items:
+            one = dataclasses.replace(self, items=(item,))
+            held = ["not known" if n is None else format_bytes(n) for n in one.bytes_per_device]
+            texts = f"{held[0]} before, {held[1]} after", format_load(*one.amplification)
+            steps.setdefault(texts, []).append(item.ckpt.source.number)
+        for (held, load), numbers in steps.items():
+            which = f"step{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+            of = f" ({which})" if len(self.items) > 1 else ""
+            yield f"device   {held}{of}"
+            yield f"load     a restore reads {load}{of}"
+
     def __repr__(self) -> str:
         verbatim = sum(a.moved for a in self.arrays)
-        before, after = self.amplification
         counts = len(self.arrays), self.chunks_read, self.chunks_written
         arrays, read, written = (
             f"{count} {noun}{'s' * (count != 1)}"
@@ -391,8 +418,7 @@ class Plan:
                 for fetched, fetches, sent, sends in filter(None, [self.network])
             ),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
-            f"load     read amplification on the new mesh: {before:.2f}x before, "
-            f"{after:.2f}x after",
+            *self._per_step(),
         ]
         split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
@@ -407,8 +433,8 @@ class Plan:
         return "\n".join(lines)
 
 
-def _before_and_after(amplification: tuple[float, float]) -> dict[str, float]:
-    return dict(zip(("before", "after"), amplification, strict=True))
+def _before_and_after(pair: tuple[Any, Any]) -> dict[str, Any]:
+    return dict(zip(("before", "after"), pair, strict=True))
 
 
 def _costs(array: ArrayPlan) -> list[tuple[int, int]]:

@@ -1,6 +1,7 @@
 // One leaf on its meshes: which device holds which part, and what it decodes for that.
 
 let leafNode = null;
+let readsNode = null;
 let device = 0; // its place in the mesh
 
 function idsOf(mesh, leaf, side, index) {
@@ -43,9 +44,8 @@ function shardOf(leaf, side, number) {
 function plane(leaf, most) {
   const rank = leaf.shape.length;
   const [rows, columns] = [rank > 1 ? leaf.shape[rank - 2] : 1, rank ? leaf.shape[rank - 1] : 1];
-  const ratio = Math.min(Math.max((rows || 1) / (columns || 1), 1 / 4), 1.2);
-  const width = ratio > 1 ? most / ratio : most;
-  const height = Math.max(rank > 1 ? width * ratio : 44, 36);
+  const ratio = Math.min(Math.max((rows || 1) / (columns || 1), 1 / 4), 0.5);
+  const [width, height] = [most, Math.max(rank > 1 ? most * ratio : 44, 36)];
   return { rank, rows, columns, width, height, x: width / (columns || 1), y: height / (rows || 1) };
 }
 function lines(of, chunk, { rank, rows, columns, width, height, x, y }) {
@@ -99,7 +99,7 @@ function meshPicture(leaf, side, title) {
         const w = (Math.min(every[1], across - j) * flat.width) / across;
         const h = (Math.min(every[0], down - i) * flat.height) / down;
         const [x, y] = [(j * flat.width) / across, (i * flat.height) / down];
-        const kind = whole ? "glare" : (i / every[0] + j / every[1]) % 2 ? "odd" : "even";
+        const kind = whole ? WHOLE : (i / every[0] + j / every[1]) % 2 ? "odd" : "even";
         drawn.push(svg("rect", { class: `shard ${kind}`, x, y, width: w, height: h }));
         const index = [...lead, ...(flat.rank > 1 ? [i] : []), ...(flat.rank ? [j] : [])];
         const ids = every[0] * every[1] > 1 ? null : idsOf(side.mesh, leaf, side, index);
@@ -182,8 +182,9 @@ function drawLeaf() {
   const titles = data.sides.map((side) => side[0].toUpperCase() + side.slice(1));
   const parts = [
     el("p", { class: "chosen" }, el("code", { id: "chosen" }, leaf.path), ` ${about.join(" · ")}`),
-    el("div", { class: "side" }, ...leaf.sides.map((side, i) => meshPicture(leaf, side, titles[i]))),
+    ...leaf.sides.map((side, i) => meshPicture(leaf, side, titles[i])),
   ];
+  const reads = [];
   const loads = leaf.load || leaf.sides.map(() => null);
   if (leaf.side.mesh !== null && leaf.sides.some((side) => side.chunk !== null)) {
     const most = leaf.side.mesh.devices - 1;
@@ -202,14 +203,14 @@ function drawLeaf() {
         document.getElementById("device").focus();
       },
     });
-    parts.push(
+    reads.push(
+      el("h3", null, "What one device reads of ", el("code", null, leaf.path)),
       el(
         "p",
         { class: "note" },
-        "What ",
-        el("label", { for: "device" }, "the device at place "),
+        el("label", { for: "device" }, "The device at place "),
         input,
-        ` of ${leaf.side.mesh.name}${id} reads: it keeps its shard (filled) and decodes whole chunks (hatched).`,
+        ` of ${leaf.side.mesh.name}${id} keeps its shard (filled) and decodes whole chunks (hatched).`,
       ),
       el(
         "div",
@@ -219,13 +220,17 @@ function drawLeaf() {
     );
   }
   leafNode.replaceChildren(...parts);
+  readsNode.replaceChildren(...reads);
 }
 
 function drawMeshes() {
   if (!arrays.length || isDiff) return;
-  const node = section("meshes", data.sides.length > 1 ? "Meshes side by side" : "One leaf on its mesh");
+  const title = data.sides.length > 1 ? "One leaf on both meshes" : "One leaf on its mesh";
+  const node = section("meshes", title, null, beside);
   leafNode = el("div", { "aria-live": "polite" });
+  readsNode = el("div", { id: "reads" });
   node.append(leafNode);
+  beside.append(readsNode);
   const waste = (leaf) => (leaf.load ? leaf.load[0] - 1 : 0) * (leaf.nbytes || 0);
   const by = (value) => arrays.reduce((best, leaf) => (value(leaf) > value(best) ? leaf : best));
   const most = by(waste);

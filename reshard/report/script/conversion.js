@@ -45,7 +45,37 @@ function levelsOf(rows, side) {
       for (let above = leaves.get(path).level; above; above = above.above) above.rows.push(row);
     }
   }
+  for (const [key, numbers] of data.row_folds[side]) {
+    const fold = { key, members: numbers.map((number) => made.get(folders[number])) };
+    for (const member of fold.members) member.fold = fold;
+  }
   return { root: level(folders[0]), leaves };
+}
+
+// A rule of a map by which one leaf becomes another, by the paths of their models; for all levels
+// that are alike, if both are in levels of one number. Optimizer state follows its parameters.
+function ruleOf(leaves) {
+  const levels = leaves.map(({ level }) => {
+    const found = [];
+    for (let above = level; above.above; above = above.above) found.unshift(above);
+    return found;
+  });
+  if (leaves.some(({ path }) => /(^|\/)opt(_state|imizer)\//.test(path))) return null;
+  const folded = levels.map((found) => found.find((level) => level.fold));
+  const numbers = folded.map((level) => level && level.key.match(/\d+$/)[0]);
+  const general = numbers[0] !== undefined && numbers[0] === numbers[1];
+  const pattern = (text) => text.replace(/[\\^$.|?*+()[\]{}]/g, "\\$&");
+  const replacement = (text) => text.replace(/\\/g, "\\\\").replace(/[{}]/g, "$&$&");
+  const [from, to] = [[pattern, "(\\d+)"], [replacement, "\\1"]].map(([literal, number], side) => {
+    const key = (level) =>
+      general && level === folded[side] ? literal(level.key.replace(/\d+$/, "")) + number : literal(level.key);
+    const keys = [...levels[side].map(key), literal(leaves[side].key)];
+    if (keys[0] === "model") keys.shift(); // beside its optimizer
+    if (keys[0] !== "params" && keys.length > 1 && keys.at(-1) === "value") keys.pop(); // of a variable of NNX
+    return keys.join("/");
+  });
+  const toml = (text) => (/['\p{C}]/u.test(text) ? JSON.stringify(text) : `'${text}'`);
+  return `[[rule]]\nfrom = ${toml(`^${from}$`)}\nto = ${toml(to)}\n`;
 }
 
 function counts(rows) {
@@ -72,8 +102,11 @@ function drawConversion() {
     "conversion",
     open ? `${counted(open, "leaf is", "leaves are")} not decided` : "What becomes of each leaf",
     "The source's tree and the model's, each leaf with what decided: its path, the map, or structure, " +
-      "which is the order of modules of one class. Click a leaf to see it in the other tree.",
+      "which is the order of modules of one class. Click a leaf to see it in the other tree." +
+      (open ? " Click an open leaf in both trees for the rule that makes one the other." : ""),
   );
+  const rule = el("div", { class: "rule", "aria-live": "polite" });
+  const picked = {};
   const about = el("p", { class: "about", role: "status" });
   let kept = () => true;
   const trees = { from: levelsOf(rows, "from"), to: levelsOf(rows, "to") };
@@ -87,47 +120,81 @@ function drawConversion() {
   function fill(level) {
     if (level.filled) return;
     level.filled = true;
-    for (let inner of level.levels) {
-      if (!inner.rows.some(kept)) continue;
-      let name = inner.key;
-      while (!inner.leaves.length && inner.levels.length === 1) {
-        inner.filled = true;
-        [inner] = inner.levels;
-        name += `/${inner.key}`;
-      }
-      if (inner.levels.length || inner.leaves.length > 1) drawLevel(level.list, inner, name);
-      else {
-        inner.filled = true;
-        drawLeaf(level.list, inner.leaves[0], `${name}/${inner.leaves[0].key}`);
-      }
+    for (const inner of level.levels) {
+      if (inner.fold ? inner.fold.members[0] === inner : inner.rows.some(kept)) drawInner(level.list, inner);
     }
     for (const leaf of level.leaves) if (leaf.rows.some(kept)) drawLeaf(level.list, leaf, leaf.key);
+  }
+  // A level, by one name with those that hold nothing else, or in place of all that are alike.
+  function drawInner(list, inner) {
+    const names = [];
+    while (!inner.fold && !inner.leaves.length && inner.levels.length && inner.levels.every((each) => each.fold === inner.levels[0].fold && (each.fold || inner.levels.length === 1))) {
+      inner.filled = true;
+      names.push(inner.key);
+      [inner] = inner.levels;
+    }
+    names.push(inner.fold ? inner.fold.key : inner.key);
+    const name = names.join("/");
+    if (inner.fold) drawFold(list, inner.fold, name);
+    else if (inner.levels.length || inner.leaves.length > 1) drawLevel(list, inner, name);
+    else {
+      inner.filled = true;
+      drawLeaf(list, inner.leaves[0], `${name}/${inner.leaves[0].key}`);
+    }
   }
   function drawLeaf(list, leaf, name) {
     const press = () => chooseRows(leaf);
     leaf.button = el("button", { type: "button", class: "path", click: press }, name);
     list.append(el("li", null, leaf.button, " ", ...counts(leaf.rows).map(([origin]) => badge(origin))));
   }
-  function drawLevel(list, level, name) {
-    const own = level.rows.filter(kept);
+  function drawDetails(list, rows, name, total, draw, more) {
+    const own = rows.filter(kept);
+    if (!own.length) return null;
     const wrong = own.some(({ origin }) => UNDECIDED.includes(origin));
-    level.list = el("ul");
-    level.filled = false;
-    const summary = el("summary", null, el("span", { class: "path" }, `${name}/`), " ");
+    const summary = el("summary", null, el("span", { class: "path" }, `${name}/`), " ", more);
     summary.append(...counts(own).flatMap(([origin, count]) => [badge(origin, count), " "]));
-    level.details = el("details", { toggle: () => level.details.open && fill(level) }, summary, level.list);
-    list.append(el("li", null, level.details));
-    if (level.total <= OPEN || (wrong && own.length <= OPEN)) show(level);
+    const inner = el("ul");
+    const details = el("details", { toggle: () => details.open && draw() }, summary, inner);
+    list.append(el("li", null, details));
+    return { list: inner, details, open: total <= OPEN || (wrong && own.length <= OPEN) };
+  }
+  function drawLevel(list, level, name) {
+    const drawn = drawDetails(list, level.rows, name, level.total, () => fill(level), null);
+    Object.assign(level, drawn, { filled: false });
+    if (drawn && drawn.open) show(level);
+  }
+  function drawFold(list, fold, name) {
+    const pick = (member) => {
+      fold.shown = member;
+      fold.select.value = fold.members.indexOf(member);
+      fold.list.replaceChildren();
+      Object.assign(member, { list: fold.list, filled: false });
+      fill(member);
+    };
+    fold.pick = pick;
+    fold.select = picker(fold.key, fold.members, fold.members[0], pick);
+    const rows = fold.members.flatMap((member) => member.rows);
+    const drawn = drawDetails(list, rows, name, fold.members[0].total, () => fold.shown || pick(fold.members[0]), fold.select);
+    Object.assign(fold, drawn, { shown: null });
+    if (drawn && drawn.open) show(fold.members[0]);
   }
   function show(level) {
     if (level.above) show(level.above);
-    if (level.details) level.details.open = true;
+    const { fold } = level;
+    if (fold && fold.shown !== level) fold.pick(level);
+    const { details } = fold || level;
+    if (details) details.open = true;
     fill(level);
   }
   function chooseRows(leaf) {
     for (const old of node.querySelectorAll(".chosen-leaf")) old.classList.remove("chosen-leaf");
     about.textContent = leaf.rows.map(words).join("; ");
-    leaf.button.classList.add("chosen-leaf");
+    const side = trees.from.leaves.get(leaf.path) === leaf ? "from" : "to";
+    const isOpen = leaf.rows.every(({ origin }) => UNDECIDED.includes(origin));
+    if (isOpen) picked[side] = leaf;
+    else [picked.from, picked.to] = [];
+    offerRule();
+    for (const chosen of new Set([leaf, picked.from, picked.to])) if (chosen) chosen.button.classList.add("chosen-leaf");
     for (const side of ["from", "to"]) {
       for (const place of leaf.rows.flatMap((row) => row[side])) {
         const other = trees[side].leaves.get(pathOf(place));
@@ -139,6 +206,20 @@ function drawConversion() {
         pane.scrollTop += other.button.getBoundingClientRect().top - pane.getBoundingClientRect().top - 80;
       }
     }
+  }
+  function offerRule() {
+    const { from, to } = picked;
+    if (!from && !to) return rule.replaceChildren();
+    if (!from || !to) return rule.replaceChildren(el("p", { class: "note" }, `Now click its counterpart in the ${from ? "model" : "source"}.`));
+    const text = ruleOf([from, to]);
+    if (text === null) return rule.replaceChildren(el("p", { class: "note" }, "Optimizer state follows its parameters: click these."));
+    const code = el("pre", { tabindex: "0" }, text);
+    const copy = () => {
+      getSelection().selectAllChildren(code);
+      document.execCommand("copy"); // as a page of a file has no other clipboard everywhere
+    };
+    const press = el("button", { type: "button", click: copy }, "Copy");
+    rule.replaceChildren(el("p", { class: "note" }, "For the file of --map: ", press), code);
   }
 
   const panes = [];
@@ -153,6 +234,7 @@ function drawConversion() {
       const total = root.rows.filter(kept).length;
       const mark = (level) => {
         Object.assign(level, { total, details: null });
+        if (level.fold) Object.assign(level.fold, { shown: null, details: null });
         level.levels.forEach(mark);
       };
       mark(root);
@@ -172,8 +254,10 @@ function drawConversion() {
   const press = (name) => {
     kept = (row) => name === null || row.origin === name;
     about.textContent = "";
+    [picked.from, picked.to] = [];
+    offerRule();
     for (const tree of Object.values(trees)) tree.draw();
     draw(kept);
   };
-  node.append(filters("Decided by", names, press), about, el("div", { class: "trees" }, ...panes), body);
+  node.append(filters("Decided by", names, press), about, rule, el("div", { class: "trees" }, ...panes), body);
 }

@@ -7,6 +7,12 @@ const meshes = data.meshes.map(({ name, axes, ids }) => ({
   sizes: Object.fromEntries(axes),
   devices: product(axes.map(([, size]) => size)),
 }));
+const placed = data.placed.map(([mesh, spec, chunk, device]) => ({
+  mesh: mesh === null ? null : meshes[mesh],
+  spec,
+  chunk,
+  device,
+}));
 const layouts = data.layouts.map(([shape, dtype, nbytes, load, moved, source, sides]) => ({
   shape,
   dtype,
@@ -14,12 +20,7 @@ const layouts = data.layouts.map(([shape, dtype, nbytes, load, moved, source, si
   load,
   moved,
   source,
-  sides: sides.map(([mesh, spec, chunk, device]) => ({
-    mesh: mesh === null ? null : meshes[mesh],
-    spec,
-    chunk,
-    device,
-  })),
+  sides: sides.map((number) => placed[number]),
 }));
 const folders = [{ path: "", key: "all", parent: null, children: [], by: new Map(), nbytes: 0, count: 0 }];
 for (const [parent, key] of data.folders) {
@@ -29,11 +30,24 @@ for (const [parent, key] of data.folders) {
   folders.push({ ...own, children: [], by: new Map(), nbytes: 0, count: 0 });
   above.children.push(folders.at(-1));
 }
+// Levels that differ in a number alone are one, `layer_{0..49}`, with what is in the first of them.
+for (const [key, numbers] of data.folds || []) {
+  const members = numbers.map((number) => folders[number]);
+  const [{ parent }] = members;
+  const fold = { key, path: parent.path ? `${parent.path}/${key}` : key, parent, members };
+  for (const member of members) member.fold = fold;
+}
+// A path in which levels are called as they are together.
+for (const folder of folders) {
+  const own = folder.fold ? folder.fold.key : folder.key;
+  folder.face = folder.parent === null ? "" : `${folder.parent.face}${own}/`;
+}
 const pathOf = ([folder, key]) => (folder ? `${folders[folder].path}/${key}` : key);
 const leaves = data.leaves.map(([folder, key, layout, ...numbers], order) => {
   const parent = folders[folder];
   const leaf = { ...layouts[layout], key, parent, order, numbers, layout: layouts[layout] };
   leaf.path = pathOf([folder, key]);
+  leaf.face = `${parent.face}${key}`;
   leaf.points = points(plainKey(key));
   leaf.side = leaf.sides.at(-1);
   leaf.problem = data.kind === "refused" && numbers[0] === 1;
@@ -44,11 +58,19 @@ const leaves = data.leaves.map(([folder, key, layout, ...numbers], order) => {
   }
   return leaf;
 });
+for (const { fold } of folders) {
+  if (!fold || fold.children) continue;
+  const [first, ...others] = fold.members;
+  const sum = (value) => fold.members.reduce((total, member) => total + value(member), 0);
+  Object.assign(fold, { first, others, children: first.children, by: first.by, face: first.face });
+  Object.assign(fold, { nbytes: sum((each) => each.nbytes), count: sum((each) => each.count) });
+}
 const isDiff = data.kind === "diff";
 const arrays = leaves.filter((leaf) => leaf.shape !== null || isDiff);
 
 const partsOf = ({ shape }, { mesh, spec }) =>
   shape.map((_, dim) => product((spec[dim] || []).map((axis) => mesh.sizes[axis] || 1)));
+const WHOLE = { bad: "glare", warn: "amber" }[data.replicated] || "grey"; // of what is replicated
 const replicated = (leaf, side) =>
   side.mesh !== null && side.mesh.devices > 1 && product(partsOf(leaf, side)) === 1;
 
@@ -90,8 +112,10 @@ const colours = new Map();
   const total = new Map();
   for (const leaf of arrays)
     total.set(layoutName(leaf), (total.get(layoutName(leaf)) || 0) + (leaf.nbytes || 0));
-  const plain = { replicated: "glare", "on one device": "grey", "no mesh": "grey" };
-  const differences = { added: "k1", removed: "k5", moved: "k0", changed: "k3" };
+  const plain = { replicated: WHOLE, "on one device": "grey", "no mesh": "grey" };
+  const differences = { added: "k1", removed: "k5", moved: "k0", "other shape or type": "k2" };
+  const sizes = ["up to 1e-6", "up to 0.001", "up to 1", "over 1, NaN or infinite"];
+  sizes.forEach((name, i) => (differences[name] = `d${i}`));
   const names = [...total.keys()].sort((a, b) => total.get(b) - total.get(a));
   let next = 0;
   for (const name of names) {
@@ -125,10 +149,11 @@ function choose(leaf) {
 }
 
 const sections = document.getElementById("sections");
-function section(id, title, note) {
+const beside = el("div", { id: "explore" }); // the map, and beside it the leaf that is chosen
+function section(id, title, note, within = sections) {
   const node = el("section", { id, "aria-labelledby": `${id}-title` });
   node.append(el("h2", { id: `${id}-title` }, title));
   if (note) node.append(el("p", { class: "note" }, note));
-  sections.append(node);
+  within.append(node);
   return node;
 }

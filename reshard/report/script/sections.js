@@ -6,16 +6,19 @@ function drawLoads() {
   const total = known.reduce((sum, leaf) => sum + leaf.nbytes, 0);
   if (fact && data.sides[0] === "saved" && total) {
     const decoded = known.reduce((sum, leaf) => sum + leaf.nbytes * leaf.load[0], 0);
-    fact.querySelector("strong").textContent = times(decoded / total);
+    const ratio = decoded / total;
+    const exact = "exactly the bytes that it needs";
+    fact.querySelector("strong").textContent = ratio < 1.005 ? exact : `${times(ratio)} times the bytes that it needs`;
     const rest = arrays.length - known.length;
-    const words = `Loading on the mesh it was saved on decodes ${times(decoded / total)} times what it needs.`;
+    const words = "On the mesh that it was saved on.";
     fact.append(el("p", null, words + (rest ? ` Of ${counted(rest, "array")} it is ${UNKNOWN}.` : "")));
   }
   if (!known.length || data.kind === "coverage") return;
   const groups = new Map();
   for (const leaf of known) {
-    const group = groups.get(leaf.layout) || { leaf, count: 0, nbytes: 0 };
+    const group = groups.get(leaf.layout) || { leaf, count: 0, nbytes: 0, alike: true };
     group.count += 1;
+    group.alike = group.alike && leaf.face === group.leaf.face;
     group.nbytes += leaf.nbytes;
     groups.set(leaf.layout, group);
   }
@@ -57,7 +60,10 @@ function drawLoads() {
     {
       title: "leaves of one layout",
       value: (row) => row.leaf.path,
-      cell: (row) => [chooser(row.leaf), row.count > 1 ? ` and ${row.count - 1} more` : ""],
+      cell: ({ leaf, count, alike }) => [
+        chooser(leaf, alike ? leaf.face : leaf.path),
+        count < 2 ? "" : alike ? ` ${count} leaves` : ` and ${count - 1} more`,
+      ],
     },
     { title: "bytes", right: true, value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
     ...data.sides.flatMap((side, i) => [
@@ -74,12 +80,12 @@ function drawLoads() {
   if (rest) node.append(el("p", { class: "note" }, `And ${counted(rest, "other layout")}, of which nothing is decoded beside.`));
 }
 
-function chooser(leaf) {
+function chooser(leaf, name = leaf.path) {
   const press = () => {
     choose(leaf);
     document.getElementById("meshes").scrollIntoView({ block: "start" });
   };
-  return el("button", { type: "button", class: "path", click: press }, broken(leaf.path));
+  return el("button", { type: "button", class: "path", click: press }, broken(name));
 }
 
 function drawDevices() {
@@ -116,18 +122,21 @@ function drawDevices() {
     { title: "", value: (row) => sum(row.parts), cell: stack },
   ].filter((column) => !names.includes(column.title) || rows.some((row) => column.value(row)));
   node.append(table("Bytes per device", columns, rows).node);
-  const whole = arrays.filter((leaf) => replicated(leaf, leaf.side)).sort((a, b) => b.nbytes - a.nbytes);
-  if (!whole.length) return;
-  node.append(el("h3", null, `In full on every device: ${counted(whole.length, "leaf", "leaves")}`));
+  const found = arrays.filter((leaf) => replicated(leaf, leaf.side));
+  if (!found.length) return;
+  node.append(el("h3", null, `In full on every device: ${counted(found.length, "leaf", "leaves")}`));
+  const alike = new Map(); // leaves of levels that are alike
+  for (const leaf of found) {
+    const row = alike.get(leaf.face) || { leaf, count: 0, nbytes: 0 };
+    alike.set(leaf.face, { leaf: row.leaf, count: row.count + 1, nbytes: row.nbytes + leaf.nbytes });
+  }
+  const whole = [...alike.values()].sort((a, b) => b.nbytes - a.nbytes);
+  const all = (row) => row.nbytes * row.leaf.side.mesh.devices;
   const held = [
-    { title: "path", value: (leaf) => leaf.path, cell: chooser },
-    { title: "bytes", right: true, value: (leaf) => leaf.nbytes, cell: (leaf) => bytes(leaf.nbytes) },
-    {
-      title: "on all devices",
-      right: true,
-      value: (leaf) => leaf.nbytes * leaf.side.mesh.devices,
-      cell: (leaf) => bytes(leaf.nbytes * leaf.side.mesh.devices),
-    },
+    { title: "path", value: (row) => row.leaf.path, cell: (row) => chooser(row.leaf, row.leaf.face) },
+    { title: "leaves", right: true, value: (row) => row.count },
+    { title: "bytes of a device", right: true, value: (row) => row.nbytes, cell: (row) => bytes(row.nbytes) },
+    { title: "on all devices", right: true, value: all, cell: (row) => bytes(all(row)) },
   ];
   node.append(table("Replicated leaves", held, whole, 10).node);
 }
@@ -179,7 +188,7 @@ function drawDiff() {
   const measured = rows.filter((row) => row.count !== null);
   const chart =
     measured.length || rows.some((row) => row.what === "values")
-      ? section("histograms", "How large the differences are")
+      ? section("histograms", "How large the differences are", null, beside)
       : null;
   const shown = el("div", { class: "side" });
   const title = el("p", { class: "chosen" });
@@ -210,7 +219,7 @@ function drawDiff() {
     const row = rows.find((each) => each.path === path && each.bins);
     if (!row) return;
     show(row.path, row.bins, [row]);
-    chart.scrollIntoView({ block: "start" });
+    chart.scrollIntoView({ block: "nearest" });
   };
   const open = (row) => {
     if (!row.bins) return el("span", { class: "path" }, broken(row.path));
@@ -224,14 +233,14 @@ function drawDiff() {
   const columns = [
     { title: "what", value: (row) => row.what },
     { title: "path", value: (row) => row.path, cell: open },
-    { title: "A", value: (row) => row.a, cell: (row) => row.a ?? "–" },
-    { title: "B", value: (row) => row.b, cell: (row) => row.b ?? "–" },
+    { title: "A, first that differs", value: (row) => row.a, cell: (row) => row.a ?? "–" },
+    { title: "B, there", value: (row) => row.b, cell: (row) => row.b ?? "–" },
   ];
   if (rows.some((row) => row.count !== null)) {
     columns.push(
-      { title: "differing", right: true, value: (row) => row.count, cell: (row) => (row.count === null ? "–" : `${row.count} of ${row.size}`) },
-      { title: "max abs", right: true, value: (row) => size(row.abs), cell: (row) => number(row.abs ?? "–") },
-      { title: "max rel", right: true, value: (row) => size(row.rel), cell: (row) => number(row.rel ?? "–") },
+      { title: "elements that differ", right: true, value: (row) => row.count, cell: (row) => (row.count === null ? "–" : `${row.count} of ${row.size}`) },
+      { title: "max |A - B|", right: true, value: (row) => size(row.abs), cell: (row) => number(row.abs ?? "–") },
+      { title: "max |A - B| / |B|", right: true, value: (row) => size(row.rel), cell: (row) => number(row.rel ?? "–") },
       ...counting("NaN or inf", (row) => row.apart),
       ...counting("0 and -0", (row) => row.alike),
     );
@@ -252,7 +261,7 @@ function drawTable() {
   const spec = (side) => (side.mesh === null ? side.device || "no mesh" : specText(side.spec));
   const coloured = (leaf, text) => [el("span", { class: `swatch ${colours.get(layoutName(leaf)).of}` }), text];
   const size = (leaf) => (leaf.shape === null && !isDiff ? "–" : bytes(leaf.nbytes));
-  const path = { title: "path", value: (leaf) => leaf.path, cell: isDiff ? (leaf) => broken(leaf.path) : chooser };
+  const path = { title: "path", value: (leaf) => leaf.order, cell: (leaf) => (isDiff ? broken(leaf.path) : chooser(leaf)) };
   const amount = { title: "bytes", right: true, value: (leaf) => leaf.nbytes, cell: size };
   const columns = isDiff ? [
     path,

@@ -1,5 +1,7 @@
 // Tables whose columns sort, and buttons that filter.
 
+const natural = new Intl.Collator("en", { numeric: true }).compare;
+
 function table(name, columns, rows, most = ROWS) {
   let sorted = null;
   let up = true;
@@ -33,7 +35,8 @@ function table(name, columns, rows, most = ROWS) {
       order.sort((a, b) => {
         const [x, y] = [value(a), value(b)];
         if (low(x) || low(y)) return low(x) - low(y);
-        return (x < y ? -1 : x > y ? 1 : 0) * (up ? 1 : -1);
+        const way = typeof x === "string" ? natural(x, y) : x - y;
+        return way * (up ? 1 : -1);
       });
     }
     columns.forEach((column, i) => {
@@ -56,7 +59,7 @@ function table(name, columns, rows, most = ROWS) {
     more.textContent = `Show all ${order.length} rows`;
     const first = order.length > limit ? `, the first ${limit} shown` : "";
     count.textContent = `${order.length} of ${rows.length} rows${first}`;
-    count.hidden = rows.length <= 12;
+    count.hidden = rows.length <= 12 && order.length === rows.length;
   }
   const head = el("thead", null, el("tr", null, ...heads));
   const whole = el("table", null, el("caption", { class: "hidden" }, name), head, body);

@@ -33,14 +33,29 @@ function squarified(children, x, y, w, h) {
   return placed;
 }
 
+// What is in a group: of levels that are alike one for all of them.
+function inside(group) {
+  if (!group.children) return [];
+  const alike = (child) => child.fold && child.fold.first;
+  return group.children.filter((child) => !alike(child) || alike(child) === child).map((child) => child.fold || child);
+}
+// Which of the levels is shown that are alike.
+function picker(label, members, chosen, pick) {
+  const options = members.map((member, i) => el("option", { value: i, selected: member === chosen ? "" : null }, member.key));
+  const change = (event) => pick(members[Number(event.currentTarget.value)]);
+  return el("select", { "aria-label": label, title: label, change }, ...options);
+}
+
 function drawMap() {
+  sections.append(beside);
   if (!arrays.some((leaf) => leaf.nbytes)) return;
   const node = section(
     "map",
     "Where the bytes are",
     "An area for each leaf, as large as its bytes, in the colour of " +
-      (isDiff ? "what differs in it" : "its partition spec") +
-      ". Click a group to go into it, a leaf to see it below; arrow keys, Enter and Escape do the same.",
+      (isDiff ? "the largest |A - B| in it" : "its partition spec") +
+      ". Click a group to go into it, a leaf to see it beside; arrow keys, Enter and Escape do the same.",
+    beside,
   );
   const names = [...colours].map(([name, { total, of }]) => [name, bytes(total), of]);
   const wrong = leaves.filter((leaf) => leaf.problem).length;
@@ -92,12 +107,14 @@ function drawMap() {
     const first = picture.querySelector("g.cell");
     if (first) first.focus({ preventScroll: true });
   }
-  function act(cell) {
-    if (cell.item.children) go(cell.item);
-    else {
-      choose(cell.item);
-      about.textContent = `${describe(cell.item)} · shown below`;
-    }
+  function act({ item }) {
+    if (item.children) return go(item.first || item);
+    choose(item);
+    mark();
+  }
+  function mark() {
+    const groups = [...picture.querySelectorAll("g.cell")];
+    groups.forEach((group, i) => group.classList.toggle("chosen", cells[i].item === state.chosen));
   }
   picture.addEventListener("click", (event) => at(event) && act(at(event)));
   picture.addEventListener("mouseover", (event) => at(event) && told(at(event)));
@@ -121,8 +138,11 @@ function drawMap() {
 
   function redraw(shown) {
     const hits = leaves.filter(shown);
-    const live = new Set(); // groups with a leaf that is found
-    for (const leaf of hits) for (let above = leaf.parent; above && !live.has(above); above = above.parent) live.add(above);
+    const live = new Set(); // groups with a leaf that is found, and how all that is found is called
+    for (const leaf of hits) {
+      live.add(leaf.face);
+      for (let above = leaf.parent; above && !live.has(above); above = above.parent) live.add(above).add(above.face);
+    }
     const width = Math.max(Math.floor(node.clientWidth), 280);
     const height = Math.round(Math.min(Math.max(width * 0.38, 280), 460));
     cells = [];
@@ -144,42 +164,48 @@ function drawMap() {
       drawn.push(svg("g", { ...marks, "data-cell": cells.length }, svg("rect", box), ...lines));
       cells.push({ item });
     }
-    function place(item, box, depth, name) {
+    function place(item, box, depth, name, times) {
       const [x, y, w, h] = box;
       if (!item.children) {
         const { of } = colours.get(layoutName(item));
-        cell(item, `leaf ${of}${shown(item) ? "" : " dim"}${item.problem ? " problem" : ""}`, box, item.key, bytes(item.nbytes));
+        const dim = (times > 1 ? live.has(item.face) : shown(item)) ? "" : " dim";
+        const size = `${times > 1 ? `${times} x ` : ""}${bytes(item.nbytes)}`;
+        cell(item, `leaf ${of}${dim}${item.problem ? " problem" : ""}`, box, item.key, size);
         return;
       }
       const tight = w < 14 || h < 14;
       // What is too small for its leaves has the colour of most of its bytes.
       const most = tight ? [...item.by].sort((a, b) => b[1] - a[1])[0][0] : "";
-      const dim = live.has(item) ? "" : " dim";
+      const dim = live.has(times > 1 || item.members ? item.face : item) ? "" : " dim";
+      const folded = times * (item.members ? item.members.length : 1);
       if (depth) cell(item, (tight ? `leaf ${most}` : "group") + dim, box, h >= 30 && w >= 40 ? name : "");
       if (tight) return;
       const top = depth && h >= 30 && w >= 40 ? 17 : depth ? 2 : 0;
       const side = depth ? 2 : 0;
-      const children = item.children.filter((child) => child.nbytes);
+      const children = inside(item).filter((child) => child.nbytes);
       children.sort((a, b) => b.nbytes - a.nbytes);
       const inner = [x + side, y + top, w - 2 * side, h - top - side];
       for (const [child, where] of squarified(children, ...inner)) {
         if (where[2] * where[3] < 6) continue;
-        const inside = single(child);
-        const name = inside.path.slice(item.path ? item.path.length + 1 : 0);
-        place(inside, where, depth + 1, name);
+        const [inner, name] = single(child);
+        place(inner, where, depth + 1, name, folded);
       }
     }
-    place(state.root, [0, 0, width, height], 0, "");
+    place(state.root, [0, 0, width, height], 0, "", 1);
     picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
     picture.replaceChildren(...drawn);
+    mark();
     const above = [];
     for (let folder = state.root; folder; folder = folder.parent) above.unshift(folder);
     crumbs.replaceChildren(
-      ...above.map((folder) => {
+      ...above.flatMap((folder) => {
         const current = folder === state.root;
         const press = () => go(folder);
         const marks = { type: "button", "aria-current": current ? "true" : null, click: press };
-        return el("button", marks, folder.key);
+        const button = el("button", marks, folder.key);
+        if (!folder.fold) return [button];
+        const { members, key } = folder.fold;
+        return [button, picker(key, members, folder, go)];
       }),
       el("span", { class: "count" }, ` ${bytes(state.root.nbytes)}`),
     );
@@ -189,8 +215,13 @@ function drawMap() {
   }
   // Groups that hold one thing alone take no level of their own.
   function single(item) {
-    while (item.children && item.children.length === 1 && item.children[0].children) [item] = item.children;
-    return item;
+    let name = item.key;
+    for (let [only, ...more] = inside(item); only && only.children && !more.length; [only, ...more] = inside(item)) {
+      if (item.members) break;
+      item = only;
+      name += `/${item.key}`;
+    }
+    return [item, name];
   }
   redraw(() => true);
   state.updates.push(redraw);
