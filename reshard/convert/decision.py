@@ -340,7 +340,8 @@ class _Work:
         for entry in found.mismatches:
             why = _Verdict("mismatch", entry.told(self._to))
             self._open |= dict.fromkeys((*(leaf.path for leaf in entry.linen), entry.nnx.path), why)
-        self._hints += hints_for(found.abstentions, said, source, target, self._other is not None)
+        known, saved = self._other is not None, self._layout.model
+        self._hints += hints_for(found.abstentions, said, source, target, known, saved)
 
     # What follows the model.
 
