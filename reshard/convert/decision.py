@@ -183,11 +183,7 @@ def decide(
     other: TargetTree | None,
     left_out: Mapping[Path, ArrayHandle],
 ) -> Decision:
-    """Decides a conversion.
-
-    Raises:
-      TreeMismatchError: all that stands against it.
-    """
+    """Decides a conversion. Raises TreeMismatchError: all that stands against it."""
     return _Work(ckpt, layout, to, target, other, left_out).decided(map_file, init)
 
 

@@ -322,11 +322,8 @@ _REPLACING = threading.RLock()
 def runs(
     models: Mapping[str, Any], leaves: Callable[[str], Mapping[Path, Leaf]]
 ) -> dict[str, RunModel]:
-    """What runs both models in this process, by their APIs.
-
-    Raises:
-      ArgumentError: one of the models is not known.
-    """
+    """What runs both models in this process, by their APIs. Raises ArgumentError: one of the models
+    is not known."""
     if None in models.values():
         raise ArgumentError(
             "the outputs of two models can be compared, and one of them is not known",
