@@ -251,8 +251,8 @@ REFUSED = {
         "hint: --stack 'params/l{:4}=params/x/l{%4}@-1' leaves the last 2 as they are\n",
     ),
     "numbers that are no cycles": (
-        ["--stack", "params/l{0,1,2,4}=params/x/l{%2}"],
-        "Error: the layers are not alike\n  params/x/l0: 4 layers are not whole cycles of 2\n",
+        ["--stack", "params/l{0,1,4}=params/x/l{%2}"],
+        "Error: the layers are not alike\n  params/x/l0: 3 layers are not whole cycles of 2\n",
     ),
     "several, with a number that is missing": (
         [
@@ -282,6 +282,12 @@ REFUSED = {
         "Error: axis 0 is not that of the layers in all arrays\n"
         "  params/l0: the layers of its cycle are 0, 1, 2, 3, 5, not 0 to 5\n",
     ),
+    "two names of one number": (
+        ["--rename", "l1=l00", "--unstack", "params/l{%6}=params/x{}"],
+        "Error: axis 0 is not that of the layers in all arrays\n"
+        "  params/l0/w and params/l00/w are both 0\n"
+        "  params/l0: the layers of its cycle are 0, 2, 3, 4, 5, not 0 to 5\n",
+    ),
     "other numbers than the axis has": (
         ["--unstack", "params/l{%6}=params/x{:13}"],
         "Error: axis 0 is not that of the 13 layers in all arrays\n  params/l0/w: 2 layers\n",
@@ -294,6 +300,17 @@ REFUSED = {
         "key\n",
     ),
 }
+
+
+def test_a_cycle_begins_with_the_first_layer(tmp_path):
+    """So layers keep their order where some that are in no cycle come before them."""
+    layouts.save_standard(tmp_path / "in", {"params": SIX})
+    run(tmp_path, "ckpt", "in", "out", "--stack", "params/l{1:5}=params/x/l{%2}")
+    got = {path: leaf[..., 0, 0].tolist() for path, leaf in leaves(tmp_path / "out").items()}
+    stacks = {"params/x/l0/w": [1, 3], "params/x/l1/w": [2, 4]}
+    assert got == {"params/l0/w": 0, "params/l5/w": 5, **stacks}
+    run(tmp_path, "ckpt", "out", "back", "--unstack", "params/x/l{%2}=params/l{1:5}")
+    assert reshard.diff(tmp_path / "back", tmp_path / "in", values=True).equal
 
 
 @pytest.mark.parametrize("name", REFUSED)

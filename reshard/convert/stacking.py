@@ -3,6 +3,7 @@
 import collections
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, Derived, stored_name
 from reshard.arrays.operations import Stack, Unstack
@@ -40,7 +41,7 @@ def stack(
       layers: the path of a layer, with `{}` for its number: `params/layer_{}`. `*` matches any
         text within a key, and makes groups; each group is stacked on its own.
       into: the path of the stacked layers, with the `*` of `layers` in their order. `{%6}` is the
-        number of a layer modulo 6: each of the six layers of a cycle is stacked over the cycles.
+        position of a layer in a cycle of six, from 0: each one is stacked over the cycles.
       axis: the position of the new axis in each array.
       indices: numbers of the layers, in order; by default all of them, which must be 0, 1, ...
       names: mesh axes over which the new axis is partitioned.
@@ -76,21 +77,22 @@ def stack(
     for stars, members in groups.items():
         order = list(indices) if indices is not None else list(range(len(members)))
         lacking = [number for number in order if number not in members]
-        turns, left = _turns(order, period), len(order) % period
+        left = len(order) % period
         if lacking:
             have, gone = (", ".join(map(str, numbers)) for numbers in (sorted(members), lacking))
             target = format_path(_filled(into, stars, 0))
             problems.append(f"{target}: there is no layer {gone}, only {have}")
             hints.append(_call(layers, given, axis, str(sorted(members)), mesh_axes))
             continue
-        if not turns:
+        if left:
             target = format_path(_filled(into, stars, 0))
             problems.append(f"{target}: {len(order)} layers are not whole cycles of {period}")
-            if indices is None and left < len(order):
+            if indices is None and period < len(order):
                 whole = _call(layers, given, axis, f"range({len(order) - left})", mesh_axes)
                 hints.append(f"{whole} leaves the last {left} as they are")
-        for position, numbers in enumerate(turns):
-            made = _filled(into, stars, position)
+            continue
+        for position in range(period):
+            made, numbers = _filled(into, stars, position), order[position::period]
             for rest in dict.fromkeys(rest for number in numbers for rest in members[number]):
                 inputs = {n: members[n][rest] for n in numbers if rest in members[n]}
                 first = next(iter(inputs.values()))
@@ -134,40 +136,44 @@ def unstack(
       <params/block_1/kernel: float32[32,32] P(None, 'model')>
     """
     into, stacked, period = _parsed(into, stacked, indices)
-    groups: dict[Path, dict[Path, tuple[int, Path]]] = {}
+    groups: dict[Path, dict[tuple[Any, ...], Path]] = {}
+    problems = []
     for path in ckpt:
         hit = _match(stacked, path)
         if hit is not None:
-            place = max(hit[1], 0)
-            groups.setdefault(hit[0], {})[(str(place), *hit[2])] = place, path
+            stars, place, rest = hit[0], max(hit[1], 0), hit[2]
+            other = groups.setdefault(stars, {}).setdefault((place, *rest), path)
+            if other != path:
+                problems.append(f"{format_path(other)} and {format_path(path)} are both {place}")
     if not groups:
         near = [f"the nearest leaf is `{name}`" for name in nearest(stacked, ckpt)[:1]]
         raise TreeMismatchError(f"no leaf is below `{stacked}`", hints=near)
-    rows, small, problems = [], {}, []
+    rows, small = [], {}
     for stars, members in groups.items():
-        places = sorted({place for place, _ in members.values()})
+        places = sorted({place for place, *_ in members})
         if places != [*range(period)]:
             have = ", ".join(map(str, places))
             whole = format_path(_filled(stacked, stars, 0))
             problems.append(f"{whole}: the layers of its cycle are {have}, not 0 to {period - 1}")
             continue
         counts: dict[int | None, Path] = {}
-        for _, path in members.values():
+        for path in members.values():
             leaf = ckpt[path]
             if isinstance(leaf, ArrayHandle):
                 inside = -len(leaf.shape) <= axis < len(leaf.shape)
                 counts.setdefault(leaf.shape[axis] if inside else None, path)
         count, *_ = (*counts, None)
-        turns = _turns(range((count or 0) * period) if indices is None else indices, period)
-        if len(counts) != 1 or not turns or len(turns[0]) != count:
+        numbers = range((count or 0) * period) if indices is None else indices
+        if len(counts) != 1 or not count or len(numbers) != count * period:
             texts = {n: "no such axis" if n is None else f"{n} layers" for n in counts}
             problems += [f"{format_path(path)}: {texts[n]}" for n, path in counts.items()]
             problems += [f"{format_path(_filled(stacked, stars, 0))}: no array"] * (not counts)
             continue
-        for (_, *rest), (place, path) in members.items():
-            outputs = [_like((*_filled(into, stars, n), *rest), path) for n in turns[place]]
+        for (place, *rest), path in members.items():
+            own = numbers[place::period]
+            outputs = [_like((*_filled(into, stars, n), *rest), path) for n in own]
             if isinstance(ckpt[path], ArrayHandle):
-                rows.append(Row((path,), tuple(outputs), Unstack(axis, len(turns[place]))))
+                rows.append(Row((path,), tuple(outputs), Unstack(axis, count)))
             else:
                 small.update({output: [path] for output in outputs})
     if problems:
@@ -197,14 +203,6 @@ def _parsed(layers: str, stacked: str, indices: Sequence[int] | None) -> tuple[s
     if problems:
         raise ArgumentError("that does not say which layers", problems, [_HINT])
     return layers, re.sub(r"\{%\d+\}", "{}", stacked), int(*periods or (1,))
-
-
-def _turns(order: Sequence[int], period: int) -> list[list[int]]:
-    """The numbers of the layers at each place of a cycle; empty if some cycle is not whole."""
-    turns: list[list[int]] = [[] for _ in range(period)]
-    for number in order:
-        turns[number % period].append(number)
-    return turns if len({*map(len, turns)}) == 1 else []
 
 
 def _call(before: str, after: str, axis: int, indices: str, names: Sequence[str]) -> str:
