@@ -44,7 +44,9 @@ def hints_for(
     ahead = [] if forth else ['to = "nnx"\n']
     if not said.map.origin and (rules := _stacks(abstentions, linen, nnx)):
         return [_shown([*ahead, *rules])]  # which may decide what else is open
-    if not (said.map.origin or known) and (calls := _stack_calls(abstentions, linen, nnx, saved)):
+    if not (said.map.origin or known) and (
+        calls := _stack_calls(abstentions, linen, nnx, saved, forth)
+    ):
         return calls
     hints = []
     if rows := [entry.rule for entry in abstentions if entry.rule]:
@@ -251,28 +253,29 @@ def _stack_calls(
     linen: Mapping[Path, Shape],
     nnx: Mapping[Path, Shape],
     saved: Mapping[Path, Path],
+    forth: bool,
 ) -> list[str]:
     """The calls that give a source the form of the other side, where NNX has the stack."""
     calls: dict[str, None] = {}
     open_ = [(entry.nnx, entry.linen) for entry in abstentions]
     for stack, there, axes in _stacked(open_, nnx, linen, 0):
-        apart = f"{there[-1]}_{{}}"
+        apart, whole = (*there[:-1], f"{there[-1]}_{{}}"), (*there[:-1], stack[-1])
+        if not forth:
+            apart, whole = (*stack[:-1], apart[-1]), stack
         for path, name in saved.items():
-            begin = len(name) - len(path)
-            while begin >= 0 and tuple(map(str, name[begin : begin + len(path)])) != path:
+            inner = path[1:] if forth else path  # the collection may not be saved
+            begin = len(name) - len(inner)
+            while begin >= 0 and tuple(map(str, name[begin : begin + len(inner)])) != inner:
                 begin -= 1
-            above = name[: max(begin, 0)]
-            if begin >= 0 and path[: len(stack)] == stack:
-                before, after = (*above, *stack), (*above, *stack[:-1], apart)
-                verb = "unstack"
-            elif begin >= 0 and _list_of(path[1 : len(there) + 1])[0] == there:
-                within = (*above, *path[:1], *there[:-1])
-                before, after, verb = (*within, apart), (*within, stack[-1]), "stack"
-            else:
-                continue
-            one, other = (as_python(format_path(each)) for each in (before, after))
-            for axis in axes:
-                calls[f"reshard.{verb}(ckpt, {one}, into={other}, axis={axis})"] = None
+            inside = (
+                _list_of(inner[: len(there)])[0] == there if forth else inner[: len(stack)] == stack
+            )
+            if begin >= 0 and inside:
+                ends = (as_python(format_path((*name[:begin], *end))) for end in (apart, whole))
+                one, other = ends if forth else [*ends][::-1]
+                verb = "stack" if forth else "unstack"
+                for axis in axes:
+                    calls[f"reshard.{verb}(ckpt, {one}, into={other}, axis={axis})"] = None
     return list(calls)
 
 
