@@ -4,7 +4,8 @@ from typing import Any
 
 import click
 
-from reshard.cli.job import job_options, laid_out, prepared, run
+from reshard.cli.changes import prepared
+from reshard.cli.job import job_options, laid_out, run
 from reshard.cli.options import value
 
 

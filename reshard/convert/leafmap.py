@@ -103,11 +103,8 @@ Value = Source | Zeros | Output
 
 
 def applied(operation: Operation, inputs: Sequence[Value]) -> tuple[Output, ...]:
-    """The outputs of an operation.
-
-    Raises:
-      TreeMismatchError: it does not apply to values of these shapes.
-    """
+    """The outputs of an operation. Raises TreeMismatchError: it does not apply to values of these
+    shapes."""
     shapes = operation.shapes([value.shape for value in inputs])
     call = Call(operation, tuple(inputs), tuple(shapes))
     return tuple(Output(call, part) for part in range(len(shapes)))
@@ -176,11 +173,8 @@ class LeafMap:
 
     def then(self, other: "LeafMap") -> "LeafMap":
         """This map, and another one of what it makes. What the other one does not name stays.
-
-        Raises:
-          TreeMismatchError: the other one drops what an operation has made, but for rearranged
-            zeros, or puts a leaf where one stays.
-        """
+        Raises TreeMismatchError: the other one drops what an operation has made, but for rearranged
+        zeros, or puts a leaf where one stays."""
         gone = {path: self.values[path] for path in other.dropped}
         zero = {path: _rearranged(self.values[path]) for path in other.must_be_zero}
         lost = [path for path, value in gone.items() if not isinstance(value, Source)]
@@ -207,11 +201,8 @@ class LeafMap:
         return LeafMap(values, origin, (*self.dropped, *was), self.must_be_zero | must_be_zero)
 
     def inverse(self) -> "LeafMap":
-        """The way back. What is dropped has none.
-
-        Raises:
-          TreeMismatchError: an operation has no inverse.
-        """
+        """The way back. What is dropped has none. Raises TreeMismatchError: an operation has no
+        inverse."""
         values: dict[Path, Value] = {}
         origin: dict[Path, str] = {}
         must_be_zero: dict[Path, Zeros] = {}
@@ -244,11 +235,8 @@ class LeafMap:
         return LeafMap({**values, **self.must_be_zero}, origin, (), must_be_zero)
 
     def bind(self, leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
-        """The leaves after, of those before. Reads nothing but what padding has added.
-
-        Raises:
-          TreeMismatchError: arrays that cannot become one, or padding that is no padding any more.
-        """
+        """The leaves after, of those before. Reads nothing but what padding has added. Raises
+        TreeMismatchError: arrays that cannot become one, or padding that is no padding any more."""
         names, made = names_of(self), {}
 
         def bound(value: Value) -> Leaf:

@@ -144,11 +144,8 @@ class Nest:
     inner: Replacement | None
 
     def names(self, number_of: Callable[[Replacement], int]) -> dict[str, int]:
-        """The names that it gives for a match.
-
-        Raises:
-          ValueError: there is no such group, or it is not as large.
-        """
+        """The names that it gives for a match. Raises ValueError: there is no such group, or it is
+        not as large."""
         if self.flat is not None:
             inner = flat = number_of(self.flat)
             for outer, size in enumerate(self.sizes):
@@ -188,22 +185,16 @@ class Rule:
     optional: bool = False
 
     def names(self, match: re.Match[str], position: int | None = None) -> dict[str, int]:
-        """The names for arithmetic in the replacement of a match, by a part at a position.
-
-        Raises:
-          ValueError: `nest` has none for it.
-        """
+        """The names for arithmetic in the replacement of a match, by a part at a position. Raises
+        ValueError: `nest` has none for it."""
         names = {} if position is None else {"i": position}
         if self.nest is not None:
             names |= self.nest.names(lambda text: number(text.expanded(match, names)))
         return names
 
     def piece(self, gathered: Gathered, position: int, text: str) -> tuple[str, int]:
-        """The path that a leaf under a printed path becomes a piece of, and which piece.
-
-        Raises:
-          ValueError: nothing says which.
-        """
+        """The path that a leaf under a printed path becomes a piece of, and which piece. Raises
+        ValueError: nothing says which."""
         assert self.to is not None
         pattern = self.patterns[position]
         target = self.to.replaced(pattern, text, self.names)
