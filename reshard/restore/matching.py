@@ -388,8 +388,12 @@ def _stacked(
     for path, shape in together.items():
         for end in range(1, len(path) + 1):
             modules.setdefault(path[:end], {})[_texts(path[end:])] = shape
+    near = collections.defaultdict(list)  # at the place of the layers, or directly below it
+    for module in modules:
+        near[module].append(module)
+        near[module[:-1]].append(module)
     for layer, members in layers.items():
-        first, above = members.get(0), layer[:-1]
+        first = members.get(0)
         alike = all(member == first for member in members.values())
         if (
             first is None
@@ -403,9 +407,8 @@ def _stacked(
             {rest: (*x[:axis], len(members), *x[axis:]) for rest, x in first.items()}
             for axis in range(rank + 1)
         ]
-        for module, leaves in modules.items():
-            if above in (module, module[:-1]):
-                yield from ((layer, module, a) for a, x in enumerate(stacks) if x == leaves)
+        for module in near[layer[:-1]]:
+            yield from ((layer, module, a) for a, x in enumerate(stacks) if x == modules[module])
 
 
 def renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
