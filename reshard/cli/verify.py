@@ -27,7 +27,7 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import has_large_arrays
+from reshard.loader.detection import has_large_arrays, is_checkpoint_file
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
 from reshard.verify.comparison import partners
@@ -75,7 +75,9 @@ def command(path: str, against: str | None, **flags: Any) -> None:
             click.echo(error.render(None, output.as_flags))
         sys.exit(1)
     other: Checkpoint | str | None = against
-    if against is not None and not parse_location(against).is_file():
+    if against is not None and (
+        not parse_location(against).is_file() or is_checkpoint_file(parse_location(against))
+    ):
         opened = open_checkpoint(against, **theirs[0])
         other = _in_one_api(ckpt, opened, flags if asked else None)
         if other is not opened:

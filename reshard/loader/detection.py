@@ -454,6 +454,11 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
     )
 
 
+def is_checkpoint_file(path: Location) -> bool:
+    """Whether it is a file that is read as a checkpoint."""
+    return path.is_file() and (path.name.endswith(SAFETENSORS) or describe_file(path) == MSGPACK)
+
+
 def describe_file(path: Location) -> str:
     """What a file is, by its name and its first bytes."""
     # Not of a pipe, which may never say anything.

@@ -21,6 +21,8 @@ from reshard.tree import Path, format_path
 # Bytes of a chunk, at most, unless a single row has more; of an array in several runs, whose chunks
 # on a seam are kept in memory; and chunks along an axis.
 _CHUNK, _SEAM, _MOST = 8 << 20, 1 << 20, 1 << 16
+# Bytes of chunks on seams that are always kept; more are if they are few of all bytes.
+_MOST_SEAMS = 1 << 26
 
 
 class PlainArray(NamedTuple):
@@ -65,10 +67,16 @@ def checkpoint(
     store = ArrayStore(False, root, ("",), False, requests, ranged=True)
     vars(store)["values"] = {}
     found: dict[Path, Leaf] = {}
+    seams, total = 0, sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, PlainArray))
     for path, leaf in leaves.items():
         if isinstance(leaf, PlainArray):
             name = format_path(path)
-            metadata, store.values[name] = _chunks(root, leaf)
+            chunk = _chunk_shape(leaf)
+            seams += (len(leaf.runs) - 1) * math.prod(chunk) * leaf.itemsize
+            if seams > max(_MOST_SEAMS, total // 16):
+                problems.append(f"{name:.80}: it is in {len(leaf.runs)} parts: they are too small")
+                break
+            metadata, store.values[name] = _chunks(root, leaf, chunk)
             found[path] = array(path, name, leaf.value_type, store, metadata, {}, {}, problems)
         else:
             found[path] = leaf
@@ -98,9 +106,9 @@ def index_problems(index: Location, files: Mapping[str, str]) -> Iterator[str]:
             yield f"`{name:.80}`: it is in `{found}`, and the index names it {where}"
 
 
-def _chunks(root: Location, plain: PlainArray) -> tuple[bytes, dict[str, StoredValue]]:
-    """The zarr metadata of an array, and where each of its chunks is: some rows, all of which have
-    equally many, or a part of one row."""
+def _chunk_shape(plain: PlainArray) -> list[int]:
+    """The shape of the chunks of an array: some rows, of which all have equally many, or a part of
+    one row."""
     chunk = [max(size, 1) for size in plain.shape]
     largest = _CHUNK if len(plain.runs) < 2 else _SEAM
     for axis, size in enumerate(chunk):
@@ -111,6 +119,13 @@ def _chunks(root: Location, plain: PlainArray) -> tuple[bytes, dict[str, StoredV
         chunk[axis] = rows if size // rows <= _MOST else size
         if most > 1:
             break
+    return chunk
+
+
+def _chunks(
+    root: Location, plain: PlainArray, chunk: list[int]
+) -> tuple[bytes, dict[str, StoredValue]]:
+    """The zarr metadata of an array, and where each of its chunks is."""
     nbytes = math.prod(chunk) * plain.itemsize
     grid = [size // part for size, part in zip(plain.shape, chunk, strict=True)]
     keys = itertools.product(*map(range, grid)) if math.prod(plain.shape) else ()

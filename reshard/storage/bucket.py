@@ -294,7 +294,8 @@ class BucketLocation(Location):
             yield result.value if result.state == "value" and len(generations) == 1 else None
 
     def beginning(self, nbytes: int) -> bytes:
-        return next(self.blocks(), b"")[:nbytes]
+        found = self.entry()
+        return self.part(0, min(nbytes, found.nbytes)) if found and found.nbytes else b""
 
     def part(self, begin: int, end: int) -> bytes:
         read = self.parent.open().read(self.name, byte_range=slice(begin, end))
