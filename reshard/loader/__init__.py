@@ -57,8 +57,8 @@ def open(
             if found.kind in _FOREIGN:
                 return _FOREIGN[found.kind].read(found, concurrency)
             if file := orbax.values_file(found):
-                item = Item(file, "msgpack", found.v1, "", "", (), ())
-                return msgpack.read(item, concurrency)
+                values = Item(file, "msgpack", found.v1, "", "", (), ())
+                return msgpack.read(values, concurrency)
             return orbax.read(found, concurrency)
     except ReshardError:
         raise
