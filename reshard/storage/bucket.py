@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import tensorstore as ts
 
-from reshard.errors import StoreError
+from reshard.errors import CorruptCheckpointError, StoreError
 from reshard.storage import listing
 from reshard.storage.disk import UNKNOWN, Entry, Location
 from reshard.storage.listing import RETRIES, OnlyTensorStoreError
@@ -294,7 +294,13 @@ class BucketLocation(Location):
             yield result.value if result.state == "value" and len(generations) == 1 else None
 
     def beginning(self, nbytes: int) -> bytes:
-        return next(self.blocks(), b"")[:nbytes]
+        found = self.entry()
+        return self.part(0, min(nbytes, found.nbytes)) if found and found.nbytes else b""
+
+    def part(self, begin: int, end: int) -> bytes:
+        read = self.parent.open().read(self.name, byte_range=slice(begin, end))
+        with asking(f"`{self}`", other=CorruptCheckpointError):
+            return read.result().value
 
     # Writing.
 

@@ -258,6 +258,12 @@ class Location:
         with open(self, "rb") as file:
             return file.read(nbytes)
 
+    def part(self, begin: int, end: int) -> bytes:
+        """The bytes of a file from `begin` to `end`."""
+        with open(self, "rb") as file:
+            file.seek(begin)
+            return file.read(end - begin)
+
     def read_whole(self) -> bytes | None:
         """A file whole, however large; None where there is none."""
         try:
