@@ -37,8 +37,8 @@ def remap(
       [('params', 'block_0', 'kernel'), ('params', 'block_1', 'kernel')]
     """
     rules = dataclasses.replace(read_map(map_file), keeps=True)
-    old = {tuple(map(str, path)): path for path in ckpt}
-    leaves = {text: ckpt[path] for text, path in old.items()}
+    old: dict[Path, Path] = {tuple(map(str, path)): path for path in ckpt}
+    leaves: dict[Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
     shapes = {p: x.shape if isinstance(x, ArrayHandle) else () for p, x in leaves.items()}
     result = (apply_inverse if reverse else apply_map)(rules, shapes)
     problems = [*_problems(rules, result.map, leaves, reverse)]
