@@ -1,12 +1,14 @@
-"""`reshard ckpt`: a checkpoint rewritten for another mesh."""
+"""`reshard ckpt`: a checkpoint rewritten for another mesh, or as another tree."""
 
 from typing import Any
 
 import click
 
+from reshard.checkpoint import Checkpoint
 from reshard.cli.changes import prepared
 from reshard.cli.job import job_options, laid_out, run
-from reshard.cli.options import value
+from reshard.cli.model_argument import look_here
+from reshard.cli.options import flag, value
 
 
 @click.command("ckpt")
@@ -21,9 +23,24 @@ from reshard.cli.options import value
     "Shard the checkpoint as this model is annotated. Fail if their leaves differ. NAME is "
     "called for the model's state: this runs the code of MODULE.",
 )
+@value(
+    "--map map_file",
+    "FILE",
+    "TOML with rules that make another tree: `reshard help maps`. Every leaf needs a rule.",
+    type=click.Path(exists=True, dir_okay=False),
+)
+@flag("--reverse", "Use the map in the opposite direction.")
 @job_options
-def command(src: str, dst: str, mesh: str | None, model: str | None, **flags: Any) -> None:
-    """Rewrite checkpoint SRC as DST for another mesh.
+def command(
+    src: str,
+    dst: str,
+    mesh: str | None,
+    model: str | None,
+    map_file: str | None,
+    reverse: bool,
+    **flags: Any,
+) -> None:
+    """Rewrite checkpoint SRC as DST for another mesh, or as another tree.
 
     The job runs in bounded memory, needs no devices and never touches SRC. DST is complete or
     absent afterwards.
@@ -32,9 +49,22 @@ def command(src: str, dst: str, mesh: str | None, model: str | None, **flags: An
     Example:
       reshard ckpt run/1000 out/1000 --to 1x8
       reshard ckpt run/1000 out/1000 --to 1x8 --spec 'embedding$=model,' --dry-run
+      reshard ckpt run/1000 out/1000 --map map.toml
     """
     if mesh in ("nnx", "linen"):
         raise click.UsageError(
             f"`--to {mesh}` is not a mesh; to convert: reshard convert SRC DST --to {mesh}"
         )
-    run(src, dst, lambda ckpt: laid_out(prepared(ckpt, flags), mesh, model, flags, "--to"), flags)
+    if reverse and map_file is None:
+        raise click.UsageError("--reverse requires --map FILE")
+
+    def change(ckpt: Checkpoint) -> Checkpoint:
+        ckpt = prepared(ckpt, flags)
+        if map_file is not None:
+            from reshard.convert.remap import remap
+
+            look_here()  # for the functions of a map
+            ckpt = remap(ckpt, map_file, reverse=reverse)
+        return laid_out(ckpt, mesh, model, flags, "--to")
+
+    run(src, dst, change, flags)

@@ -169,7 +169,7 @@ class LeafMap:
 
     def made_of(self) -> dict[Path, list[Path]]:
         """Path after -> paths before of what it is made of, for leaves that have an origin."""
-        return {p: _paths_below(v) for p, v in self.values.items() if p in self.origin}
+        return {p: sources_of(v) for p, v in self.values.items() if p in self.origin}
 
     def then(self, other: "LeafMap") -> "LeafMap":
         """This map, and another one of what it makes. What the other one does not name stays.
@@ -189,7 +189,7 @@ class LeafMap:
         _check_free(path for path in other.values if path in values)
         values |= _evaluated(other, self.values)
         for path, value in other.values.items():
-            told = [self.origin.get(p, "") for p in _paths_below(value)] if self.origin else []
+            told = [self.origin.get(p, "") for p in sources_of(value)] if self.origin else []
             texts = ", ".join(filter(None, (*told, other.origin.get(path, "")))).split(", ")
             if texts != [""]:
                 origin[path] = ", ".join(dict.fromkeys(texts))
@@ -277,7 +277,7 @@ class LeafMap:
         aside: dict[Path, Path] = {}
         for path in self.sources():
             value = self.values.get(path)
-            if value is not None and {*_paths_below(value)} != {path} and path not in aside:
+            if value is not None and {*sources_of(value)} != {path} and path not in aside:
                 *outer, last = path
                 while (*outer, last) in taken:
                     last = f"{last}~"
@@ -403,7 +403,7 @@ def _evaluated(found: LeafMap, leaves: Mapping[Path, Value]) -> dict[Path, Value
     return {path: bound(value) for path, value in found.values.items()}
 
 
-def _paths_below(value: Value) -> list[Path]:
+def sources_of(value: Value) -> list[Path]:
     """Paths of the leaves that a value is made of."""
     return [value.path] if isinstance(value, Source) else [*LeafMap({(): value}).sources()]
 
