@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.checkpoint import Checkpoint, Item, Leaf, Source
-from reshard.errors import CorruptCheckpointError
+from reshard.errors import CorruptCheckpointError, UncommittedCheckpointError
 from reshard.loader.detection import SAFETENSORS
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.loader.orbax import array, tree_problems
@@ -25,13 +25,15 @@ from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, natural
 from reshard.units import format_bytes
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+# There while an export to a bucket is not complete.
+UNFINISHED = ".reshard-export"
 # Bytes of a header; more is refused, as safetensors itself does.
-_MAX_HEADER = 100_000_000
+MAX_HEADER = 100_000_000
 # Bytes of a chunk, at most, unless a single row has more.
 _CHUNK = 8 << 20
 # Its names of dtypes, and zarr's.
-_DTYPES = {
+DTYPES = {
     "BOOL": "|b1",
     "U8": "|u1",
     "I8": "|i1",
@@ -64,6 +66,11 @@ def read(item: Item, requests: int) -> Checkpoint:
     """
     root = item.root
     files = [""] if root.is_file() else [n for n in root.names() if n.endswith(SAFETENSORS)]
+    if not root.is_local and (root / UNFINISHED).is_file():
+        raise UncommittedCheckpointError(
+            f"an export to `{root}` has not ended, or was stopped",
+            hints=["wait until it has ended", "delete what is there, and export again"],
+        )
     problems: list[str] = []
     tensors: dict[str, _Tensor] = {}
     for file in files:
@@ -108,7 +115,7 @@ def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[s
             numbers = [*shape, begin, end]
             if not all(type(number) is int and number >= 0 for number in numbers):
                 raise ValueError("a shape and offsets are whole numbers")
-            if dtype not in _DTYPES:
+            if dtype not in DTYPES:
                 raise ValueError(f"the dtype {dtype!r:.40} is not supported")
             tensor = _Tensor(file, dtype, shape, start + begin, start + end)
             needed = math.prod(shape) * _itemsize(dtype)
@@ -142,7 +149,7 @@ def _header(place: Location, size: int, problems: list[str]) -> tuple[Mapping[st
         if size < 8:
             raise ValueError(f"it has {size} bytes")
         length = int.from_bytes(part(0, 8), "little")
-        if length > min(_MAX_HEADER, size - 8):
+        if length > min(MAX_HEADER, size - 8):
             raise ValueError(
                 f"a header of {format_bytes(length)} in a file of {format_bytes(size)}"
             )
@@ -158,12 +165,12 @@ def _header(place: Location, size: int, problems: list[str]) -> tuple[Mapping[st
 
 def _index_problems(root: Location, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
     """In what an index, if there is one, and the files differ."""
-    index = read_json(root / _INDEX)
+    index = read_json(root / INDEX)
     if index is None:
         return
     named = index.get("weight_map")
     if not isinstance(named, dict):
-        yield f"`{root / _INDEX}` has no `weight_map`"
+        yield f"`{root / INDEX}` has no `weight_map`"
         return
     for name in {**named, **tensors}:
         expected, found = named.get(name), tensors.get(name)
@@ -175,7 +182,7 @@ def _index_problems(root: Location, tensors: Mapping[str, _Tensor]) -> Iterator[
 
 
 def _itemsize(dtype: str) -> int:
-    name = _DTYPES[dtype]
+    name = DTYPES[dtype]
     return int(name[-1]) if name[0] in "<|" else 2 if name == "bfloat16" else 1
 
 
@@ -204,7 +211,7 @@ def _chunks(tensor: _Tensor) -> tuple[bytes, dict[str, StoredValue]]:
         "zarr_format": 2,
         "shape": tensor.shape,
         "chunks": chunk,
-        "dtype": _DTYPES[tensor.dtype],
+        "dtype": DTYPES[tensor.dtype],
         "compressor": None,
         "fill_value": None,
         "order": "C",
