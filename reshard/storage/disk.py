@@ -405,15 +405,15 @@ def _write_strided(descriptor: int, begin: int, strides: Sequence[int], values: 
     steps = [(size - 1) * stride for size, stride in zip(values.shape, strides, strict=True)]
     span = sum(steps) + values.itemsize
     if span == values.nbytes:
-        left = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        left = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         while left:
             written = os.pwrite(descriptor, left, begin)
             begin, left = begin + written, left[written:]
     elif span <= _MAPPED:
         first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with mmap.mmap(descriptor, begin + span - first, offset=first) as pages:
-            place = np.ndarray(values.shape, values.dtype, pages, begin - first, tuple(strides))
-            place[...] = values
+            place = np.frombuffer(pages, np.uint8, span, begin - first)
+            np.ndarray(values.shape, values.dtype, place.data, 0, tuple(strides))[...] = values
             del place
     else:
         axis = next(axis for axis, size in enumerate(values.shape) if size > 1)

@@ -14,47 +14,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
+from reshard import errors, tree, units
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, array_text, check_names, stored_name
 from reshard.checkpoint import Checkpoint, name_clashes
 from reshard.engine.budget import check_fits
-from reshard.errors import (
-    ArgumentError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    DestinationError,
-    DestinationExistsError,
-    ReshardError,
-    StoreError,
-    TreeMismatchError,
-    raise_all,
-)
+from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import RECORD_FILE, SAFETENSORS
 from reshard.loader.json_documents import read_json
 from reshard.loader.safetensors import INDEX, UNFINISHED
-from reshard.storage import disk
-from reshard.storage.bucket import BucketLocation
-from reshard.storage.location import Location, parse_location
-from reshard.tree import as_python, format_glob, format_path, natural
-from reshard.units import count_of, format_bytes, parse_bytes
-from reshard.verify.digest_record import ArrayRecord, Record
-from reshard.verify.values import Progress, Report, counted, least_memory, read_values
-from reshard.writer import commit, planning, siblings
-from reshard.writer.job import Attempt, Job, dumped
-from reshard.writer.safetensors import (
-    File,
-    Writer,
-    header_problems,
-    in_files,
-    index,
-    why_not_written,
-)
+from reshard.storage import disk, location
+from reshard.verify import digest_record, values
+from reshard.writer import commit, job, planning, safetensors, siblings
 
 # What is copied beside the weights: names that end, or begin, so.
 _ENDS = (".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt")
 _BEGINS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_NOT_COPIED = (".index.json", RECORD_FILE)
+_NOT_COPIED = (".index.json", detection.RECORD_FILE)
 _CONFIG = "config.json"
 # Leaves that are named one by one in a hint.
 _NAMED = 8
@@ -71,9 +47,9 @@ class Export:
       copied: their names.
     """
 
-    destination: Location
-    files: tuple[File, ...]
-    like: Location | None
+    destination: location.Location
+    files: tuple[safetensors.File, ...]
+    like: location.Location | None
     copied: tuple[str, ...]
     source_state: Mapping[str, str]
 
@@ -99,9 +75,9 @@ class Export:
         }
 
     def __repr__(self) -> str:
-        arrays = count_of(sum(len(file.tensors) for file in self.files), "array")
-        files = count_of(len(self.files), "file")
-        lines = [f"{arrays}, {format_bytes(self.nbytes)} in {files}"]
+        arrays = units.count_of(sum(len(file.tensors) for file in self.files), "array")
+        files = units.count_of(len(self.files), "file")
+        lines = [f"{arrays}, {units.format_bytes(self.nbytes)} in {files}"]
         lines += [f"copy     {', '.join(self.copied)}"] * bool(self.copied)
         return "\n".join(lines)
 
@@ -115,7 +91,7 @@ def export(
     max_memory: int | str = "1GiB",
     workers: int | None = None,
     executor: Executor | None = None,
-    progress: Progress | None = None,
+    progress: values.Progress | None = None,
 ) -> Export:
     """Write a checkpoint as safetensors files, as Hugging Face has them.
 
@@ -154,16 +130,18 @@ def export(
     plan = plan_export(ckpt, destination, file_size=file_size, like=like, max_memory=max_memory)
     place = plan.destination
     if executor is not None and not place.is_local:
-        raise ArgumentError("an executor exports to a disk", hints=["workers=... for a bucket"])
-    report = counted(sum(handle.nbytes for handle in ckpt.arrays), progress)
+        raise errors.ArgumentError(
+            "an executor exports to a disk", hints=["workers=... for a bucket"]
+        )
+    report = values.counted(sum(handle.nbytes for handle in ckpt.arrays), progress)
 
-    def write(files: Sequence[File], directory: Location) -> dict[str, Any]:
-        return _write(files, directory, parse_bytes(max_memory), report, workers, executor)
+    def write(files: Sequence[safetensors.File], directory: location.Location) -> dict[str, Any]:
+        return _write(files, directory, units.parse_bytes(max_memory), report, workers, executor)
 
     def check() -> None:
         if changed := siblings.changed_paths(plan.source_state, siblings.source_state([ckpt])):
             told = [f"`{path}`" for path in changed]
-            raise CorruptCheckpointError("the source changed while it was read", told)
+            raise errors.CorruptCheckpointError("the source changed while it was read", told)
 
     (_to_disk if place.is_local else _to_bucket)(plan, write, check)
     return plan
@@ -178,76 +156,80 @@ def plan_export(
     max_memory: int | str,
 ) -> Export:
     """What `export` would write. Raises what it would raise before it writes."""
-    place = parse_location(destination)
-    model = None if like is None else parse_location(like)
-    errors: list[ReshardError] = []
+    place = location.parse_location(destination)
+    model = None if like is None else location.parse_location(like)
+    found: list[errors.ReshardError] = []
     for problems in (_unwritable(ckpt), _clashes(ckpt), _unlike(ckpt, model)):
-        errors += [problems] if problems is not None else []
-    limit = parse_bytes(max_memory)
+        found += [problems] if problems is not None else []
+    limit = units.parse_bytes(max_memory)
     checks: list[Callable[[], object]] = [
         lambda: check_names(ckpt.arrays),
         lambda: _check_stored(ckpt),
-        lambda: check_fits([(h.path, least_memory((h,))) for h in ckpt.arrays], limit),
+        lambda: check_fits([(h.path, values.least_memory((h,))) for h in ckpt.arrays], limit),
         lambda: _check_destination(place, ckpt),
     ]
     for each in checks:
         try:
             each()
-        except ReshardError as error:
-            errors.append(error)
-    raise_all(errors)
-    handles = sorted(ckpt.arrays, key=lambda handle: natural(handle.path))
-    files = tuple(in_files(handles, parse_bytes(file_size)))
-    if problems := header_problems(files):
-        raise ArgumentError("too many tensors in a file", problems, ['file_size="1GB"'])
+        except errors.ReshardError as error:
+            found.append(error)
+    errors.raise_all(found)
+    handles = sorted(ckpt.arrays, key=lambda handle: tree.natural(handle.path))
+    files = tuple(safetensors.in_files(handles, units.parse_bytes(file_size)))
+    if problems := safetensors.header_problems(files):
+        raise errors.ArgumentError("too many tensors in a file", problems, ['file_size="1GB"'])
     copied = () if model is None else tuple(filter(_is_copied, model.names()))
     plan = Export(place, files, model, copied, siblings.source_state([ckpt], opened=True))
-    raise_all([*planning.room_errors(place, plan.nbytes)] if place.is_local else [])
+    errors.raise_all([*planning.room_errors(place, plan.nbytes)] if place.is_local else [])
     return plan
 
 
-def _unwritable(ckpt: Checkpoint) -> TreeMismatchError | None:
+def _unwritable(ckpt: Checkpoint) -> errors.TreeMismatchError | None:
     """Leaves that have no type in the format."""
-    reasons = {path: why for path, leaf in ckpt.items() if (why := why_not_written(leaf))}
+    reasons = {
+        path: why for path, leaf in ckpt.items() if (why := safetensors.why_not_written(leaf))
+    }
     if not ckpt.arrays:
-        return TreeMismatchError("there is no array to export")
+        return errors.TreeMismatchError("there is no array to export")
     if not reasons:
         return None
-    globs = [*map(format_glob, reasons)]
+    globs = [*map(tree.format_glob, reasons)]
     if len(globs) > _NAMED:
-        globs = list(dict.fromkeys(f"{format_glob(path[:1])}/**" for path in reasons))
-    hints = [f"reshard.select(ckpt, drop={as_python(globs)}) leaves them out"]
+        globs = list(dict.fromkeys(f"{tree.format_glob(path[:1])}/**" for path in reasons))
+    hints = [f"reshard.select(ckpt, drop={tree.as_python(globs)}) leaves them out"]
     floats = [path for path in reasons if _is_castable(ckpt[path])]
-    hints += [f'reshard.cast(ckpt, "bfloat16", {as_python(format_glob(p))})' for p in floats[:1]]
-    return TreeMismatchError(
-        f"{count_of(len(reasons), 'leaf', 'leaves')} cannot be written as safetensors",
-        [f"{format_path(path)}: {why}" for path, why in reasons.items()],
+    hints += [
+        f'reshard.cast(ckpt, "bfloat16", {tree.as_python(tree.format_glob(p))})' for p in floats[:1]
+    ]
+    return errors.TreeMismatchError(
+        f"{units.count_of(len(reasons), 'leaf', 'leaves')} cannot be written as safetensors",
+        [f"{tree.format_path(path)}: {why}" for path, why in reasons.items()],
         hints,
     )
 
 
-def _clashes(ckpt: Checkpoint) -> TreeMismatchError | None:
+def _clashes(ckpt: Checkpoint) -> errors.TreeMismatchError | None:
     """Leaves that would have one name, or one that no file can hold."""
     problems = name_clashes(ckpt)
     for path in ckpt:
         name = stored_name(path)
         if name == "__metadata__" or not name.isprintable() or not name:
-            problems.append(f"{format_path(path)}: `{name!a}` is no name of a tensor")
+            problems.append(f"{tree.format_path(path)}: `{name!a}` is no name of a tensor")
     if not problems:
         return None
-    return TreeMismatchError(
+    return errors.TreeMismatchError(
         "names of tensors are not one each", problems, ["reshard.rename(ckpt, [(..., ...)])"]
     )
 
 
-def _unlike(ckpt: Checkpoint, like: Location | None) -> ReshardError | None:
+def _unlike(ckpt: Checkpoint, like: location.Location | None) -> errors.ReshardError | None:
     """In what the tensors are not those of a Hugging Face directory."""
     if like is None:
         return None
     if not like.is_dir():
-        return CheckpointNotFoundError(f"there is no directory `{like}`")
+        return errors.CheckpointNotFoundError(f"there is no directory `{like}`")
     shapes: dict[str, tuple[int, ...] | None] = {}
-    if any(name.endswith(SAFETENSORS) for name in like.names()):
+    if any(name.endswith(detection.SAFETENSORS) for name in like.names()):
         found = open_checkpoint(like)
         shapes = {stored_name(handle.path): handle.shape for handle in found.arrays}
     elif (document := read_json(like / INDEX)) is not None:
@@ -263,7 +245,7 @@ def _unlike(ckpt: Checkpoint, like: Location | None) -> ReshardError | None:
     if not problems:
         return None
     hints = ["reshard.rename(ckpt, [(..., ...)])", "reshard.select(ckpt, drop=[...])"]
-    return TreeMismatchError(f"the tensors are not those of `{like}`", problems, hints)
+    return errors.TreeMismatchError(f"the tensors are not those of `{like}`", problems, hints)
 
 
 def _is_castable(leaf: Any) -> bool:
@@ -276,44 +258,44 @@ def _is_copied(name: str) -> bool:
 
 def _check_stored(ckpt: Checkpoint) -> None:
     """Raises CorruptCheckpointError with all arrays of which something is not stored."""
-    errors = []
+    found = []
     for handle in ckpt.arrays:
         try:
             handle.stored_sizes()
-        except ReshardError as error:
-            errors.append(error)
-    raise_all(errors)
+        except errors.ReshardError as error:
+            found.append(error)
+    errors.raise_all(found)
 
 
-def _check_destination(destination: Location, ckpt: Checkpoint) -> None:
+def _check_destination(destination: location.Location, ckpt: Checkpoint) -> None:
     """Raises DestinationError for a place that is taken, or is no place for an export."""
     planning.check_apart(destination, ckpt.source.root)
     if destination == destination.parent:
-        raise DestinationError(f"`{destination}` is a whole bucket or disk")
+        raise errors.DestinationError(f"`{destination}` is a whole bucket or disk")
     if destination.is_local and (destination.exists() or destination.is_symlink()):
         hint = "name a new destination, or move what is there out of the way"
-        raise DestinationExistsError(f"`{destination}` exists", hints=[hint])
+        raise errors.DestinationExistsError(f"`{destination}` exists", hints=[hint])
     if not destination.is_local and (destination.is_file() or destination.names()):
         raise _taken(destination, destination.names())
 
 
-def _taken(destination: Location, names: Sequence[str]) -> DestinationExistsError:
+def _taken(destination: location.Location, names: Sequence[str]) -> errors.DestinationExistsError:
     if UNFINISHED in names:
         text = f"another export writes `{destination}`, or was stopped"
-        return DestinationExistsError(text, hints=["wait, or delete it while no job runs"])
+        return errors.DestinationExistsError(text, hints=["wait, or delete it while no job runs"])
     lines = [f"`{destination / name}`" for name in names]
     hint = "write to another prefix"
-    return DestinationExistsError(f"`{destination}` holds objects", lines, [hint])
+    return errors.DestinationExistsError(f"`{destination}` holds objects", lines, [hint])
 
 
 def _write(
-    files: Sequence[File],
-    directory: Location,
+    files: Sequence[safetensors.File],
+    directory: location.Location,
     max_memory: int,
-    report: Report,
+    report: values.Report,
     workers: int | None,
     executor: Executor | None,
-) -> dict[str, ArrayRecord]:
+) -> dict[str, digest_record.ArrayRecord]:
     """Writes files into a directory on a disk, durable; what is on record of their tensors."""
     groups: list[tuple[ArrayHandle]] = []
     writers = []
@@ -321,13 +303,13 @@ def _write(
         disk.make_file(directory / file.name, file.header, file.nbytes)
         for handle, begin in file.tensors:
             groups.append((handle,))
-            writers.append(Writer(handle, directory / file.name, begin))
-    failed = read_values(groups, writers, max_memory, report, workers, executor)
-    raise_all([error for number in sorted(failed) for error in failed[number].values()])
+            writers.append(safetensors.Writer(handle, directory / file.name, begin))
+    failed = values.read_values(groups, writers, max_memory, report, workers, executor)
+    errors.raise_all([error for number in sorted(failed) for error in failed[number].values()])
     found = {}
     for (handle,), writer in zip(groups, writers, strict=True):
         name, dtype = stored_name(handle.path), name_of(handle.dtype)
-        found[name] = ArrayRecord(dtype, handle.shape, writer.digest.text())
+        found[name] = digest_record.ArrayRecord(dtype, handle.shape, writer.digest.text())
     return found
 
 
@@ -337,7 +319,7 @@ def _to_disk(
     destination, token = plan.destination, secrets.token_hex(8)
     begun = commit.begin(destination, token, {})
     assert begun is not None
-    attempt = Attempt(Job(destination, begun[0], ("",), token, 1))
+    attempt = job.Attempt(job.Job(destination, begun[0], ("",), token, 1))
     directory = attempt.job.directory
     with commit.attempted(attempt, whole=True):
         documents = _documents(plan, write(plan.files, directory))
@@ -350,9 +332,9 @@ def _to_disk(
 
 def _documents(plan: Export, written: Mapping[str, Any]) -> dict[str, bytes]:
     """What is made beside the weights, the index last."""
-    documents = {RECORD_FILE: Record(written, {}, {}, {}).dump()}
+    documents = {detection.RECORD_FILE: digest_record.Record(written, {}, {}, {}).dump()}
     if len(plan.files) > 1:
-        documents[INDEX] = index(plan.files)
+        documents[INDEX] = safetensors.index(plan.files)
     return documents
 
 
@@ -360,7 +342,7 @@ def _to_bucket(
     plan: Export, write: Callable[..., dict[str, Any]], check: Callable[[], object]
 ) -> None:
     destination = plan.destination
-    assert isinstance(destination, BucketLocation)
+    assert isinstance(destination, location.BucketLocation)
     with _claimed(destination):
         written: dict[str, Any] = {}
         for file in plan.files:
@@ -377,18 +359,18 @@ def _to_bucket(
         for name in sorted(documents, key=lambda name: name == last):
             place, data = destination / name, documents[name]
             if not place.create(data) and place.read_whole() != data:
-                raise DestinationError(f"`{place}` is not what this export writes there")
+                raise errors.DestinationError(f"`{place}` is not what this export writes there")
 
 
 @contextlib.contextmanager
-def _claimed(destination: Location) -> Iterator[None]:
+def _claimed(destination: location.Location) -> Iterator[None]:
     """While an export writes to a prefix. What it has written is deleted if it fails."""
-    claim, data = destination / UNFINISHED, dumped({"token": secrets.token_hex(8)})
+    claim, data = destination / UNFINISHED, job.dumped({"token": secrets.token_hex(8)})
     if not claim.create(data) and claim.read_whole() != data:
         raise _taken(destination, [UNFINISHED])
     if claim.create(data):
         text = "this store ignores conditions of writes, so two jobs could mix there"
-        raise StoreError(f"`{destination}` cannot be written", [text])
+        raise errors.StoreError(f"`{destination}` cannot be written", [text])
     others = [entry.path for entry in destination.walk() if entry.path != UNFINISHED]
     if others:
         claim.remove()
