@@ -33,6 +33,7 @@ from .verify.differences import Diff as Diff
 from .verify.verification import Verification as Verification
 from .verify.verification import digest as digest
 from .verify.verification import verify as verify
+from .writer.export import export as export
 from .writer.plan import Plan as Plan
 from .writer.planning import plan as plan
 from .writer.save import commit as commit

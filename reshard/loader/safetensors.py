@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.checkpoint import Checkpoint, Item
+from reshard.errors import UncommittedCheckpointError
 from reshard.loader.detection import SAFETENSORS
 from reshard.loader.json_documents import parse_json
 from reshard.loader.orbax import tree_problems
@@ -20,11 +21,13 @@ from reshard.storage.location import Location
 from reshard.tree import Path, natural
 from reshard.units import format_bytes
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+# There while an export to a bucket is not complete.
+UNFINISHED = ".reshard-export"
 # Bytes of a header; more is refused, as safetensors itself does.
-_MAX_HEADER = 100_000_000
+MAX_HEADER = 100_000_000
 # Its names of dtypes, and zarr's.
-_DTYPES = {
+DTYPES = {
     "BOOL": "|b1",
     "U8": "|u1",
     "I8": "|i1",
@@ -46,6 +49,11 @@ def read(item: Item, requests: int) -> Checkpoint:
     """
     root = item.root
     files = [""] if root.is_file() else [n for n in root.names() if n.endswith(SAFETENSORS)]
+    if not root.is_local and (root / UNFINISHED).is_file():
+        raise UncommittedCheckpointError(
+            f"an export to `{root}` has not ended, or was stopped",
+            hints=["wait until it has ended", "delete what is there, and export again"],
+        )
     problems: list[str] = []
     tensors: dict[str, PlainArray] = {}
     for file in files:
@@ -81,9 +89,9 @@ def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[s
             numbers = [*shape, begin, end]
             if not all(type(number) is int and number >= 0 for number in numbers):
                 raise ValueError("a shape and offsets are whole numbers")
-            if dtype not in _DTYPES:
+            if dtype not in DTYPES:
                 raise ValueError(f"the dtype {dtype!r:.40} is not supported")
-            tensor = PlainArray(file, _DTYPES[dtype], shape, ((start + begin, end - begin),))
+            tensor = PlainArray(file, DTYPES[dtype], shape, ((start + begin, end - begin),))
             needed = tensor.nbytes
             if end - begin != needed:
                 raise ValueError(
@@ -109,7 +117,7 @@ def _header(place: Location, size: int, problems: list[str]) -> tuple[Mapping[st
         if size < 8:
             raise ValueError(f"it has {size} bytes")
         length = int.from_bytes(place.part(0, 8), "little")
-        if length > min(_MAX_HEADER, size - 8):
+        if length > min(MAX_HEADER, size - 8):
             raise ValueError(
                 f"a header of {format_bytes(length)} in a file of {format_bytes(size)}"
             )

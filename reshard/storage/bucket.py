@@ -328,6 +328,16 @@ class BucketLocation(Location):
                     return listing.create(bucket, key, data)
             return bool(self._store.write(key, data, if_equal=_absent()).result().generation)
 
+    def upload(self, file: Location) -> None:
+        """Writes a file of a disk as an object, however large, in parts."""
+        with asking(f"`{self}`", "written"):
+            try:
+                listing.upload(*self._parts, file)
+            except OnlyTensorStoreError as error:
+                hint = "pip install google-auth, or boto3 for s3, which find credentials"
+                text = "uploads in parts need credentials that obstore accepts"
+                raise StoreError(f"`{self}` cannot be written", [text], [hint]) from error
+
     def make_directory(self) -> None:
         pass
 

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from reshard.checkpoint import Checkpoint, kind_text
-from reshard.errors import CorruptCheckpointError, ReshardError, printable
+from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import is_checkpoint_file
 from reshard.storage.location import Location, parse_location
@@ -229,7 +229,13 @@ def digest(
       True
     """
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    file = ckpt.source.store.directory / FILE
+    directory = ckpt.source.store.directory
+    if write and directory.is_file():
+        raise DestinationError(
+            f"`{directory}` is a single file, and a record is in a directory",
+            hints=[f"reshard.digest({str(directory.parent)!r}, write=True)"],
+        )
+    file = directory / FILE
     recorded = read_record(file)
     checked = verify(
         ckpt, max_memory=max_memory, workers=workers, executor=executor, progress=progress
