@@ -125,5 +125,7 @@ def test_neither_flax_nor_jax_is_imported(tmp_path, weights):
     assert len(reshard.open(out)) == 3
 
 
-def test_reverse_needs_a_map(tmp_path):
-    assert "--reverse requires --map FILE" in refused(tmp_path, "ckpt", "src", "out", "--reverse")
+def test_reverse_needs_a_map(tmp_path, weights):
+    opened(tmp_path, weights)
+    told = refused(tmp_path, "ckpt", "model.safetensors", "out", "--reverse")
+    assert "--reverse requires --map FILE" in told

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import click
 
 from reshard.checkpoint import Checkpoint
-from reshard.cli.options import SELECTION, Flags, options, values
+from reshard.cli.model_argument import look_here
+from reshard.cli.options import SELECTION, Flags, flag, options, value, values
 from reshard.errors import ReshardError, ShardingError, raise_all
 from reshard.sharding.mesh import parse_mesh
 from reshard.transforms import cast, rename, select
@@ -28,6 +29,29 @@ CHANGES = options(
     ),
     values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays, rounding to nearest even."),
 )
+
+MAP = options(
+    value(
+        "--map map_file",
+        "FILE",
+        "TOML with rules that make another tree: `reshard help maps`. Every leaf needs a rule.",
+        type=click.Path(exists=True, dir_okay=False),
+    ),
+    flag("--reverse", "Use the map in the opposite direction."),
+)
+
+
+def remapped(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
+    """After the changes, and then --map."""
+    if flags["reverse"] and flags["map_file"] is None:
+        raise click.UsageError("--reverse requires --map FILE")
+    ckpt = prepared(ckpt, flags)
+    if flags["map_file"] is None:
+        return ckpt
+    from reshard.convert.remap import remap
+
+    look_here()  # for the functions of a map
+    return remap(ckpt, flags["map_file"], reverse=flags["reverse"])
 
 
 def prepared(ckpt: Checkpoint, flags: Flags) -> Checkpoint:

@@ -5,10 +5,9 @@ from typing import Any
 import click
 
 from reshard.checkpoint import Checkpoint
-from reshard.cli.changes import prepared
+from reshard.cli.changes import MAP, remapped
 from reshard.cli.job import job_options, laid_out, run
-from reshard.cli.model_argument import look_here
-from reshard.cli.options import flag, value
+from reshard.cli.options import value
 
 
 @click.command("ckpt")
@@ -23,21 +22,13 @@ from reshard.cli.options import flag, value
     "Shard the checkpoint as this model is annotated. Fail if their leaves differ. NAME is "
     "called for the model's state: this runs the code of MODULE.",
 )
-@value(
-    "--map map_file",
-    "FILE",
-    "TOML with rules that make another tree: `reshard help maps`. Every leaf needs a rule.",
-    type=click.Path(exists=True, dir_okay=False),
-)
-@flag("--reverse", "Use the map in the opposite direction.")
+@MAP
 @job_options
 def command(
     src: str,
     dst: str,
     mesh: str | None,
     model: str | None,
-    map_file: str | None,
-    reverse: bool,
     **flags: Any,
 ) -> None:
     """Rewrite checkpoint SRC as DST for another mesh, or as another tree.
@@ -55,16 +46,8 @@ def command(
         raise click.UsageError(
             f"`--to {mesh}` is not a mesh; to convert: reshard convert SRC DST --to {mesh}"
         )
-    if reverse and map_file is None:
-        raise click.UsageError("--reverse requires --map FILE")
 
     def change(ckpt: Checkpoint) -> Checkpoint:
-        ckpt = prepared(ckpt, flags)
-        if map_file is not None:
-            from reshard.convert.remap import remap
-
-            look_here()  # for the functions of a map
-            ckpt = remap(ckpt, map_file, reverse=reverse)
-        return laid_out(ckpt, mesh, model, flags, "--to")
+        return laid_out(remapped(ckpt, flags), mesh, model, flags, "--to")
 
     run(src, dst, change, flags)

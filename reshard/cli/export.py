@@ -4,17 +4,15 @@ from typing import Any
 
 import click
 
-from reshard.cli.job import prepared
+from reshard.cli.changes import CHANGES, MAP, remapped
 from reshard.cli.options import (
     ANSWER,
     PLACE,
-    SELECTION,
     WORK,
     chosen_steps,
     flag,
     opened,
     value,
-    values,
     wants_text,
 )
 from reshard.cli.working import working
@@ -31,9 +29,8 @@ from reshard.writer.export import export, plan_export
     "tensors have other names or shapes.",
 )
 @value("--file-size", "SIZE", "Bytes of tensors in a file.", default="5GB", show_default=True)
-@SELECTION
-@values("--rename", "REGEX=REPL", "Rename leaves: re.sub on the printed path, in order.")
-@values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays, rounding to nearest even.")
+@CHANGES
+@MAP
 @PLACE
 @WORK
 @flag("--dry-run", "Show the files and stop.")
@@ -52,7 +49,7 @@ def command(src: str, dst: str, dry_run: bool, **flags: Any) -> None:
     if len(steps) > 1:
         raise click.UsageError("an export is of one step: give --step N")
     (ckpt,) = opened(flags | {"step": steps[0]}, src)
-    ckpt = prepared(ckpt, flags | {"saved": None})
+    ckpt = remapped(ckpt, flags | {"saved": None})
     arguments = {name: flags[name] for name in ("like", "file_size", "max_memory")}
     if dry_run:
         found = plan_export(ckpt, dst, **arguments)

@@ -34,6 +34,7 @@ class PlainArray(NamedTuple):
       runs: where the bytes are in the file: the beginning of each run, and its length.
       inline: the bytes themselves, if they are in no file.
       value_type: as of an `ArrayHandle`.
+      name: the name that the file has for it; without one, its path.
     """
 
     file: str
@@ -42,6 +43,7 @@ class PlainArray(NamedTuple):
     runs: tuple[tuple[int, int], ...]
     inline: bytes | None = None
     value_type: str = "np.ndarray"
+    name: str = ""
 
     @property
     def itemsize(self) -> int:
@@ -70,7 +72,7 @@ def checkpoint(
     seams, total = 0, sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, PlainArray))
     for path, leaf in leaves.items():
         if isinstance(leaf, PlainArray):
-            name = format_path(path)
+            name = leaf.name or format_path(path)
             chunk = _chunk_shape(leaf)
             seams += (len(leaf.runs) - 1) * math.prod(chunk) * leaf.itemsize
             if seams > max(_MOST_SEAMS, total // 16):

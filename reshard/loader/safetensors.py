@@ -63,7 +63,7 @@ def read(item: Item, requests: int) -> Checkpoint:
             tensors[name] = tensor
     if files != [""]:
         named = {name: tensor.file for name, tensor in tensors.items()}
-        problems += index_problems(root / _INDEX, named)
+        problems += index_problems(root / INDEX, named)
     paths: dict[str, Path] = {name: tuple(name.split(".")) for name in tensors}
     if tree_problems(paths.values()):
         paths = {name: (name,) for name in tensors}
@@ -91,7 +91,9 @@ def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[s
                 raise ValueError("a shape and offsets are whole numbers")
             if dtype not in DTYPES:
                 raise ValueError(f"the dtype {dtype!r:.40} is not supported")
-            tensor = PlainArray(file, DTYPES[dtype], shape, ((start + begin, end - begin),))
+            tensor = PlainArray(
+                file, DTYPES[dtype], shape, ((start + begin, end - begin),), name=name
+            )
             needed = tensor.nbytes
             if end - begin != needed:
                 raise ValueError(
