@@ -275,7 +275,7 @@ REFUSED = {
     ),
     "a name that is taken": (
         ["--stack", "params/l{:2}=params/l5"],
-        "Error: there are leaves in these places already\n  params/l5/w\n",
+        "Error: leaves exist in these places already\n  params/l5/w\n",
     ),
     "a cycle without all its layers": (
         ["--rename", "l4=m", "--unstack", "params/l{%6}=params/x{}"],
@@ -294,7 +294,7 @@ REFUSED = {
     ),
     "two cycles in one path": (
         ["--stack", "params/l{}=params/{%2}/{%3}"],
-        "Error: that does not say which layers\n"
+        "Error: that does not name the layers\n"
         "  `params/{%2}/{%3}` must have at most one `{%6}`, for a cycle of six layers\n\n"
         "hint: `params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any "
         "key\n",

@@ -222,7 +222,7 @@ def test_files_that_are_not_one_tree(tmp_path):
     index.write_text(json.dumps({"weight_map": {"w": "flax_model.msgpack", "v": "x"}}))
     lines = refused(CorruptCheckpointError, reshard.open, tmp_path).splitlines()
     assert lines[1:] == [
-        "  w: it is there twice",
+        "  w: it occurs twice",
         "  `w`: it is in `opt_state.msgpack`, and the index names it in `flax_model.msgpack`",
         "  `v`: the index names it in `x`, and no file has it",
     ]
@@ -303,7 +303,7 @@ WRONG = {
         r"it has 0 bytes, and int8\[1099511627776",
     ),
     "text for bytes": (packed(ext(1, [4], "int8", "abcd")), "it has 4 bytes, and int8"),
-    "a name": (msgpack.packb({"..": ext(1, [1], "int8", b"1")}), "its name leads out of the"),
+    "a name": (msgpack.packb({"..": ext(1, [1], "int8", b"1")}), "its name points outside the"),
     "parts": (chunked((3, 3), F4, F4), r"a/w: its parts do not make \[3, 3\] of one dtype"),
     "no parts": (chunked((3, 3)), "a/w is a chunked array that Flax does not write"),
     "more parts": (chunked((4,), F4, extra=1), "a/w is a chunked array that Flax does not write"),

@@ -123,7 +123,7 @@ def test_a_damaged_item_of_orbax_is_called_that(tmp_path, ocdbt, left):
         shutil.rmtree(process) if left is None else None
     if left is None or (path / left).exists():
         text = refused(CorruptCheckpointError, reshard.open, path)
-        assert text == f"`{path}` has no _METADATA: it was half written"
+        assert text == f"`{path}` has no _METADATA: it is incomplete"
 
 
 def test_boxes_are_those_of_numpy(tmp_path):
