@@ -4,6 +4,7 @@ from .arrays.handle import ArrayHandle as ArrayHandle
 from .checkpoint import Checkpoint as Checkpoint
 from .convert.conversion import to_linen as to_linen
 from .convert.conversion import to_nnx as to_nnx
+from .convert.remap import remap as remap
 from .convert.stacking import stack as stack
 from .convert.stacking import unstack as unstack
 from .errors import ArgumentError as ArgumentError
@@ -32,6 +33,7 @@ from .verify.differences import Diff as Diff
 from .verify.verification import Verification as Verification
 from .verify.verification import digest as digest
 from .verify.verification import verify as verify
+from .writer.export import export as export
 from .writer.plan import Plan as Plan
 from .writer.planning import plan as plan
 from .writer.save import commit as commit

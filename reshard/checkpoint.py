@@ -38,7 +38,7 @@ class Item:
     Attributes:
       root: the directory that was opened.
       kind: `"item"` (a bare PyTree directory), `"standalone"`, `"step"`, `"manager"`, or
-        `"safetensors"` (a file, or a directory of them).
+        of what Orbax has not written: `"safetensors"`, `"msgpack"` or `"zarr"`.
       v1: written by Orbax's v1 API.
       step: name of the step's directory below a manager's root, else "".
       item: name of the item's directory below the step, else "".
@@ -61,6 +61,11 @@ class Item:
     @property
     def directory(self) -> Location:
         return self.root / self.step / self.item
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program than Orbax has written it: what is beside the arrays is its."""
+        return self.kind in ("safetensors", "msgpack", "zarr")
 
     @property
     def number(self) -> int | None:

@@ -202,7 +202,7 @@ def to_mesh(
     misfits, replicated = [], []
     for array in ckpt.arrays:
         spec, saved = chosen.get(array.path), array.sharding
-        if spec is None and ckpt.source.store.ranged and array.dtype.name not in _WIDE:
+        if spec is None and ckpt.source.is_foreign and array.dtype.name not in _WIDE:
             spec = ()
             replicated.append(array)
         if spec is None and saved is None:

@@ -298,14 +298,14 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
     if problems:
         raise TreeMismatchError("a rename changes nothing", problems, hints)
     renamed = {
-        path: path if text == printed[path] else _with_positions(split_path(text), path)
+        path: path if text == printed[path] else with_positions(split_path(text), path)
         for path, text in texts.items()
     }
     _check_tree(renamed)
     return renamed
 
 
-def _with_positions(keys: tuple[str, ...], old: Path) -> Path:
+def with_positions(keys: tuple[str, ...], old: Path) -> Path:
     """Keys of a renamed path, with the list positions of the old one in their places: all places
     where the paths are equally long, else those before and after what was renamed."""
     new: list[Key] = list(keys)

@@ -389,7 +389,8 @@ class _ConditionalStore:
             return 412, {}, b"{}"
         generation = next(self._generations)
         self._objects[place] = (generation, body)
-        return 200, {}, json.dumps(_resource(*place, generation, body)).encode()
+        headers = {"ETag": str(generation)}
+        return 200, headers, json.dumps(_resource(*place, generation, body)).encode()
 
     def _delete(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
         if self._refused(place, asked):

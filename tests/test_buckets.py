@@ -516,7 +516,7 @@ def test_credentials_of_google(monkeypatch):
             asked.append(request)
 
     def default(scopes):
-        assert scopes == ["https://www.googleapis.com/auth/devstorage.read_only"]
+        assert scopes == ["https://www.googleapis.com/auth/devstorage.read_write"]
         return Credentials(), "project"
 
     monkeypatch.setattr(google.auth, "default", default)

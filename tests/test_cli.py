@@ -191,7 +191,7 @@ def test_help_of_a_command_is_its_own(tmp_path):
 
 def test_help_of_no_topic(tmp_path):
     names = ", ".join(file.stem for file in sorted(TOPICS.glob("*.md")))
-    commands = "ckpt, commit, convert, diff, digest, doctor, help, inspect, verify"
+    commands = "ckpt, commit, convert, diff, digest, doctor, export, help, inspect, verify"
     told = f"there is no topic or command `mesh`\n  topics: {names}\n  commands: {commands}\n\n"
     told += "hint: reshard help meshes"
     assert refused(tmp_path, "help", "mesh") == f"Error: {told}\n"

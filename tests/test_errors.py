@@ -211,12 +211,17 @@ HINTS = [
         "--select 'a/**' --rename '^a/=' --layout nnx-state",
     ),
     ("reshard.to_nnx(ckpt, ...) converts it", "--to nnx converts it"),
+    ('reshard.unstack(ckpt, "a/it\'s", into="a/b_{}")', "--unstack 'a/it'\"'\"'s=a/b_{}'"),
+    (
+        'reshard.stack(ckpt, "a/b_{}", into="a/b_{%6}", axis=-1, indices=range(24)) leaves two',
+        "--stack 'a/b_{:24}=a/b_{%6}@-1' leaves two",
+    ),
+    ('reshard.stack(ckpt, "a_{}", into="a", indices=[1, 3])', "--stack 'a_{1,3}=a'"),
     ("reshard.to_linen(path, model)", "reshard convert SRC DST --to linen --model MODULE:NAME"),
 ]
 # What is no argument, or is not on the command line; names and values of the user's.
 AS_THEY_ARE = [
     "--as it is, `256MiB`",
-    'reshard.stack(ckpt, "params/Block_{}", into="params/Block")',
     'unexpected="ignore" restores the rest',
     "did you mean `data=1,model=8`? --mesh model=1,data=1 fits",
     "the nearest is `overwrite=True`, of 'resume=True' and \"drop=[...]\"",

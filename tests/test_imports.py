@@ -204,6 +204,7 @@ MANY_IMPORTS = {
     "reshard.restore.target": 26,
     "reshard.transforms": 31,
     "reshard.verify.comparison": 27,
+    "reshard.verify.verification": 26,
     "reshard.verify.values": 29,
     "reshard.writer.arrays": 36,
     "reshard.writer.commit": 26,

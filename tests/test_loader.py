@@ -317,13 +317,14 @@ def test_nothing_there(tmp_path):
         not_a_format(f"`{url}`: `{scheme}://` is not supported\n\nhint: {hint}", url)
 
 
-MSGPACK = "a Flax msgpack checkpoint, which is recognised but not read yet"
 PICKLE = "a pickle, which is never opened: reading it can run any code"
 TREE = flax.serialization.msgpack_serialize({"params": {"w": np.arange(3)}})
 PICKLED = [pickle.dumps({"w": [1, 2]}, number) for number in range(pickle.HIGHEST_PROTOCOL + 1)]
 FILES = [
-    ("checkpoint_10", TREE, MSGPACK),
-    ("checkpoint_1", flax.serialization.msgpack_serialize({}), MSGPACK),  # one byte, of any pickle
+    ("model.gguf", b"GGUF\3\0\0\0", "a GGUF file, which is not supported"),
+    ("x.npz", b"PK\3\4", "a zip file, as PyTorch and NumPy write them, which is not supported"),
+    ("x.npy", b"\x93NUMPY\1\0", "a NumPy file, which is not supported"),
+    *((f"x.{end}", PICKLED[2], PICKLE) for end in ("pt", "bin")),
     *((name, data, PICKLE) for name in ("checkpoint_10", "state") for data in PICKLED[2:]),
     *((f"state.{end}", PICKLED[0], PICKLE) for end in ("pkl", "pickle")),  # which is text
     ("notes.txt", b"hello", "a file, not a checkpoint directory"),
@@ -344,33 +345,17 @@ def test_directories_of_pickles_and_msgpack_files(tmp_path):
     found = f"`checkpoint` is {PICKLE}\n  `checkpoint_10` is {PICKLE}"
     not_a_format(f"`{tmp_path}` is not a checkpoint\n  {nothing}\n  {found}", tmp_path)
     (tmp_path / "checkpoint_9").write_bytes(TREE)
-    not_a_format(
-        f"`{tmp_path}` holds Flax msgpack checkpoints, which are recognised but not read yet\n"
-        "  checkpoint_9\n\nhint: restore it with flax.training.checkpoints and save it with Orbax",
-        tmp_path,
-    )
+    not_a_format(f"`{tmp_path / 'checkpoint_10'}` is {PICKLE}", tmp_path)
 
 
-def test_values_in_a_msgpack_file(data):
+def test_a_tree_without_its_arrays(data):
     path = data / "orbax-0.2.7" / "ocdbt_False"
     not_a_format(
-        f"`{path}` was written by Orbax 0.2 (no _METADATA; its tree is the msgpack file "
-        f"`checkpoint`), {UNREAD}",
+        f"`{path}/checkpoint` holds a tree without its arrays, which lie beside it: Orbax 0.2 and "
+        "Flax wrote such files, which are recognised but not read\n\n"
+        "hint: restore it with the program that saved it, and save it with Orbax",
         path,
     )
-    path = data / "orbax-0.2.7" / "aggregate"
-    holds = "holds its values in the msgpack file `checkpoint` (aggregate=True)"
-    not_a_format(f"`{path}` {holds}, {UNREAD}", path)
-    for version in ("orbax-0.4.4", "orbax-0.4.4-b"):
-        path = data / version / "aggregate"
-        saved = "was saved with aggregate=True: its values are inside the msgpack file `checkpoint`"
-        not_a_format(f"`{path}` {saved}, {UNREAD}", path)
-
-
-UNREAD = (
-    "which is recognised but not read yet\n\n"
-    "hint: restore it with PyTreeCheckpointer and save it again"
-)
 
 
 @pytest.fixture

@@ -715,11 +715,13 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
         *(("params/*{}", "params/all_*"), UNLIKE),
         "params/all_l: there is no layer 0, only 1, 2",
         "params/all_m: there is no layer 1, only 0, 2\n\n"
-        "hint: indices=[1, 2]\nhint: indices=[0, 2]",
+        'hint: reshard.stack(ckpt, "params/*{}", into="params/all_*", indices=[1, 2])\n'
+        'hint: reshard.stack(ckpt, "params/*{}", into="params/all_*", indices=[0, 2])',
     ),
     (
         *(stack, ALIKE, (*ALL, 0, [1, 0, 7, 3]), UNLIKE),
-        "params/l: there is no layer 7, 3, only 0, 1\n\nhint: indices=[0, 1]",
+        "params/l: there is no layer 7, 3, only 0, 1\n\n"
+        'hint: reshard.stack(ckpt, "params/l{}", into="params/l", indices=[0, 1])',
     ),
     (
         stack,

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Shape, chunk_ranges, grid_boxes, grid_size
+from reshard.arrays import boxes
+from reshard.arrays.boxes import Shape
 from reshard.arrays.dtypes import cast_once, is_miscast
 from reshard.arrays.operations import Apply, Constant, Operation, Stack, Unstack
 from reshard.arrays.zarr import Encoding, parse_encoding
-from reshard.errors import CorruptCheckpointError
+from reshard.errors import ArgumentError, CorruptCheckpointError
 from reshard.sharding.mesh import (
     NamedSharding,
     Sharding,
@@ -22,7 +23,11 @@ from reshard.sharding.mesh import (
     sharding_document,
 )
 from reshard.storage.array_store import ArrayStore, StoredValue
+from reshard.storage.location import checked
 from reshard.tree import Path, as_python, format_path
+
+# Bytes that `ArrayHandle.read` reads at once.
+_READ = 1 << 26
 
 
 class StoredChunk(NamedTuple):
@@ -69,13 +74,13 @@ class StoredArray:
         chunk = chunk_shape_of(array)
         if self.encoding.is_blosc:
             store.check_blosc(self.name, math.prod(chunk) * array.dtype.numpy_dtype.itemsize)
-        if local or not store.fills or len(self.chunks) == grid_size(array.shape, chunk):
+        if local or not store.fills or len(self.chunks) == boxes.grid_size(array.shape, chunk):
             return array
         filling, stored = store.open_array(None, self.metadata, True), self.chunks
         absent = [
             filling[box]
-            for box in grid_boxes(array.shape, chunk)
-            if self.encoding.chunk_key(tuple(first for first, _ in chunk_ranges(box, chunk)))
+            for box in boxes.grid_boxes(array.shape, chunk)
+            if self.encoding.chunk_key(tuple(first for first, _ in boxes.chunk_ranges(box, chunk)))
             not in stored
         ]
         return ts.overlay([array, *absent])
@@ -218,7 +223,7 @@ class ArrayHandle:
             return [size for handle in self.data.inputs for size in handle.stored_sizes()]
         store, name = self.data.store, self.data.name
         sizes = [value.size for value in self.data.chunks.values()]
-        expected = grid_size(self.shape, self.chunk_shape)
+        expected = boxes.grid_size(self.shape, self.chunk_shape)
         if len(sizes) < expected and not store.fills:
             raise CorruptCheckpointError(
                 f"{format_path(self.path)}: {expected - len(sizes)} of its {expected} stored "
@@ -244,6 +249,47 @@ class ArrayHandle:
             raise collision_error([self])
         array = self.stored_view()
         return array if self.read_dtype == self.stored_dtype else ts.cast(array, self.read_dtype)
+
+    def read(self, box: slice | tuple[slice, ...] = ()) -> np.ndarray:
+        """Its values, or those of a box, as NumPy slices them; needs no jax.
+
+        Beside the result, it takes about 64 MiB, or a chunk of `chunk_shape` where that is larger.
+
+        Args:
+          box: a slice without a step for each axis, or for the first ones.
+
+        Returns:
+          An array of `dtype`, of the shape of the box.
+
+        Raises:
+          ArgumentError: `box` is no such slices.
+          CorruptCheckpointError: stored bytes cannot be read.
+          StoreError: a request to a bucket failed.
+
+        Example:
+          >>> reshard.open("run/1000")["params/layer_0/kernel"].read((slice(0, 2),)).shape
+          (2, 32)
+        """
+        given = box if isinstance(box, tuple) else (box,)
+        plain = all(isinstance(part, slice) and part.step in (None, 1) for part in given)
+        if not plain or len(given) > len(self.shape):
+            raise ArgumentError(f"{format_path(self.path)}: {box!r:.80} is no box of {self!r}")
+        whole = boxes.from_index(
+            (*given, *[slice(None)] * (len(self.shape) - len(given))), self.shape
+        )
+        whole = tuple(slice(part.start, max(part.start, part.stop)) for part in whole)
+        self.stored_sizes()  # raises where chunks are missing
+        view, values = self.view(), np.empty(boxes.shape_of(whole), self.dtype)
+        itemsize = max(self.dtype.itemsize, self.stored_dtype.itemsize)
+        count = max(_READ // (math.prod(self.chunk_shape) * itemsize), 1)
+        for part in boxes.grid_boxes(
+            self.shape, boxes.chunks_together(self.shape, self.chunk_shape, count)
+        ):
+            if (found := boxes.intersection(part, whole)) is not None:
+                read = view[found].read()
+                what = f"{format_path(self.path)}: its stored bytes"
+                values[boxes.inside(found, whole)] = self.rounded(checked(read, what))
+        return values
 
     def stored_view(self) -> ts.TensorStore:
         """A view of `stored_dtype`."""

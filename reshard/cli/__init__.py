@@ -18,13 +18,14 @@ _COMMANDS = {
     "diff": "Compare two checkpoints.",
     "digest": "Show the digests of all arrays, and record them.",
     "doctor": "Show whether a checkpoint is complete, and what to run next.",
+    "export": "Write a checkpoint as safetensors, as Hugging Face has it.",
     "help": "Show a topic of the reference, or the help of a command.",
     "inspect": "Show the tree, the format, the steps and the saved meshes.",
     "verify": "Check that a checkpoint is complete, undamaged and unchanged.",
 }
 _LIBRARIES = ("jax", "flax", "orbax-checkpoint", "tensorstore")
 # How the arguments of a command begin that writes a checkpoint.
-_WRITERS = (["ckpt"], ["convert"])
+_WRITERS = (["ckpt"], ["convert"], ["export"])
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

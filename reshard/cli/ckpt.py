@@ -1,10 +1,12 @@
-"""`reshard ckpt`: a checkpoint rewritten for another mesh."""
+"""`reshard ckpt`: a checkpoint rewritten for another mesh, or as another tree."""
 
 from typing import Any
 
 import click
 
-from reshard.cli.job import job_options, laid_out, prepared, run
+from reshard.checkpoint import Checkpoint
+from reshard.cli.changes import MAP, remapped
+from reshard.cli.job import job_options, laid_out, run
 from reshard.cli.options import value
 
 
@@ -20,9 +22,16 @@ from reshard.cli.options import value
     "Shard the checkpoint as this model is annotated. Fail if their leaves differ. NAME is "
     "called for the model's state: this runs the code of MODULE.",
 )
+@MAP
 @job_options
-def command(src: str, dst: str, mesh: str | None, model: str | None, **flags: Any) -> None:
-    """Rewrite checkpoint SRC as DST for another mesh.
+def command(
+    src: str,
+    dst: str,
+    mesh: str | None,
+    model: str | None,
+    **flags: Any,
+) -> None:
+    """Rewrite checkpoint SRC as DST for another mesh, or as another tree.
 
     The job runs in bounded memory, needs no devices and never touches SRC. DST is complete or
     absent afterwards.
@@ -31,9 +40,14 @@ def command(src: str, dst: str, mesh: str | None, model: str | None, **flags: An
     Example:
       reshard ckpt run/1000 out/1000 --to 1x8
       reshard ckpt run/1000 out/1000 --to 1x8 --spec 'embedding$=model,' --dry-run
+      reshard ckpt run/1000 out/1000 --map map.toml
     """
     if mesh in ("nnx", "linen"):
         raise click.UsageError(
             f"`--to {mesh}` is not a mesh; to convert: reshard convert SRC DST --to {mesh}"
         )
-    run(src, dst, lambda ckpt: laid_out(prepared(ckpt, flags), mesh, model, flags, "--to"), flags)
+
+    def change(ckpt: Checkpoint) -> Checkpoint:
+        return laid_out(remapped(ckpt, flags), mesh, model, flags, "--to")
+
+    run(src, dst, change, flags)

@@ -103,7 +103,7 @@ def check_outputs(made: "Conversion", flags: Flags) -> "OutputComparison":
 def _run(
     api: str, option: str, name: str, leaves: Any, quiet: bool, asked: Sequence[Any], model: Any
 ) -> "Run":
-    from reshard.convert.model_run import linen_run, nnx_run
+    from reshard.convert.model_run import run
 
     def tell(text: str) -> None:
         if not quiet:
@@ -111,4 +111,4 @@ def _run(
 
     hint = "check=... may have other arguments, such as `train=False`"
     with model_errors(option, name, [hint]):
-        return (linen_run if api == "linen" else nnx_run)(model, leaves, tell, *asked)
+        return run(api, model, leaves, tell, *asked)

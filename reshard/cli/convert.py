@@ -11,8 +11,9 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
+from reshard.cli.changes import prepared
 from reshard.cli.conversion_options import check_outputs, conversion_options, converter
-from reshard.cli.job import job_options, laid_out, prepared, run
+from reshard.cli.job import job_options, laid_out, run
 from reshard.cli.options import Flags, flag, value, wants_text
 from reshard.convert.by_order import without_notes
 from reshard.convert.conversion import Conversion
@@ -51,7 +52,7 @@ def command(
     """Convert Linen checkpoint SRC to NNX checkpoint DST, or back, optimizer state included.
 
     Every leaf of SRC needs a place in the model, and every leaf of the model needs a source. If
-    only paths change, no array is read. --select, --drop, --rename and --dtype apply to SRC, --spec
+    only paths change, no array is read. The options from --select to --dtype apply to SRC, --spec
     and --rules to DST.
 
     \b
@@ -73,7 +74,7 @@ def command(
 
     def change(ckpt: Checkpoint) -> Checkpoint:
         # What is dropped is known to the conversion, so that optimizer state goes with it.
-        later = not (flags["select"] or flags["rename"])
+        later = not any(flags[name] for name in ("select", "rename", "stack", "unstack"))
         ckpt = prepared(ckpt, flags | {"drop": ()} if later else flags)
         with _draft(emit_map):
             made = convert(ckpt, flags["drop"] if later else ())

@@ -107,7 +107,7 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     orbax = (
         f"{version('orbax-checkpoint')} is installed; without a target, it needs {devices} devices"
     )
-    if source.store.ranged:
+    if source.is_foreign:
         orbax = (
             f"{version('orbax-checkpoint')} is installed; reshard ckpt makes a checkpoint for it"
         )
@@ -117,7 +117,7 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     if api["api"]:
         other = "linen" if api["api"] == "nnx" else "nnx"
         hints.append(f"reshard convert {step} DST --to {other} --model MODULE:NAME")
-    if recorded < len(ckpt.arrays) and not source.store.ranged:
+    if recorded < len(ckpt.arrays) and not source.is_foreign:
         hints.insert(0, f"reshard digest {step} --write")
     if problems:
         earlier = [n for n in source.steps if n < (source.number or 0)]

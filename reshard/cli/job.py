@@ -8,11 +8,11 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import output
+from reshard.cli.changes import CHANGES, pair
 from reshard.cli.model_argument import build_target, marked_output, read_rules
 from reshard.cli.options import (
     ANSWER,
     PLACE,
-    SELECTION,
     WORK,
     Flags,
     chosen_steps,
@@ -26,13 +26,12 @@ from reshard.cli.options import (
 from reshard.cli.page_file import HTML_OF_PLAN, check_page, write_page
 from reshard.cli.shard import parse_share
 from reshard.cli.working import working
-from reshard.errors import DestinationError, ReshardError, ShardingError
+from reshard.errors import DestinationError, ReshardError
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import has_large_arrays
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
 from reshard.storage.machine import tune_memory
-from reshard.transforms import cast, rename, select
 from reshard.units import format_bytes, parse_bytes
 from reshard.writer.plan import Plan
 from reshard.writer.planning import plan
@@ -61,9 +60,7 @@ job_options = options(
         "regexes to partition specs.",
         type=click.Path(exists=True, dir_okay=False),
     ),
-    SELECTION,
-    values("--rename", "REGEX=REPL", "Rename leaves: re.sub on the printed path, in order."),
-    values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays, rounding to nearest even."),
+    CHANGES,
     PLACE,
     value(
         "--chunks",
@@ -181,20 +178,6 @@ def _written(planned: Plan, dst: str) -> str:
     return f"wrote {path}" + (shared if planned.shared_bytes else "")
 
 
-def prepared(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
-    """After --from, --select, --drop, --rename and --dtype, as far as they are in `flags`."""
-    if flags["saved"] is not None:
-        _check_saved(ckpt, flags["saved"])
-    if flags["select"] or flags["drop"]:
-        ckpt = select(ckpt, flags["select"] or "**", drop=flags["drop"])
-    if flags["rename"]:
-        ckpt = rename(ckpt, [_pair(text, "--rename") for text in flags["rename"]])
-    for text in flags["dtype"]:
-        where, _, dtype = text.rpartition("=")
-        ckpt = cast(ckpt, dtype, where or "**")
-    return ckpt
-
-
 def laid_out(
     ckpt: Checkpoint, mesh: str | None, model: str | None, flags: Flags, to: str
 ) -> Checkpoint:
@@ -204,7 +187,7 @@ def laid_out(
         if specs or axes or model or rules:
             raise click.UsageError(f"--spec, --axis, --model and --rules require {to} MESH")
         return ckpt
-    pairs = tuple(_pair(text, "--spec") for text in specs)
+    pairs = tuple(pair(text, "--spec") for text in specs)
     named, more = (None, ()) if rules is None else read_rules(rules)
     if model is None:
         if named is not None:
@@ -221,26 +204,8 @@ def laid_out(
 
 
 def _axes(texts: tuple[str, ...]) -> dict[str, str]:
-    pairs = [_pair(text, "--axis") for text in texts]
+    pairs = [pair(text, "--axis") for text in texts]
     axes = dict(pairs)
     if len(axes) < len(pairs):
         raise click.BadParameter("an axis is named twice", param_hint="--axis")
     return axes
-
-
-def _pair(text: str, option: str) -> tuple[str, str]:
-    left, equals, right = text.rpartition("=")
-    if not equals or not left:
-        raise click.BadParameter(f"`{text}` has no `=` after its first part", param_hint=option)
-    return left, right
-
-
-def _check_saved(ckpt: Checkpoint, text: str) -> None:
-    wanted = [*parse_mesh(text, ckpt.meshes).split_axes.items()]
-    others = [mesh for mesh in ckpt.meshes if [*mesh.split_axes.items()] != wanted]
-    if others or not ckpt.meshes:
-        raise ShardingError(
-            f"--from {text}: the checkpoint was saved on another mesh",
-            [f"saved on `{mesh}`" for mesh in others] or ["no leaf was saved on a mesh"],
-            [f"--from {mesh}" for mesh in ckpt.meshes[:1]],
-        )

@@ -183,6 +183,8 @@ def kind_text(kind: str, v1: bool) -> str:
         "step": "a step",
         "manager": "a CheckpointManager root",
         "safetensors": "Hugging Face's format",
+        "msgpack": "Flax's format",
+        "zarr": "arrays of another program",
     }
     return f"v1, {words[kind]}" if v1 else words[kind]
 

@@ -105,6 +105,8 @@ def _flags(code: str) -> str:
         match node:
             case ast.Assign([ast.Name(name)], value):
                 return _flag(name, [value])
+            case ast.Expr(ast.Call(ast.Attribute(_, "stack" | "unstack" as name), given, keywords)):
+                return _stacking(name, given[1], {k.arg or "": k.value for k in keywords})
             case ast.Expr(ast.Call(ast.Attribute(_, name), given, keywords)):
                 inner = [ast.unparse(arg) for arg in given if isinstance(arg, ast.Call)]
                 own = [arg for arg in given if isinstance(arg, ast.Constant | ast.List)]
@@ -116,6 +118,18 @@ def _flags(code: str) -> str:
     except (SyntaxError, ValueError, KeyError, IndexError):
         pass
     return ""
+
+
+def _stacking(name: str, before: ast.expr, more: dict[str, ast.expr]) -> str:
+    """`stack` or `unstack` as a flag."""
+    axis = f"@{ast.unparse(more['axis'])}" if "axis" in more else ""
+    text = f"{ast.literal_eval(before)}={ast.literal_eval(more['into'])}{axis}"
+    match more.get("indices"):
+        case ast.Call(_, [ast.Constant(count)]):
+            text = text.replace("{}", f"{{:{count}}}")
+        case ast.List(numbers):
+            text = text.replace("{}", "{" + ",".join(map(ast.unparse, numbers)) + "}")
+    return f"--{name} {shell_quoted(text)}"
 
 
 def _flag(name: str, nodes: Sequence[ast.expr]) -> str:

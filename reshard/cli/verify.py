@@ -26,8 +26,8 @@ from reshard.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
+from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import has_large_arrays
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
 from reshard.verify.comparison import partners
@@ -65,7 +65,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     asked = any(flags[name] for name in _CONVERSION)
     if asked and against is None:
         raise click.UsageError("--map, --model and other options of a conversion require --against")
-    tune_memory(large_arrays=has_large_arrays(path))
+    tune_memory(large_arrays=detection.has_large_arrays(path))
     mine, *theirs = places(flags, path, *([] if against is None else [against]))
     try:
         ckpt = open_checkpoint(path, **mine)
@@ -75,7 +75,10 @@ def command(path: str, against: str | None, **flags: Any) -> None:
             click.echo(error.render(None, output.as_flags))
         sys.exit(1)
     other: Checkpoint | str | None = against
-    if against is not None and not parse_location(against).is_file():
+    if against is not None and (
+        not parse_location(against).is_file()
+        or detection.is_checkpoint_file(parse_location(against))
+    ):
         opened = open_checkpoint(against, **theirs[0])
         other = _in_one_api(ckpt, opened, flags if asked else None)
         if other is not opened:

@@ -30,7 +30,6 @@ from reshard.convert.module_tree import (
     RNG_KINDS,
     Leaf,
     Module,
-    unlifted,
     without,
 )
 from reshard.tree import Path, format_path
@@ -48,15 +47,18 @@ class Abstention:
       linen: paths on Linen's side: of modules, without a collection, or of leaves.
       nnx: paths of what they may be in NNX.
       reason: why it is not decided.
-      hint: what may help, where that is known.
       rule: of a map for the way to NNX, that may decide it.
     """
 
     linen: tuple[Path, ...]
     nnx: tuple[Path, ...]
     reason: str
-    hint: str = ""
     rule: Row | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether one side has the layers in one array each."""
+        return self.reason == STACKED
 
     def __str__(self) -> str:
         candidates = f", perhaps {listed(self.nnx)}" if self.nnx else ""
@@ -111,16 +113,6 @@ def listed(paths: Sequence[Path]) -> str:
     if len(texts) > _MAX_LISTED:
         return f"{', '.join(texts[: _MAX_LISTED - 1])}, ... {texts[-1]} ({len(texts)})"
     return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
-
-
-def stack_hint(apart: Path, together: Path) -> str:
-    """How to stack layers of Linen's. `{}` in `apart` is the number of a layer."""
-    return f'reshard.stack(ckpt, "{format_path(apart)}", into="{format_path(together)}")'
-
-
-def unstack_hint(together: Path, apart: Path) -> str:
-    """How to unstack layers of Linen's. `{}` in `apart` is the number of a layer."""
-    return f'reshard.unstack(ckpt, "{format_path(together)}", into="{format_path(apart)}")'
 
 
 def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
@@ -342,7 +334,6 @@ class Group:
       nnx: NNX's, those without leaves left out: each the counterpart of the one of Linen's in the
         same place, if `reason` is empty.
       reason: why their order does not decide.
-      hint: what may help.
       numbered: whether numbers in names say which is which, whatever they are called.
     """
 
@@ -350,7 +341,6 @@ class Group:
     linen: tuple[Module, ...]
     nnx: tuple[Module, ...]
     reason: str = ""
-    hint: str = ""
     numbered: bool = False
 
 
@@ -490,20 +480,19 @@ def _group(
     places = [place for place, member in enumerate(members) if member.module.filled]
     nnx = [members[place].module for place in places]
     numbers = _numbers(linen)
-    reason, hint = "", ""
+    reason = ""
     if isinstance(numbers, str):
         reason = numbers
     else:
         linen = [module for _, module in sorted(zip(numbers, linen, strict=True), key=_number)]
         reason = _count(sorted(numbers), places)
-        if reason:
-            hint = _hint(linen, nnx)
-            reason = STACKED if hint else reason
+        if reason and _in_one_array(linen, nnx):
+            reason = STACKED
         elif len(linen) > 1 and linen[0].index is None and not members[0].container:
             reason = "their names do not show their order"
     if not reason and len(members) > 1:
         reason = _order(members, ordered)
-    return Group(kinds, tuple(linen), tuple(nnx), reason, hint)
+    return Group(kinds, tuple(linen), tuple(nnx), reason)
 
 
 def _number(pair: tuple[int, Module]) -> int:
@@ -546,18 +535,10 @@ def _order(members: Sequence[_Member], ordered: bool) -> str:
     return "the order in which NNX defines them is unknown"
 
 
-def _hint(linen: Sequence[Module], nnx: Sequence[Module]) -> str:
-    """How to make the two sides alike where one of them has the layers in one array each."""
-    *above, name = ("params", *linen[0].path)
-    named = linen[0].index is None
-    if len(linen) == 1 and len(nnx) > 1 and layers.may_be_stack(linen[0]):
-        apart = name if named else unlifted(linen[0].kind)[-1][0]
-        return unstack_hint((*above, name), (*above, f"{apart}_{{}}"))
-    if len(linen) > 1 and len(nnx) == 1 and layers.may_be_stack(nnx[0]):
-        apart = re.sub(r"\d+$", "{}", name)
-        together = apart.removesuffix("_{}") if named else f"Scan{linen[0].kind}_0"
-        return stack_hint((*above, apart), (*above, together))
-    return ""
+def _in_one_array(linen: Sequence[Module], nnx: Sequence[Module]) -> bool:
+    """Whether one of the two sides has the layers in one array each."""
+    one, several = sorted((linen, nnx), key=len)
+    return len(one) == 1 < len(several) and layers.may_be_stack(one[0])
 
 
 _NUMBERED = re.compile(r"(.+)_(\d+)")
@@ -665,15 +646,11 @@ class _Level:
             self._made.mismatches.append(mismatch_of(match))
 
     def _abstain(
-        self,
-        linen: Sequence[Module | Leaf],
-        nnx: Sequence[Module | Leaf],
-        reason: str,
-        hint: str = "",
+        self, linen: Sequence[Module | Leaf], nnx: Sequence[Module | Leaf], reason: str
     ) -> None:
         """Leaves open what something of Linen's is, with the candidates in NNX."""
         one, other = (tuple(held.path for held in side) for side in (linen, nnx))
-        self._made.abstentions.append(Abstention(one, other, reason, hint))
+        self._made.abstentions.append(Abstention(one, other, reason))
         self._made.count(_leaves(linen), 1)
 
     def _pair_leaves(self) -> None:
@@ -728,11 +705,8 @@ class _Level:
             elif len(candidates) > 1:
                 self._abstain([child], candidates, "the same name for several")
             elif _is_unrolled(candidates[0]) and layers.may_be_stack(child):
-                above = ("params", *self._linen.path)
-                base = re.sub(r"_\d+$", "", unlifted(name)[-1][0])
-                hint = unstack_hint((*above, name), (*above, f"{base}_{{}}"))
                 self._made.count(candidates[0].all_leaves(), -1)
-                self._abstain([child], candidates, STACKED, hint)
+                self._abstain([child], candidates, STACKED)
             else:
                 self._made.include(_pair(child, candidates[0], self._origin, self._stacked))
         self._pair_numbered()
@@ -755,9 +729,7 @@ class _Level:
             self._made.count(stack.all_leaves(), -1)
             gone = {id(module) for module in modules}
             self._open = [held for held in self._open if id(held) not in gone]
-            above = ("params", *self._linen.path)
-            hint = stack_hint((*above, f"{name}_{{}}"), (*above, name))
-            self._abstain(modules, [stack], STACKED, hint)
+            self._abstain(modules, [stack], STACKED)
 
     def _pair_classes(self) -> None:
         """Pairs modules by class and order, as far as that decides."""
@@ -826,7 +798,7 @@ class _Level:
         grouped_linen = {id(module) for group in self._undecided for module in group.linen}
         grouped_nnx = {id(module) for group in self._undecided for module in group.nnx}
         for group in self._undecided:
-            self._abstain(group.linen, group.nnx, group.reason, group.hint)
+            self._abstain(group.linen, group.nnx, group.reason)
         remaining = [*_remaining(self._nnx, self._taken)]
         matched = {found.output.path for found in self._made.found}
         matched |= {mismatch.nnx.path for mismatch in self._made.mismatches}

@@ -183,11 +183,7 @@ def decide(
     other: TargetTree | None,
     left_out: Mapping[Path, ArrayHandle],
 ) -> Decision:
-    """Decides a conversion.
-
-    Raises:
-      TreeMismatchError: all that stands against it.
-    """
+    """Decides a conversion. Raises TreeMismatchError: all that stands against it."""
     return _Work(ckpt, layout, to, target, other, left_out).decided(map_file, init)
 
 
@@ -340,7 +336,8 @@ class _Work:
         for entry in found.mismatches:
             why = _Verdict("mismatch", entry.told(self._to))
             self._open |= dict.fromkeys((*(leaf.path for leaf in entry.linen), entry.nnx.path), why)
-        self._hints += hints_for(found.abstentions, said, source, target, self._other is not None)
+        known, saved = self._other is not None, self._layout.model
+        self._hints += hints_for(found.abstentions, said, source, target, known, saved)
 
     # What follows the model.
 

@@ -77,11 +77,8 @@ Node = dict[str, Any]  # of further ones, and a SavedLeaf at the end of each pat
 
 
 def nested(ckpt: Mapping[Path, Any]) -> tuple[Node, list[SavedLeaf]]:
-    """The tree as nested dicts, and its leaves in order.
-
-    Raises:
-      TreeMismatchError: a list position and a key that is printed as it is are in one place.
-    """
+    """The tree as nested dicts, and its leaves in order. Raises TreeMismatchError: a list position
+    and a key that is printed as it is are in one place."""
     root: Node = {}
     problems = []
     texts = [tuple(map(str, path)) for path in ckpt]
@@ -309,11 +306,8 @@ def check_variables(params: Node, beside: Training) -> None:
 
 
 def collection_roots(top: Node, beside: Training, nested: bool) -> dict[Path, str]:
-    """Where collections are saved -> their names; `nested`: all of them are below `params`.
-
-    Raises:
-      TreeMismatchError: one is saved in two places.
-    """
+    """Where collections are saved -> their names; `nested`: all of them are below `params`. Raises
+    TreeMismatchError: one is saved in two places."""
     params = top.get("params")
     roots: dict[Path, str] = {}
     if isinstance(params, dict) and nested:

@@ -103,11 +103,8 @@ Value = Source | Zeros | Output
 
 
 def applied(operation: Operation, inputs: Sequence[Value]) -> tuple[Output, ...]:
-    """The outputs of an operation.
-
-    Raises:
-      TreeMismatchError: it does not apply to values of these shapes.
-    """
+    """The outputs of an operation. Raises TreeMismatchError: it does not apply to values of these
+    shapes."""
     shapes = operation.shapes([value.shape for value in inputs])
     call = Call(operation, tuple(inputs), tuple(shapes))
     return tuple(Output(call, part) for part in range(len(shapes)))
@@ -172,15 +169,12 @@ class LeafMap:
 
     def made_of(self) -> dict[Path, list[Path]]:
         """Path after -> paths before of what it is made of, for leaves that have an origin."""
-        return {p: _paths_below(v) for p, v in self.values.items() if p in self.origin}
+        return {p: sources_of(v) for p, v in self.values.items() if p in self.origin}
 
     def then(self, other: "LeafMap") -> "LeafMap":
         """This map, and another one of what it makes. What the other one does not name stays.
-
-        Raises:
-          TreeMismatchError: the other one drops what an operation has made, but for rearranged
-            zeros, or puts a leaf where one stays.
-        """
+        Raises TreeMismatchError: the other one drops what an operation has made, but for rearranged
+        zeros, or puts a leaf where one stays."""
         gone = {path: self.values[path] for path in other.dropped}
         zero = {path: _rearranged(self.values[path]) for path in other.must_be_zero}
         lost = [path for path, value in gone.items() if not isinstance(value, Source)]
@@ -195,7 +189,7 @@ class LeafMap:
         _check_free(path for path in other.values if path in values)
         values |= _evaluated(other, self.values)
         for path, value in other.values.items():
-            told = [self.origin.get(p, "") for p in _paths_below(value)] if self.origin else []
+            told = [self.origin.get(p, "") for p in sources_of(value)] if self.origin else []
             texts = ", ".join(filter(None, (*told, other.origin.get(path, "")))).split(", ")
             if texts != [""]:
                 origin[path] = ", ".join(dict.fromkeys(texts))
@@ -207,11 +201,8 @@ class LeafMap:
         return LeafMap(values, origin, (*self.dropped, *was), self.must_be_zero | must_be_zero)
 
     def inverse(self) -> "LeafMap":
-        """The way back. What is dropped has none.
-
-        Raises:
-          TreeMismatchError: an operation has no inverse.
-        """
+        """The way back. What is dropped has none. Raises TreeMismatchError: an operation has no
+        inverse."""
         values: dict[Path, Value] = {}
         origin: dict[Path, str] = {}
         must_be_zero: dict[Path, Zeros] = {}
@@ -244,11 +235,8 @@ class LeafMap:
         return LeafMap({**values, **self.must_be_zero}, origin, (), must_be_zero)
 
     def bind(self, leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
-        """The leaves after, of those before. Reads nothing but what padding has added.
-
-        Raises:
-          TreeMismatchError: arrays that cannot become one, or padding that is no padding any more.
-        """
+        """The leaves after, of those before. Reads nothing but what padding has added. Raises
+        TreeMismatchError: arrays that cannot become one, or padding that is no padding any more."""
         names, made = names_of(self), {}
 
         def bound(value: Value) -> Leaf:
@@ -289,7 +277,7 @@ class LeafMap:
         aside: dict[Path, Path] = {}
         for path in self.sources():
             value = self.values.get(path)
-            if value is not None and {*_paths_below(value)} != {path} and path not in aside:
+            if value is not None and {*sources_of(value)} != {path} and path not in aside:
                 *outer, last = path
                 while (*outer, last) in taken:
                     last = f"{last}~"
@@ -415,7 +403,7 @@ def _evaluated(found: LeafMap, leaves: Mapping[Path, Value]) -> dict[Path, Value
     return {path: bound(value) for path, value in found.values.items()}
 
 
-def _paths_below(value: Value) -> list[Path]:
+def sources_of(value: Value) -> list[Path]:
     """Paths of the leaves that a value is made of."""
     return [value.path] if isinstance(value, Source) else [*LeafMap({(): value}).sources()]
 

@@ -144,11 +144,8 @@ class Nest:
     inner: Replacement | None
 
     def names(self, number_of: Callable[[Replacement], int]) -> dict[str, int]:
-        """The names that it gives for a match.
-
-        Raises:
-          ValueError: there is no such group, or it is not as large.
-        """
+        """The names that it gives for a match. Raises ValueError: there is no such group, or it is
+        not as large."""
         if self.flat is not None:
             inner = flat = number_of(self.flat)
             for outer, size in enumerate(self.sizes):
@@ -188,22 +185,16 @@ class Rule:
     optional: bool = False
 
     def names(self, match: re.Match[str], position: int | None = None) -> dict[str, int]:
-        """The names for arithmetic in the replacement of a match, by a part at a position.
-
-        Raises:
-          ValueError: `nest` has none for it.
-        """
+        """The names for arithmetic in the replacement of a match, by a part at a position. Raises
+        ValueError: `nest` has none for it."""
         names = {} if position is None else {"i": position}
         if self.nest is not None:
             names |= self.nest.names(lambda text: number(text.expanded(match, names)))
         return names
 
     def piece(self, gathered: Gathered, position: int, text: str) -> tuple[str, int]:
-        """The path that a leaf under a printed path becomes a piece of, and which piece.
-
-        Raises:
-          ValueError: nothing says which.
-        """
+        """The path that a leaf under a printed path becomes a piece of, and which piece. Raises
+        ValueError: nothing says which."""
         assert self.to is not None
         pattern = self.patterns[position]
         target = self.to.replaced(pattern, text, self.names)
@@ -240,6 +231,7 @@ class Map:
       optional: the same, of leaves that may not be there.
       ignored: globs of leaves of the source that are dropped if they are there.
       to: the API that it converts to, if it says so: `"nnx"` or `"linen"`.
+      keeps: whether a rule that leaves a path as it is says so of the leaf, or does nothing.
     """
 
     name: str
@@ -248,6 +240,7 @@ class Map:
     optional: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     to: str | None = None
+    keeps: bool = False
 
 
 def inverse(rules: Map) -> Map:
@@ -286,7 +279,8 @@ def inverse(rules: Map) -> Map:
     to = OPPOSITE.get(rules.to or "")
     undone = [dataclasses.replace(back, optional=back.number in may) for back in undone]
     ignored = (*rules.initial, *rules.optional)
-    return Map(rules.name, tuple(undone), tuple(dropped[::-1]), tuple(optional), ignored, to)
+    outside = tuple(dropped[::-1]), tuple(optional), ignored
+    return Map(rules.name, tuple(undone), *outside, to, rules.keeps)
 
 
 def _undone(rule: Rule) -> list[Rule]:
@@ -405,7 +399,7 @@ def apply_map(
         another, pieces that are missing, operations that do not fit, numbers that are none: all of
         them, by rule.
     """
-    tree = _Tree(leaves, list(map(format_path, left_out)))
+    tree = _Tree(leaves, list(map(format_path, left_out)), rules.keeps)
     for rule in rules.rules:
         tree.apply(rule)
     tree.ignore(rules.ignored)
@@ -442,7 +436,7 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
         hints = ["model=..., the model to convert to, decides"]
         raise TreeMismatchError(summary, problems, hints)
     try:
-        again = apply_map(Map(rules.name, kept), back.map.shapes).map.inverse()
+        again = apply_map(Map(rules.name, kept, keeps=rules.keeps), back.map.shapes).map.inverse()
     except TreeMismatchError as error:
         raise TreeMismatchError(summary, error.problems, error.hints) from error
     told, made = again.made_of(), back.map.made_of()
@@ -495,8 +489,9 @@ class _Move(NamedTuple):
 class _Tree:
     """The leaves while rules are applied to them."""
 
-    def __init__(self, leaves: Mapping[Path, Shape], left_out: Sequence[str]):
+    def __init__(self, leaves: Mapping[Path, Shape], left_out: Sequence[str], keeps: bool):
         self.left_out = left_out
+        self.keeps = keeps
         self.here: dict[str, _Leaf] = {}
         for place, (path, shape) in enumerate(leaves.items()):
             text = format_path(path)
@@ -572,7 +567,8 @@ class _Tree:
         before, value, divided = leaf.text, self.operated(rule, leaf), rule.regroup
         if not isinstance(divided, Divided):
             after = before if rule.to is None else self.replaced(rule, rule.to, before)
-            if after == before and not rule.each and rule.patterns[0].literal is None:
+            stays = after == before and not rule.each and rule.patterns[0].literal is None
+            if stays and not self.keeps:
                 return None
             return _Move([before], [before if after is None else after], [value])
         parts: tuple[Value, ...] = ()
@@ -718,6 +714,9 @@ class _Tree:
             exact = compile_glob(glob).fullmatch(glob_text(self.path(leaf)))
             if leaf.last is not None and exact:
                 self.problem(leaf.last, leaf.text, f"`init` has `{glob}`, but it is made here")
+        if self.keeps and (left := [leaf.text for leaf in last if leaf.last is None]):
+            self.problems += [f"no rule applies to {text}" for text in left]
+            self.hints.append("`drop = true` leaves a leaf out; a rule with its own path keeps it")
         if self.problems:
             raise TreeMismatchError(
                 f"{rules.name}: the map does not fit the leaves", self.problems, self.hints

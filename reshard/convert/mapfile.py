@@ -105,11 +105,8 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def read_map(path: str | os.PathLike[str]) -> Map:
-    """The rules of a map file.
-
-    Raises:
-      ArgumentError: it is no such file; all that is wrong with its rules, or still to be done.
-    """
+    """The rules of a map file. Raises ArgumentError: it is no such file; all that is wrong with its
+    rules, or still to be done."""
     try:
         text = _text_of(path)
         document = _parsed(text)
@@ -126,11 +123,8 @@ def read_map(path: str | os.PathLike[str]) -> Map:
 
 
 def map_of(document: dict[str, Any], name: str) -> Map:
-    """The rules of the document in a map file of this name.
-
-    Raises:
-      ArgumentError: all that is wrong with them.
-    """
+    """The rules of the document in a map file of this name. Raises ArgumentError: all that is wrong
+    with them."""
     problems: list[str] = []
     top = _Table("the file", document, problems)
     initial = top.take("init", _TEXTS) or []

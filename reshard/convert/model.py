@@ -87,11 +87,8 @@ class TargetTree:
 
 
 def target_tree_of(model: Any, api: str, role: str = "the model to convert to") -> TargetTree:
-    """The tree that a model of an API saves. Nothing is computed.
-
-    Raises:
-      ArgumentError: the model is one of the other API, or has no tree.
-    """
+    """The tree that a model of an API saves. Nothing is computed. Raises ArgumentError: the model
+    is one of the other API, or has no tree."""
     _check_module(model, api, role)
     with definition_orders() as orders, linen_classes() as classes:
         state = state_of(model)

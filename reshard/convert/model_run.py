@@ -23,6 +23,7 @@ from reshard.units import format_bytes
 # How far the outputs of two models are apart, next to noise: what each element of an output
 # changes by when every weight is moved by one unit in the last place.
 
+NAMES = {"linen": "Linen", "nnx": "NNX"}
 # How far elements of equal outputs may be apart, in units of the noise.
 LIMIT = 10.0
 # Noise of an element is known by others of about its magnitude: up to twice as large, and of the
@@ -109,42 +110,49 @@ class Run(NamedTuple):
     seen: list[bool]
 
 
-def evaluate(
-    call: Call,
+def run(
     api: str,
-    leaves: Mapping[Path, Any],
+    model: Any,
+    leaves: Mapping[Path, Leaf],
     tell: Tell,
-    arguments: Arguments,
+    arguments: Arguments | None,
     more: More,
     exchanges: Sequence[Exchange] = (),
 ) -> Run:
     """Runs a model.
 
     Args:
-      call: the model.
-      api: what it is of, in words.
-      leaves: its leaves; abstract ones are those that the checkpoint does not have.
+      api: `"linen"` or `"nnx"`.
+      model: of Linen a function that initialises a module, or a `TrainState` whose `apply_fn` is
+        the module's; of NNX as `reshard.target` takes it.
+      leaves: path in the model -> array.
       tell: called with what it takes, before any array is read.
-      arguments: what it is called with.
+      arguments: what the module is called with; None, of Linen, for what it is initialised with,
+        where numbers that are all the same give way to random ones: zeros and ones would tell
+        little.
       more: what else is found out.
       exchanges: leaves to be exchanged, two by two, in a run each.
 
     Raises:
-      ArgumentError: the outputs depend on what the checkpoint does not have, or there are none.
+      ArgumentError: the model tells no module, or nothing to call it with, has other leaves, or
+        does not take these arguments; its outputs depend on what the checkpoint does not have, or
+        there are none.
     """
     import jax
 
-    paths = list(leaves)
-    abstract = [_abstract(leaf) for leaf in leaves.values()]
+    find = _linen_model if api == "linen" else _nnx_model
+    call, held, arguments = find(model, leaves, arguments, more)
+    api, paths = NAMES[api], list(held)
+    abstract = [_abstract(leaf) for leaf in held.values()]
     floats = [number for number, leaf in enumerate(abstract) if is_floating(leaf.dtype)]
     with jax.default_matmul_precision("highest"):
-        most = _peak(call, api, leaves, abstract)
+        most = _peak(call, api, held, abstract)
         gradient, backward = _gradient(call, abstract, floats) if more == "unused" else (None, 0)
         again = ", once more," if more == "calls" else ""
         again = f" {len(exchanges)} times, with leaves exchanged," if exchanges else again
         most = format_bytes(max(most, backward))
         tell(f"running the {api} model{again} takes about {most} of memory")
-        values = [_value(leaf) for leaf in leaves.values()]
+        values = [_value(leaf) for leaf in held.values()]
 
         def outputs(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             kept: list[tuple[Path, Any]] = []
@@ -314,46 +322,30 @@ _REPLACING = threading.RLock()
 def runs(
     models: Mapping[str, Any], leaves: Callable[[str], Mapping[Path, Leaf]]
 ) -> dict[str, RunModel]:
-    """What runs both models in this process, by their APIs.
-
-    Raises:
-      ArgumentError: one of the models is not known.
-    """
+    """What runs both models in this process, by their APIs. Raises ArgumentError: one of the models
+    is not known."""
     if None in models.values():
         raise ArgumentError(
             "comparing outputs needs both models",
             hints=["model=... and source=..."],
         )
     return {
-        api: functools.partial(run, models[api], leaves(api), lambda text: None)
-        for api, run in (("linen", linen_run), ("nnx", nnx_run))
+        api: functools.partial(run, api, models[api], leaves(api), lambda text: None)
+        for api in NAMES
     }
 
 
-def linen_run(
-    model: Any,
-    leaves: Mapping[Path, Leaf],
-    tell: Tell,
-    arguments: Arguments | None,
-    more: More,
-    exchanges: Sequence[Exchange] = (),
-) -> Run:
-    """Runs a Linen model.
-
-    Args:
-      model: a function that initialises a module, or a `TrainState` whose `apply_fn` is the
-        module's.
-      leaves: path in the model -> array.
-      tell: called with what it takes, before any array is read.
-      arguments: what the module is called with; None for what it is initialised with, where numbers
-        that are all the same give way to random ones: zeros and ones would tell little.
-      more, exchanges: as for `evaluate`.
-
-    Raises:
-      ArgumentError: the model tells no module, or nothing to call it with, or has other leaves.
-    """
+def _linen_model(
+    model: Any, leaves: Mapping[Path, Leaf], arguments: Arguments | None, more: More
+) -> tuple[Call, Mapping[Path, Any], Arguments]:
+    """The call of a Linen model, its leaves and its arguments."""
     from flax import errors, linen
 
+    other_leaves = (
+        errors.ScopeCollectionNotFound,
+        errors.ScopeParamNotFoundError,
+        errors.ScopeVariableNotFoundError,
+    )
     module, method, initial = _linen_call(model)
     if arguments is None and initial is None:
         raise ArgumentError("the arguments of the Linen model are unknown", hints=["check=..."])
@@ -378,42 +370,28 @@ def linen_run(
             for key in path[:-1]:
                 node = node.setdefault(str(key), {})
             node[str(path[-1])] = value
-        with linen.intercept_methods(noting):
-            if isinstance(module, linen.Module):
-                return module.apply(variables, *args, method=method, **kwargs)
-            return module(variables, *args, **kwargs)
+        try:
+            with linen.intercept_methods(noting):
+                if isinstance(module, linen.Module):
+                    return module.apply(variables, *args, method=method, **kwargs)
+                return module(variables, *args, **kwargs)
+        except other_leaves as error:
+            raise ArgumentError(
+                "the Linen model has other leaves than the checkpoint",
+                [str(error).partition(" (https:")[0]],
+                [
+                    "if reshard.rename(ckpt, [(..., ...)]) has given the leaves other names: a "
+                    "rule of map_file=... does so for the conversion alone",
+                ],
+            ) from error
 
-    try:
-        return evaluate(call, "Linen", leaves, tell, (args, kwargs), more, exchanges)
-    except (
-        errors.ScopeCollectionNotFound,
-        errors.ScopeParamNotFoundError,
-        errors.ScopeVariableNotFoundError,
-    ) as error:
-        raise ArgumentError(
-            "the Linen model has other leaves than the checkpoint",
-            [str(error).partition(" (https:")[0]],
-            [
-                "if reshard.rename(ckpt, [(..., ...)]) has given the leaves other names: a rule of "
-                "map_file=... does so for the conversion alone",
-            ],
-        ) from error
+    return call, leaves, (args, kwargs)
 
 
-def nnx_run(
-    model: Any,
-    leaves: Mapping[Path, Leaf],
-    tell: Tell,
-    arguments: Arguments,
-    more: More,
-    exchanges: Sequence[Exchange] = (),
-) -> Run:
-    """Runs an NNX model. Arguments as for `linen_run`; the model is as `reshard.target` takes it.
-
-    Raises:
-      ArgumentError: there is no module in the model, it does not take these arguments, or its
-        outputs depend on what the checkpoint does not have.
-    """
+def _nnx_model(
+    model: Any, leaves: Mapping[Path, Leaf], arguments: Any, more: More
+) -> tuple[Call, Mapping[Path, Any], Arguments]:
+    """The call of an NNX model, its leaves and its arguments."""
     from flax import nnx
 
     module: Any = state_of(model)
@@ -441,7 +419,7 @@ def nnx_run(
         with _noted(made, kept) if more == "calls" else contextlib.nullcontext():
             return made(*args, **kwargs)
 
-    return evaluate(call, "NNX", held, tell, (args, kwargs), more, exchanges)
+    return call, held, (args, kwargs)
 
 
 class _Reached(BaseException):

@@ -71,7 +71,7 @@ def arguments_of(inputs: Any) -> dict[str, Arguments]:
     Args:
       inputs: a tuple of positional arguments and a dict of keyword ones, for both alike; or a dict
         of such pairs, `{"linen": ..., "nnx": ...}`. Without `"linen"`, or None, for what Linen's
-        model is initialised with: see `linen_run`.
+        model is initialised with: see `reshard.convert.model_run.run`.
 
     Raises:
       ArgumentError: it is something else.

@@ -81,11 +81,7 @@ class Pattern:
 
 
 def parse_pattern(text: str) -> Pattern:
-    """A pattern from the text of a regex.
-
-    Raises:
-      ValueError: it is no regex.
-    """
+    """A pattern from the text of a regex. Raises ValueError: it is no regex."""
     whole = _WHOLE.fullmatch(text)
     if whole is not None:
         return Pattern(text, _ESCAPED.sub(r"\1", whole[1]))
@@ -116,11 +112,7 @@ class Replacement:
     constant: str | None
 
     def expanded(self, match: re.Match[str], names: Names) -> str:
-        """What takes the place of this match.
-
-        Raises:
-          ValueError: the arithmetic has no answer.
-        """
+        """What takes the place of this match. Raises ValueError: the arithmetic has no answer."""
         if self.constant is not None:
             return self.constant
         texts = []
@@ -135,11 +127,7 @@ class Replacement:
         return "".join(texts)
 
     def replaced(self, pattern: Pattern, text: str, names: Callable[[re.Match[str]], Names]) -> str:
-        """A printed path in which every match is replaced.
-
-        Raises:
-          ValueError: as `expanded`.
-        """
+        """A printed path in which every match is replaced. Raises ValueError: as `expanded`."""
         if pattern.literal is not None and self.constant is not None:
             return self.constant
         if len(self.parts) == 1 and isinstance(self.parts[0], str):
@@ -201,11 +189,7 @@ def toml_text(text: str) -> str:
 
 
 def number(text: str) -> int:
-    """A whole number, zero or more.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """A whole number, zero or more. Raises ValueError: it is none."""
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"`{text}` is not a number")
     return int(text)
@@ -314,11 +298,8 @@ class PathTemplate(NamedTuple):
         return format_path(tuple(glob_key(key).replace("\uffff", "*") for key in keys))
 
     def pattern(self) -> Pattern:
-        """The regex whose groups are the numbers.
-
-        Raises:
-          ValueError: a number would be beside another one.
-        """
+        """The regex whose groups are the numbers. Raises ValueError: a number would be beside
+        another one."""
         if self.whole and not self.groups:
             return whole_path("".join(map(str, self.pieces)))
         plain = ("0" if isinstance(piece, Group) else piece for piece in self.pieces)
@@ -336,11 +317,8 @@ class PathTemplate(NamedTuple):
         return Pattern(text + "$" * self.whole, None)
 
     def replacement(self, pattern: "PathTemplate") -> Replacement:
-        """The text with the numbers that a pattern has found.
-
-        Raises:
-          ValueError: it has not found all of them.
-        """
+        """The text with the numbers that a pattern has found. Raises ValueError: it has not found
+        all of them."""
         if not self.groups:
             return literal_replacement("".join(map(str, self.pieces)))
         text = ""
@@ -365,11 +343,7 @@ class PathTemplate(NamedTuple):
 
 
 def pattern_template(pattern: Pattern) -> PathTemplate:
-    """The template of a pattern.
-
-    Raises:
-      ValueError: it has none.
-    """
+    """The template of a pattern. Raises ValueError: it has none."""
     if pattern.literal is not None:
         return PathTemplate((pattern.literal,))
     whole = pattern.text.endswith("$")
@@ -387,11 +361,8 @@ def pattern_template(pattern: Pattern) -> PathTemplate:
 
 
 def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
-    """The template of a replacement of whole paths, or of the names of modules.
-
-    Raises:
-      ValueError: it has none.
-    """
+    """The template of a replacement of whole paths, or of the names of modules. Raises ValueError:
+    it has none."""
     constant = replacement.constant
     pieces: list[str | Group] = [] if constant is None else [constant]
     for part in replacement.parts if constant is None else ():

@@ -259,11 +259,8 @@ def without_record(ckpt: Checkpoint) -> Checkpoint:
 
 
 def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
-    """The Linen checkpoint that an NNX one was made of, and the map to its leaves.
-
-    Raises:
-      TreeMismatchError: the record cannot be read, or its leaves are not those of the checkpoint.
-    """
+    """The Linen checkpoint that an NNX one was made of, and the map to its leaves. Raises
+    TreeMismatchError: the record cannot be read, or its leaves are not those of the checkpoint."""
     with _readable(_LINEN):
         record = _read(ckpt)
         kinds = {p: kind for p, kind in record.leaves.items() if not isinstance(kind, str)}
@@ -302,12 +299,9 @@ def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
 
 
 def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
-    """A Linen checkpoint as the NNX checkpoint that another one like it has become.
-
-    Raises:
-      TreeMismatchError: the record cannot be read, or its leaves are not those of the Linen
-        checkpoint.
-    """
+    """A Linen checkpoint as the NNX checkpoint that another one like it has become. Raises
+    TreeMismatchError: the record cannot be read, or its leaves are not those of the Linen
+    checkpoint."""
     with _readable(_NNX):
         record, dropped = _read(ckpt), {*recorded_drop(ckpt)}
         problems = [
@@ -456,11 +450,8 @@ def _as_recorded(leaf: Leaf, kind: _Array) -> Leaf:
 
 
 def recounted(leaf: ArrayHandle, dtype: np.dtype) -> ArrayHandle:
-    """A step counter in another integer dtype.
-
-    Raises:
-      TreeMismatchError: that does not hold its value.
-    """
+    """A step counter in another integer dtype. Raises TreeMismatchError: that does not hold its
+    value."""
     value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
     if int(value) != int(value.astype(dtype)):
         raise TreeMismatchError(

@@ -3,6 +3,7 @@
 import collections
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, Derived, stored_name
 from reshard.arrays.operations import Stack, Unstack
@@ -11,8 +12,9 @@ from reshard.convert.leafmap import LeafMap, Row, Value, from_rows
 from reshard.convert.optimizer import Followed, followed, follows_note
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, spec_problems
-from reshard.tree import Key, Path, check_lists, format_path, nearest, split_path
+from reshard.tree import Path, as_python, check_lists, format_path, nearest, split_path
 
+_DIGITS = 5  # of the number of layers in a cycle
 _HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any key"
 # Keys of containers of parameters, whose optimizer state is beside them; and where there are none
 # of these, keys of optimizer state.
@@ -38,7 +40,8 @@ def stack(
       ckpt: the checkpoint.
       layers: the path of a layer, with `{}` for its number: `params/layer_{}`. `*` matches any
         text within a key, and makes groups; each group is stacked on its own.
-      into: the path of the stacked layers, with the `*` of `layers` in their order.
+      into: the path of the stacked layers, with the `*` of `layers` in their order. `{%6}` is the
+        position of a layer in a cycle of six, from 0: each one is stacked over the cycles.
       axis: the position of the new axis in each array.
       indices: numbers of the layers, in order; by default all of them, which must be 0, 1, ...
       names: mesh axes over which the new axis is partitioned.
@@ -54,7 +57,8 @@ def stack(
       >>> ckpt["params/layers/kernel"]
       <params/layers/kernel: float32[2,32,32] P(None, None, 'model')>
     """
-    _check_patterns(layers, into, indices)
+    given = into
+    layers, into, period = _parsed(layers, into, indices)
     mesh_axes = (names,) if isinstance(names, str) else tuple(names)
     _check_names(ckpt, mesh_axes)
     groups: dict[Path, dict[int, dict[Path, Path]]] = {}
@@ -73,25 +77,31 @@ def stack(
     for stars, members in groups.items():
         order = list(indices) if indices is not None else list(range(len(members)))
         lacking = [number for number in order if number not in members]
+        left = len(order) % period
         if lacking:
             have, gone = (", ".join(map(str, numbers)) for numbers in (sorted(members), lacking))
-            target = format_path(_filled(into, stars))
+            target = format_path(_filled(into, stars, 0))
             problems.append(f"{target}: there is no layer {gone}, only {have}")
-            hints.append(f"indices={sorted(members)}")
+            hints.append(_call(layers, given, axis, str(sorted(members)), mesh_axes))
             continue
-        for rest in dict.fromkeys(rest for number in order for rest in members[number]):
-            inputs = [members[number][rest] for number in order if rest in members[number]]
-            target = _like(_filled(into, stars) + rest, inputs[0])
-            without = [str(number) for number in order if rest not in members[number]]
-            kinds = dict.fromkeys(_kind(ckpt[path]) for path in inputs)
-            if without:
-                problems.append(f"{format_path(target)}: layer {', '.join(without)} has none")
-            elif len(kinds) > 1:
-                problems.append(f"{format_path(target)}: it is {' or '.join(kinds)}")
-            elif isinstance(ckpt[inputs[0]], ArrayHandle):
-                rows.append(Row(tuple(inputs), (target,), Stack(axis, mesh_axes)))
-            else:
-                small[target] = inputs
+        if left:
+            target = format_path(_filled(into, stars, 0))
+            problems.append(f"{target}: {len(order)} layers are not whole cycles of {period}")
+            if indices is None and period < len(order):
+                whole = _call(layers, given, axis, f"range({len(order) - left})", mesh_axes)
+                hints.append(f"{whole} leaves the last {left} as they are")
+            continue
+        for position in range(period):
+            made, numbers = _filled(into, stars, position), order[position::period]
+            for rest in dict.fromkeys(rest for number in numbers for rest in members[number]):
+                inputs = {n: members[n][rest] for n in numbers if rest in members[n]}
+                first = next(iter(inputs.values()))
+                target = _like(made + rest, first)
+                problems += _unlike(ckpt, target, inputs, numbers)
+                if isinstance(ckpt[first], ArrayHandle):
+                    rows.append(Row((*inputs.values(),), (target,), Stack(axis, mesh_axes)))
+                else:
+                    small[target] = [*inputs.values()]
     if problems:
         raise TreeMismatchError("the layers are not alike", problems, hints)
     return _applied(ckpt, rows, small)
@@ -111,6 +121,7 @@ def unstack(
       ckpt: the checkpoint.
       stacked: the path of the stacked layers: `params/layers`, with `*` as in `stack`.
       into: the path of a layer, with `{}` for its number and the `*` of `stacked` in their order.
+        With `{%6}` in `stacked`, the numbers go through the cycles.
       axis: the axis of the layers in each array.
       indices: numbers of the layers, in order; 0, 1, ... by default.
 
@@ -124,17 +135,27 @@ def unstack(
       >>> ckpt["params/block_1/kernel"]
       <params/block_1/kernel: float32[32,32] P(None, 'model')>
     """
-    _check_patterns(into, stacked, indices)
-    groups: dict[Path, dict[Path, Path]] = {}
+    into, stacked, period = _parsed(into, stacked, indices)
+    groups: dict[Path, dict[tuple[Any, ...], Path]] = {}
+    problems = []
     for path in ckpt:
         hit = _match(stacked, path)
         if hit is not None:
-            groups.setdefault(hit[0], {})[hit[2]] = path
+            stars, place, rest = hit[0], max(hit[1], 0), hit[2]
+            other = groups.setdefault(stars, {}).setdefault((place, *rest), path)
+            if other != path:
+                problems.append(f"{format_path(other)} and {format_path(path)} are both {place}")
     if not groups:
         near = [f"the nearest leaf is `{name}`" for name in nearest(stacked, ckpt)[:1]]
         raise TreeMismatchError(f"no leaf is below `{stacked}`", hints=near)
-    rows, small, problems = [], {}, []
+    rows, small = [], {}
     for stars, members in groups.items():
+        places = sorted({place for place, *_ in members})
+        if places != [*range(period)]:
+            have = ", ".join(map(str, places))
+            whole = format_path(_filled(stacked, stars, 0))
+            problems.append(f"{whole}: the layers of its cycle are {have}, not 0 to {period - 1}")
+            continue
         counts: dict[int | None, Path] = {}
         for path in members.values():
             leaf = ckpt[path]
@@ -142,14 +163,15 @@ def unstack(
                 inside = -len(leaf.shape) <= axis < len(leaf.shape)
                 counts.setdefault(leaf.shape[axis] if inside else None, path)
         count, *_ = (*counts, None)
-        if len(counts) != 1 or count is None or count != len(indices or range(count)):
+        numbers = range((count or 0) * period) if indices is None else indices
+        if len(counts) != 1 or not count or len(numbers) != count * period:
             texts = {n: "no such axis" if n is None else f"{n} layers" for n in counts}
             problems += [f"{format_path(path)}: {texts[n]}" for n, path in counts.items()]
-            problems += [f"{format_path(_filled(stacked, stars))}: no array"] * (not counts)
+            problems += [f"{format_path(_filled(stacked, stars, 0))}: no array"] * (not counts)
             continue
-        for rest, path in members.items():
-            numbers = range(count) if indices is None else indices
-            outputs = [_like(_filled(into, stars, n) + rest, path) for n in numbers]
+        for (place, *rest), path in members.items():
+            own = numbers[place::period]
+            outputs = [_like((*_filled(into, stars, n), *rest), path) for n in own]
             if isinstance(ckpt[path], ArrayHandle):
                 rows.append(Row((path,), tuple(outputs), Unstack(axis, count)))
             else:
@@ -162,7 +184,10 @@ def unstack(
     return _applied(ckpt, rows, small)
 
 
-def _check_patterns(layers: str, stacked: str, indices: Sequence[int] | None) -> None:
+def _parsed(layers: str, stacked: str, indices: Sequence[int] | None) -> tuple[str, str, int]:
+    """The patterns, `{}` in the place of `{%6}`, and the number of layers in a cycle."""
+    if layers.endswith("/**") and stacked.endswith("/**"):
+        layers, stacked = layers[:-3], stacked[:-3]
     problems = []
     if layers.count("{}") != 1:
         problems.append(f"`{layers}` must have one `{{}}`, for the number of a layer")
@@ -172,8 +197,29 @@ def _check_patterns(layers: str, stacked: str, indices: Sequence[int] | None) ->
         problems.append(f"`{layers}` and `{stacked}` must have the same number of `*`")
     if indices is not None and (len(set(indices)) < len(indices) or min(indices, default=-1) < 0):
         problems.append(f"indices {list(indices)} must be numbers of layers, each once")
+    periods = re.findall(r"\{%(\d+)\}", stacked)
+    if len(periods) > 1 or any(len(text) > _DIGITS or not int(text) for text in periods):
+        problems.append(f"`{stacked}` must have at most one `{{%6}}`, for a cycle of six layers")
     if problems:
         raise ArgumentError("that does not name the layers", problems, [_HINT])
+    return layers, re.sub(r"\{%\d+\}", "{}", stacked), int(*periods or (1,))
+
+
+def _call(before: str, after: str, axis: int, indices: str, names: Sequence[str]) -> str:
+    more = f", axis={axis}" * bool(axis) + f", indices={indices}"
+    more += f", names={as_python([*names])}" * bool(names)
+    return f"reshard.stack(ckpt, {as_python(before)}, into={as_python(after)}{more})"
+
+
+def _unlike(
+    ckpt: Checkpoint, target: Path, inputs: Mapping[int, Path], numbers: Sequence[int]
+) -> list[str]:
+    """Why leaves of layers are no stack."""
+    without = [str(number) for number in numbers if number not in inputs]
+    kinds = dict.fromkeys(_kind(ckpt[path]) for path in inputs.values())
+    if without:
+        return [f"{format_path(target)}: layer {', '.join(without)} has none"]
+    return [f"{format_path(target)}: it is {' or '.join(kinds)}"] * (len(kinds) > 1)
 
 
 def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:
@@ -200,7 +246,7 @@ def _match(pattern: str, path: Path) -> tuple[Path, int, Path] | None:
     keys = split_path(pattern)
     if len(path) < len(keys):
         return None
-    stars: list[Key] = []
+    stars: Path = ()
     number = -1
     for key, given in zip(keys, path, strict=False):
         regex = re.escape(key).replace(r"\*", "(.*)").replace(r"\{\}", "(?P<number>[0-9]+)")
@@ -208,26 +254,26 @@ def _match(pattern: str, path: Path) -> tuple[Path, int, Path] | None:
         if hit is None:
             return None
         named = hit.groupdict().get("number")
-        groups: list[Key] = list(hit.groups())
+        groups = list(hit.groups())
         if named is not None:
             number = int(named)
             groups.pop(hit.re.groupindex["number"] - 1)
-        stars += [given] if key == "*" else groups
-    return tuple(stars), number, path[len(keys) :]
+        stars += (given,) if key == "*" else tuple(groups)
+    return stars, number, path[len(keys) :]
 
 
 def _filled(pattern: str, stars: Path, number: int | None = None) -> Path:
     """The path that a pattern stands for. A key that is a star is what the star stands for, which
     may be a list position."""
     left = list(stars)
-    keys: list[Key] = []
+    keys: Path = ()
     for key in split_path(pattern):
         if key == "*":
-            keys.append(left.pop(0))
+            keys += (left.pop(0),)
             continue
         text = re.sub(r"\*", lambda _: str(left.pop(0)), key)
-        keys.append(text if number is None else text.replace("{}", str(number)))
-    return tuple(keys)
+        keys += (text if number is None else text.replace("{}", str(number)),)
+    return keys
 
 
 def _like(path: Path, other: Path) -> Path:

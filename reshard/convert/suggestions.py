@@ -29,21 +29,30 @@ _Rename = tuple[Path, Path, bool]
 
 
 def hints_for(
-    abstentions: Sequence[Abstention], said: MapResult, source: Side, target: Side, known: bool
+    abstentions: Sequence[Abstention],
+    said: MapResult,
+    source: Side,
+    target: Side,
+    known: bool,
+    saved: Mapping[Path, Path],
 ) -> list[str]:
     """What may decide what is open beside what a map says, which may be for the other direction.
-    `known`: whether there is the model of the source."""
+    `known`: whether there is the model of the source. `saved`: the source's saved paths."""
     forth = target.api == "nnx"
     leaves, others = said.map.shapes, (target if said.to == target.api else source).shapes
     linen, nnx = (leaves, others) if said.to == "nnx" else (others, leaves)
     ahead = [] if forth else ['to = "nnx"\n']
     if not said.map.origin and (rules := _stacks(abstentions, linen, nnx)):
         return [_shown([*ahead, *rules])]  # which may decide what else is open
-    hints = [entry.hint for entry in abstentions if entry.hint and not entry.rule and forth]
+    if not (said.map.origin or known) and (
+        calls := _stack_calls(abstentions, linen, nnx, saved, forth)
+    ):
+        return calls
+    hints = []
     if rows := [entry.rule for entry in abstentions if entry.rule]:
         rules = [f"{rule.rstrip()}  # or in another order\n" for rule in rules_of(rows, linen)]
         hints.append(_shown([*ahead, *rules]))
-    rest = [entry for entry in abstentions if not (entry.rule or (entry.hint and forth))]
+    rest = [entry for entry in abstentions if not (entry.rule or (entry.stacked and forth))]
     if not known and any(COLLECTIONS.isdisjoint(p[:1]) for entry in rest for p in entry.linen):
         api = "Linen" if forth else "NNX"
         hints.append(f"source=..., the {api} model, supplies the classes")
@@ -230,33 +239,79 @@ def _below(
 def _stacks(
     abstentions: Sequence[Abstention], linen: Mapping[Path, Shape], nnx: Mapping[Path, Shape]
 ) -> list[str]:
-    """The rules that unstack modules of Linen's, as the shapes of their leaves show: if no other
-    module and no other list is as likely."""
+    """The rules that unstack modules of Linen's, as the shapes of their leaves show."""
+    pairs: dict[tuple[int, ...], list[tuple[Path, Path]]] = {}
+    for stack, there, axes in _stacked([(x.linen, x.nnx) for x in abstentions], linen, nnx, 1):
+        into = (*(stack[:-1] or there[:-1]), f"{there[-1]}_")
+        for kind in sorted({path[:1] for path in linen if path[1 : len(stack) + 1] == stack}):
+            pairs.setdefault(tuple(axes), []).append(((*kind, *stack), (*kind, *into)))
+    return [rule for axes, of in pairs.items() for rule in unstacking_rules(of, linen, axes)]
+
+
+def _stack_calls(
+    abstentions: Sequence[Abstention],
+    linen: Mapping[Path, Shape],
+    nnx: Mapping[Path, Shape],
+    saved: Mapping[Path, Path],
+    forth: bool,
+) -> list[str]:
+    """The calls that give a source the form of the other side, where NNX has the stack."""
+    calls: dict[str, None] = {}
+    open_ = [(entry.nnx, entry.linen) for entry in abstentions]
+    for stack, there, axes in _stacked(open_, nnx, linen, 0):
+        apart, whole = (*there[:-1], f"{there[-1]}_{{}}"), (*there[:-1], stack[-1])
+        if not forth:
+            apart, whole = (*stack[:-1], apart[-1]), stack
+        for path, name in saved.items():
+            inner = path[1:] if forth else path  # the collection may not be saved
+            begin = len(name) - len(inner)
+            while begin >= 0 and tuple(map(str, name[begin : begin + len(inner)])) != inner:
+                begin -= 1
+            inside = (
+                _list_of(inner[: len(there)])[0] == there if forth else inner[: len(stack)] == stack
+            )
+            if begin >= 0 and inside:
+                ends = (as_python(format_path((*name[:begin], *end))) for end in (apart, whole))
+                one, other = ends if forth else [*ends][::-1]
+                verb = "stack" if forth else "unstack"
+                for axis in axes:
+                    calls[f"reshard.{verb}(ckpt, {one}, into={other}, axis={axis})"] = None
+    return list(calls)
+
+
+def _stacked(
+    pairs: Iterable[tuple[Sequence[Path], Sequence[Path]]],
+    stacks: Mapping[Path, Shape],
+    apart: Mapping[Path, Shape],
+    collection: int,
+) -> Iterator[tuple[Path, Path, list[int]]]:
+    """Modules that are stacked, the lists that they are on the other side, and the axes that it
+    may be along: if no other module and no other list is as likely. `pairs` are open paths of
+    both; of `stacks` and not of `apart`, or the reverse, the first key is a `collection`."""
     lists: dict[Path, dict[str, list[_Inside]]] = {}
-    for path, shape in nnx.items():
+    for whole, shape in apart.items():
+        path = whole[1 - collection :]
         for end in range(1, len(path) if shape else 0):  # scalars are in no stack
             there, number = _list_of(path[:end])
             if number:
                 inside = len(path) - end, shape
                 lists.setdefault(there, {}).setdefault(number, []).append(inside)
     found: dict[tuple[Path, Path], list[int]] = {}
-    for entry in abstentions:
-        near = {part for path in entry.nnx if path for part in (path, _list_of(path)[0])}
-        parts = (part for p in entry.linen for part in (p, p[:-1], p[1:], p[1:-1]) if part)
-        modules = _below(dict.fromkeys(parts), linen, (1,))
+    for ones, others in pairs:
+        others = [part for p in others for part in {p, p[1 - collection :]}]
+        near = {part for path in others if path for part in (path, _list_of(path)[0])}
+        cut = {0, collection}
+        parts = (part for p in ones for at in cut for part in (p[at:], p[at:-1]) if part)
+        modules = _below(dict.fromkeys(parts), stacks, (collection,))
         for there, members in lists.items():
             if any(there[: len(x)] == x[: len(there)] for x in near):
                 layers = [members.get(str(n), []) for n in range(len(members))]
                 fits = {(stack, there): _axes(leaves, layers) for stack, leaves in modules.items()}
                 found |= {pair: axes for pair, axes in fits.items() if axes}
-    ones, others = (collections.Counter(pair[side] for pair in found) for side in (0, 1))
-    pairs: dict[tuple[int, ...], list[tuple[Path, Path]]] = {}
+    firsts, seconds = (collections.Counter(pair[side] for pair in found) for side in (0, 1))
     for (stack, there), axes in found.items():
-        if ones[stack] == others[there] == 1:
-            into = (*(stack[:-1] or there[:-1]), f"{there[-1]}_")
-            for kind in sorted({path[:1] for path in linen if path[1 : len(stack) + 1] == stack}):
-                pairs.setdefault(tuple(axes), []).append(((*kind, *stack), (*kind, *into)))
-    return [rule for axes, of in pairs.items() for rule in unstacking_rules(of, linen, axes)]
+        if firsts[stack] == seconds[there] == 1:
+            yield stack, there, axes
 
 
 def _list_of(path: Path) -> tuple[Path, str]:

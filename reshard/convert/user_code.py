@@ -52,11 +52,8 @@ def findable(name: str) -> Iterator[None]:
 
 
 def load(name: str, what: str) -> Any:
-    """What `package.module:name` or `path/to/file.py:name` names. Runs its code.
-
-    Raises:
-      ReshardError: it cannot be imported.
-    """
+    """What `package.module:name` or `path/to/file.py:name` names. Runs its code. Raises
+    ReshardError: it cannot be imported."""
     module, attribute = _parts(name)
     if not module or not attribute:
         file = name.rstrip(":")

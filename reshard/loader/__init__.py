@@ -2,11 +2,13 @@
 
 import os
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, Item
 from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError
-from reshard.loader import detection, orbax, safetensors
+from reshard.loader import detection, msgpack, orbax, safetensors, zarr_tree
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
+
+_FOREIGN = {"safetensors": safetensors, "msgpack": msgpack, "zarr": zarr_tree}
 
 
 def open(
@@ -20,7 +22,8 @@ def open(
 
     Args:
       path: a PyTree item directory, a standalone checkpoint, a step, a `CheckpointManager` root,
-        or a checkpoint of Orbax's v1 API; on a disk, or in a bucket (`gs://`, `s3://`).
+        or a checkpoint of Orbax's v1 API; a file or a directory of safetensors or of Flax's
+        msgpack; or a tree of zarr arrays. On a disk, or in a bucket (`gs://`, `s3://`).
       step: the step of a manager's root; by default, the latest committed one.
       item: the item of a step that has several trees.
       concurrency: how many requests for arrays are sent to a bucket at once.
@@ -31,7 +34,7 @@ def open(
     Raises:
       CheckpointNotFoundError: the path, step or item does not exist, or is being deleted.
       UncommittedCheckpointError: its writer never finished.
-      CheckpointFormatError: it is not an Orbax checkpoint; the message names what it is.
+      CheckpointFormatError: it is no such checkpoint; the message names what it is.
       CorruptCheckpointError: its parts contradict each other.
       StoreError: a request to a bucket failed.
 
@@ -51,8 +54,12 @@ def open(
         with parse_location(path).remembered():
             found = detection.locate(path, step, item)
             detection.check_inside(found)
-            form = safetensors if found.kind == "safetensors" else orbax
-            return form.read(found, concurrency)
+            if found.kind in _FOREIGN:
+                return _FOREIGN[found.kind].read(found, concurrency)
+            if file := orbax.values_file(found):
+                values = Item(file, "msgpack", found.v1, "", "", (), ())
+                return msgpack.read(values, concurrency)
+            return orbax.read(found, concurrency)
     except ReshardError:
         raise
     except OSError as error:

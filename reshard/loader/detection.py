@@ -32,6 +32,7 @@ CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 TEMPORARY = ".orbax-checkpoint-tmp"
 SAFETENSORS = ".safetensors"
+MSGPACK_FILE = ".msgpack"
 MARKER = "commit_success.txt"
 # What a job in a bucket has decided, and writes before anything that Orbax reads: see
 # `reshard.writer.commit`.
@@ -40,19 +41,23 @@ RECORD = "reshard_commit.json"
 DELETION_FILE = "_CHECKPOINT_DELETION"
 # What is read of an item, or of a step.
 _DOCUMENTS = (CHECKPOINT_FILE, DELETION_FILE, TREE_FILE, SHARDING_FILE, STRINGS_FILE, MANIFEST)
+# Names that tell an item or a step of Orbax from arrays of other programs, and the latter's.
+_ORBAX = {*_DOCUMENTS, V1_MARKER, ARRAYS_FOLDER, MARKER, RECORD, "checkpoint"} - {MANIFEST}
+_ZARR = (".zarray", "zarr.json")
 # Where digests of an item are recorded, at any time: see `reshard.verify.digest_record`.
 RECORD_FILE = "reshard_digests.json"
 RECORD_TEMPORARY = f"{RECORD_FILE}.tmp"
 RECORD_FILES = (RECORD_FILE, RECORD_TEMPORARY)
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
-_LEGACY = re.compile(r"checkpoint(_\d+)?")
-MSGPACK = "a Flax msgpack checkpoint, which is recognised but not read yet"
+_LEGACY = re.compile(r"checkpoint(?:_(\d+))?")
+MSGPACK = "a Flax msgpack checkpoint"
 _PICKLE = "a pickle, which is never opened: reading it can run any code"
 # How files of other programs begin.
 _FOREIGN = {
     b"GGUF": "a GGUF file, which is not supported",
     b"\x89HDF": "an HDF5 file, which is not supported",
     b"PK\3\4": "a zip file, as PyTorch and NumPy write them, which is not supported",
+    b"\x93NUMPY": "a NumPy file, which is not supported",
 }
 _UNKNOWN = "a file, not a checkpoint directory"
 # Names of files that may hold weights in another format, and how many of them are looked at.
@@ -80,17 +85,31 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         raise CheckpointNotFoundError(f"nothing exists at `{text}`", hints=_siblings(root))
     if root.name.endswith(SAFETENSORS) and root.is_file():
         _refuse(text, step, item)
-        return Item(root, "safetensors", False, "", "", (), ())
+        return _foreign(root, "safetensors")
     if not root.is_dir():
-        raise CheckpointFormatError(f"`{text}` is {describe_file(root)}")
+        if (what := describe_file(root)) != MSGPACK:
+            raise CheckpointFormatError(f"`{text}` is {what}")
+        _refuse(text, step, item)
+        return _foreign(root, "msgpack")
     ask_ahead(root)
     check_committed(root)
     steps = {} if _is_item(root) else step_directories(root)
     if (root / CHECKPOINT_FILE).exists() or not steps:
+        if not steps and (files := _flax_steps(root)):
+            return _flax_step(root, files, step, item)
         _refuse(text, step, None)
-        if not steps and any(name.endswith(SAFETENSORS) for name in root.names()):
+        for ending, kind in ((SAFETENSORS, "safetensors"), (MSGPACK_FILE, "msgpack")):
+            files = [name for name in root.names() if name.endswith(ending)]
+            if files and not steps:
+                _refuse(text, step, item)
+                indexed = any(name.endswith(f"{ending}.index.json") for name in root.names())
+                if kind == "msgpack" and not indexed:
+                    _one_of(root, files)
+                    return _foreign(root / files[0], kind)
+                return _foreign(root, kind)
+        if not steps and _is_zarr_tree(root):
             _refuse(text, step, item)
-            return Item(root, "safetensors", False, "", "", (), ())
+            return _foreign(root, "zarr")
         return _in_step(root, "", (), item)
     committed = _committed(root, steps, step)
     if not committed:
@@ -105,6 +124,62 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         )
     found = _in_step(root, committed[number], tuple(sorted(committed)), item)
     return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
+
+
+def _foreign(root: Location, kind: str) -> Item:
+    """What no Orbax wrote."""
+    return Item(root, kind, False, "", "", (), ())
+
+
+def _one_of(root: Location, files: list[str]) -> None:
+    if len(files) > 1:
+        hints = [f"open one of them: {root / files[0]}"]
+        raise CheckpointNotFoundError(f"`{root}` has several checkpoints", files, hints)
+
+
+def _flax_steps(root: Location) -> dict[int, str]:
+    """Step -> name of its file, as `flax.training.checkpoints` calls it."""
+    if _is_item(root) or (root / CHECKPOINT_FILE).exists():
+        return {}
+    found = [(match[1], match[0]) for match in map(_LEGACY.fullmatch, root.names()) if match]
+    named = {int(step): name for step, name in found if step and (root / name).is_file()}
+    return named if any(describe_file(root / name) == MSGPACK for name in named.values()) else {}
+
+
+def _flax_step(root: Location, files: dict[int, str], step: int | None, item: str | None) -> Item:
+    number = max(files) if step is None else step
+    if number not in files:
+        steps = ", ".join(map(str, sorted(files)))
+        raise CheckpointNotFoundError(
+            f"`{root}` has no step {number}", hints=[f"its steps: {steps}"]
+        )
+    return locate(root / files[number], None, item)
+
+
+def _is_zarr_tree(root: Location) -> bool:
+    """Whether a directory holds arrays that TensorStore wrote for another program than Orbax. Then
+    it has an array in a directory of a directory, as Orbax has none in an item, not all arrays in
+    one directory, and nothing that Orbax writes, in it, below it or beside it."""
+    beside = (root.beside(name).exists() for name in (CHECKPOINT_FILE, DELETION_FILE, V1_MARKER))
+    if any(map(_is_orbax, root.names())) or any(beside):
+        return False
+    if (root / MANIFEST).exists():
+        return True
+    left, looked = [root], 0
+    while left and looked < _LOOKED_AT:
+        directory, looked = left.pop(), looked + 1
+        if directory.parent != root and any((directory / key).is_file() for key in _ZARR):
+            break
+        left += [directory / name for name in directory.directories()[:_SOME][::-1]]
+    else:
+        return False
+    paths = [entry.path.rpartition("/") for entry in root.walk()]
+    within = {array.rpartition("/")[0] for array, _, name in paths if array and name in _ZARR}
+    return len(within) > 1 and not any(_is_orbax(name) for _, _, name in paths)
+
+
+def _is_orbax(name: str) -> bool:
+    return name in _ORBAX or name.startswith(PROCESS) or TEMPORARY in name
 
 
 def has_large_arrays(path: str | os.PathLike) -> bool:
@@ -376,6 +451,11 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
         + [f"`{name}` is {what}" for name, what in found.items() if what != _UNKNOWN],
         [] if directory.is_local else [_some_names(directory, directory.names())],
     )
+
+
+def is_checkpoint_file(path: Location) -> bool:
+    """Whether it is a file that is read as a checkpoint."""
+    return path.is_file() and (path.name.endswith(SAFETENSORS) or describe_file(path) == MSGPACK)
 
 
 def describe_file(path: Location) -> str:

@@ -27,7 +27,6 @@ from reshard.tree import MAX_KEYS, Path, format_path
 from reshard.units import format_bytes
 
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
-_SAVE_AGAIN = ["restore it with PyTreeCheckpointer and save it again"]
 
 
 def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
@@ -37,7 +36,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     detection.ask_ahead(directory)
     document = read_json(directory / detection.TREE_FILE)
     if document is None:
-        raise _without_tree(directory)
+        raise without_tree(directory)
     parsed = _parse_tree(document, directory)
     array_paths = [path for path, value_type in parsed if value_type in _ARRAYS]
     store = _array_store(directory, document, requests)
@@ -90,13 +89,19 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     return Checkpoint(leaves, source, tuple(notes))
 
 
-def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Path, str]]:
-    """Path and value type of each leaf, which it takes out of the document of the tree."""
-    file = directory / detection.TREE_FILE
+def _entries(document: dict[str, Any], file: Location) -> list[tuple[Path, str, bool]]:
+    """Path and value type of each leaf, which it takes out of the document of the tree; and whether
+    its value is elsewhere."""
     entries = document.pop("tree_metadata", None)
     if not isinstance(entries, dict):
         raise CorruptCheckpointError(f"`{file}` has no tree_metadata")
-    parsed = [_parse_entry(entry, file) for entry in entries.values()]
+    return [_parse_entry(entry, file) for entry in entries.values()]
+
+
+def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Path, str]]:
+    """Path and value type of each leaf."""
+    file = directory / detection.TREE_FILE
+    parsed = _entries(document, file)
     if problems := tree_problems([path for path, _, _ in parsed]):
         raise CorruptCheckpointError(f"`{file}` describes no tree", problems)
     record = document.get("value_metadata_tree")  # a JSON document of its own, inside a string
@@ -114,12 +119,6 @@ def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Pat
             f"the tree of `{directory}` is a single leaf, which is recognised but not read yet",
             hints=["restore it with Orbax and save it inside a dict"],
         )
-    if any(skipped and value_type in (*_ARRAYS, "string") for _, value_type, skipped in parsed):
-        raise CheckpointFormatError(
-            f"`{directory}` was saved with aggregate=True: its values are inside the msgpack "
-            "file `checkpoint`, which is recognised but not read yet",
-            hints=_SAVE_AGAIN,
-        )
     return [(path, value_type) for path, value_type, _ in parsed]
 
 
@@ -128,17 +127,21 @@ def _below(node: Any, key: str) -> Any:
     return node.get(key) if isinstance(node, dict) else None
 
 
-def _without_tree(directory: Location) -> Exception:
-    legacy = directory / "checkpoint"
-    if detection.describe_file(legacy) != detection.MSGPACK:
-        return CorruptCheckpointError(f"`{directory}` has no _METADATA: it is incomplete")
-    what = "holds its values in the msgpack file `checkpoint` (aggregate=True)"
-    if b"PLACEHOLDER://" in legacy.beginning(1 << 20):
-        file = "its tree is the msgpack file `checkpoint`"
-        what = f"was written by Orbax 0.2 (no _METADATA; {file})"
-    return CheckpointFormatError(
-        f"`{directory}` {what}, which is recognised but not read yet", hints=_SAVE_AGAIN
-    )
+def without_tree(directory: Location) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"`{directory}` has no _METADATA: it is incomplete")
+
+
+def values_file(item: Item) -> Location | None:
+    """The msgpack file that holds the values of an item, and not its tree alone."""
+    file = item.directory / "checkpoint"
+    if detection.describe_file(file) != detection.MSGPACK:
+        return None
+    document = read_json(item.directory / detection.TREE_FILE)
+    if document is None:
+        return file
+    entries = _entries(document, item.directory / detection.TREE_FILE)
+    skipped = (kind in (*_ARRAYS, "string") for _, kind, skips in entries if skips)
+    return file if any(skipped) else None
 
 
 def _array_store(directory: Location, document: dict[str, Any], requests: int) -> ArrayStore:

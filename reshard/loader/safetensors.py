@@ -4,34 +4,30 @@
     header     {"name": {"dtype": "BF16", "shape": [8, 4], "data_offsets": [0, 64]}, ...}
     data       the tensors, one after another, rows first
 
-A tensor is read as zarr chunks, each of some of its rows: see `reshard.storage.ranges`.
+The tensors are plain arrays: see `reshard.loader.plain_arrays`.
 """
 
-import dataclasses
 import itertools
-import json
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.checkpoint import Checkpoint, Item, Leaf, Source
-from reshard.errors import CorruptCheckpointError
+from reshard.checkpoint import Checkpoint, Item
+from reshard.errors import UncommittedCheckpointError
 from reshard.loader.detection import SAFETENSORS
-from reshard.loader.json_documents import parse_json, read_json
-from reshard.loader.orbax import array, tree_problems
-from reshard.storage.array_store import ArrayStore
-from reshard.storage.location import Location, checked
-from reshard.storage.ocdbt import StoredValue
+from reshard.loader.json_documents import parse_json
+from reshard.loader.orbax import tree_problems
+from reshard.loader.plain_arrays import PlainArray, checkpoint, index_problems
+from reshard.storage.location import Location
 from reshard.tree import Path, natural
 from reshard.units import format_bytes
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+# There while an export to a bucket is not complete.
+UNFINISHED = ".reshard-export"
 # Bytes of a header; more is refused, as safetensors itself does.
-_MAX_HEADER = 100_000_000
-# Bytes of a chunk, at most, unless a single row has more.
-_CHUNK = 8 << 20
+MAX_HEADER = 100_000_000
 # Its names of dtypes, and zarr's.
-_DTYPES = {
+DTYPES = {
     "BOOL": "|b1",
     "U8": "|u1",
     "I8": "|i1",
@@ -46,17 +42,6 @@ _DTYPES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """A tensor: its file, below what was opened, and where it is there."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 def read(item: Item, requests: int) -> Checkpoint:
     """The checkpoint of a file or a directory; see `reshard.open` for the errors.
 
@@ -64,35 +49,31 @@ def read(item: Item, requests: int) -> Checkpoint:
     """
     root = item.root
     files = [""] if root.is_file() else [n for n in root.names() if n.endswith(SAFETENSORS)]
+    if not root.is_local and (root / UNFINISHED).is_file():
+        raise UncommittedCheckpointError(
+            f"an export to `{root}` has not ended, or was stopped",
+            hints=["wait until it has ended", "delete what is there, and export again"],
+        )
     problems: list[str] = []
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, PlainArray] = {}
     for file in files:
         for name, tensor in _tensors(root, file, problems):
             if other := tensors.get(name):
                 problems.append(f"`{name}` is in `{other.file}` and in `{file}`")
             tensors[name] = tensor
-    problems += _index_problems(root, tensors) if files != [""] else []
-    store = ArrayStore(False, root, ("",), False, requests, ranged=True)
-    vars(store)["values"] = {name: {} for name in tensors}
+    if files != [""]:
+        named = {name: tensor.file for name, tensor in tensors.items()}
+        problems += index_problems(root / INDEX, named)
     paths: dict[str, Path] = {name: tuple(name.split(".")) for name in tensors}
     if tree_problems(paths.values()):
         paths = {name: (name,) for name in tensors}
         problems += tree_problems(paths.values())
-    leaves: dict[Path, Leaf] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda pair: natural((pair[0],))):
-        metadata, store.values[name] = _chunks(tensor)
-        leaves[paths[name]] = array(
-            paths[name], name, "np.ndarray", store, metadata, {}, {}, problems
-        )
-    if problems:
-        raise CorruptCheckpointError(f"`{root}` cannot be read as safetensors", problems)
-    state = "" if root.is_local else root.state(())
-    document = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
-    source = Source(**vars(item), store=store, metadata=document, described=True, state=state)
-    return Checkpoint(leaves, source)
+    names = sorted(tensors, key=lambda name: natural((name,)))
+    leaves = {paths[name]: tensors[name] for name in names}
+    return checkpoint(item, "safetensors", leaves, requests, problems)
 
 
-def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[str, _Tensor]]:
+def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[str, PlainArray]]:
     """The tensors of a file, by name; what is wrong with it is added to the problems."""
     place = root / file
     size = place.file_bytes() or 0
@@ -108,10 +89,12 @@ def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[s
             numbers = [*shape, begin, end]
             if not all(type(number) is int and number >= 0 for number in numbers):
                 raise ValueError("a shape and offsets are whole numbers")
-            if dtype not in _DTYPES:
+            if dtype not in DTYPES:
                 raise ValueError(f"the dtype {dtype!r:.40} is not supported")
-            tensor = _Tensor(file, dtype, shape, start + begin, start + end)
-            needed = math.prod(shape) * _itemsize(dtype)
+            tensor = PlainArray(
+                file, DTYPES[dtype], shape, ((start + begin, end - begin),), name=name
+            )
+            needed = tensor.nbytes
             if end - begin != needed:
                 raise ValueError(
                     f"it has {end - begin} bytes, and {dtype}{list(shape)} has {needed}"
@@ -132,21 +115,15 @@ def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[s
 def _header(place: Location, size: int, problems: list[str]) -> tuple[Mapping[str, Any], int]:
     """The tensors as a header describes them, and where the data begins."""
 
-    def part(begin: int, end: int) -> bytes:
-        if place.is_local:  # where an older TensorStore reads no range
-            return place.beginning(end)[begin:]
-        read = place.parent.open().read(place.name, byte_range=slice(begin, end))
-        return checked(read, f"the header of `{place}`").value
-
     try:
         if size < 8:
             raise ValueError(f"it has {size} bytes")
-        length = int.from_bytes(part(0, 8), "little")
-        if length > min(_MAX_HEADER, size - 8):
+        length = int.from_bytes(place.part(0, 8), "little")
+        if length > min(MAX_HEADER, size - 8):
             raise ValueError(
                 f"a header of {format_bytes(length)} in a file of {format_bytes(size)}"
             )
-        header = parse_json(part(8, 8 + length))
+        header = parse_json(place.part(8, 8 + length))
         if not isinstance(header, dict):
             raise ValueError("its header is not a JSON object")
         header.pop("__metadata__", None)
@@ -154,61 +131,3 @@ def _header(place: Location, size: int, problems: list[str]) -> tuple[Mapping[st
     except ValueError as error:
         problems.append(f"`{place}`: {error}")
         return {}, size
-
-
-def _index_problems(root: Location, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
-    """In what an index, if there is one, and the files differ."""
-    index = read_json(root / _INDEX)
-    if index is None:
-        return
-    named = index.get("weight_map")
-    if not isinstance(named, dict):
-        yield f"`{root / _INDEX}` has no `weight_map`"
-        return
-    for name in {**named, **tensors}:
-        expected, found = named.get(name), tensors.get(name)
-        if found is None:
-            yield f"`{name:.80}`: the index names it in `{expected}`, and no file has it"
-        elif found.file != expected:
-            where = f"in `{expected}`" if expected else "nowhere"
-            yield f"`{name:.80}`: it is in `{found.file}`, and the index names it {where}"
-
-
-def _itemsize(dtype: str) -> int:
-    name = _DTYPES[dtype]
-    return int(name[-1]) if name[0] in "<|" else 2 if name == "bfloat16" else 1
-
-
-def _chunks(tensor: _Tensor) -> tuple[bytes, dict[str, StoredValue]]:
-    """The zarr metadata of a tensor, and where each of its chunks is: some rows, all of which have
-    equally many, or a part of one row."""
-    chunk = [max(size, 1) for size in tensor.shape]
-    itemsize = _itemsize(tensor.dtype)
-    for axis, size in enumerate(chunk):
-        most = max(_CHUNK // (math.prod(chunk[axis + 1 :]) * itemsize), 1)
-        if size <= most:
-            break
-        chunk[axis] = next(n for n in range(most, 0, -1) if size % n == 0)
-        if most > 1:
-            break
-    nbytes = math.prod(chunk) * itemsize
-    grid = [size // part for size, part in zip(tensor.shape, chunk, strict=True)]
-    keys = itertools.product(*map(range, grid)) if math.prod(tensor.shape) else ()
-    values = {
-        ".".join(map(str, key)) or "0": StoredValue(
-            nbytes, file=tensor.file, offset=tensor.begin + number * nbytes
-        )
-        for number, key in enumerate(keys)
-    }
-    document = {
-        "zarr_format": 2,
-        "shape": tensor.shape,
-        "chunks": chunk,
-        "dtype": _DTYPES[tensor.dtype],
-        "compressor": None,
-        "fill_value": None,
-        "order": "C",
-        "filters": None,
-        "dimension_separator": ".",
-    }
-    return json.dumps(document).encode(), values

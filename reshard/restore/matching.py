@@ -8,22 +8,24 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
 
+from reshard.arrays.boxes import Shape
 from reshard.arrays.dtypes import kind_of
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.errors import ReshardError, TreeMismatchError
 from reshard.transforms import rename
-from reshard.tree import Key, Path, format_path
+from reshard.tree import Key, Path, as_python, format_path
 
 # Rules, times leaves, that are tried before they are shown: a hint must not take long.
 _MAX_TRIED = 10**7
 # Kinds of a target leaf that are no arrays, and the kinds of dtype that fit them.
 _SCALARS = {"int": "iu", "float": "f", "bool": "b"}
+_LACKING = ("missing", "unexpected")
 # Keys of optax's states that are like the parameters: one does not become another.
 _MOMENTS = {"mu", "nu", "trace", "sum_of_squares", "acc_grads", "ema"}
 
@@ -323,8 +325,14 @@ def keeps_values(old: np.dtype, new: np.dtype) -> bool:
 
 
 def mismatch_error(
-    where: str, problems: Sequence[Mismatch], hints: Sequence[str]
+    problems: Sequence[Mismatch],
+    hints: Sequence[str],
+    targets: Sequence[TargetLeaf],
+    ckpt: Checkpoint,
+    given: str = "ckpt",
 ) -> TreeMismatchError:
+    """The error of all mismatches. Where layers are stacked on one side, its hints are calls on
+    `given` that change that: they may decide the rest."""
     words = {
         "missing": "missing from it",
         "unexpected": "that the target lacks",
@@ -340,8 +348,67 @@ def mismatch_error(
     parts = [f"{count[what]} {text}" for what, text in words.items() if count[what]]
     ordered = [p.text for what in words for p in problems if p.what == what]
     return TreeMismatchError(
-        f"{where} does not match the target: {', '.join(parts)}", ordered, hints
+        f"`{ckpt.source.root}` does not match the target: {', '.join(parts)}",
+        ordered,
+        _stacking_hints(problems, targets, ckpt, given) or hints,
     )
+
+
+def _stacking_hints(
+    problems: Sequence[Mismatch], targets: Sequence[TargetLeaf], ckpt: Checkpoint, given: str
+) -> list[str]:
+    """Calls that stack or unstack layers, where shapes show that one side has them in one array
+    each. Optimizer state follows its parameters, and has no call of its own."""
+    shapes = {leaf.path: leaf.shape for leaf in targets}
+    paths = {what: [p.path for p in problems if p.what == what] for what in _LACKING}
+    wanted = {path: shapes[path] for path in paths["missing"]}
+    arrays = {path: ckpt[path] for path in paths["unexpected"]}
+    saved = {path: a.shape for path, a in arrays.items() if isinstance(a, ArrayHandle)}
+    calls = [("unstack", stack, layer, *x) for layer, stack, *x in _stacked(wanted, saved)]
+    calls += [("stack", *pair) for pair in _stacked(saved, wanted)]
+    main = [call for call in calls if not {"params", "model"}.isdisjoint(call[1])] or calls
+    return [
+        f"reshard.{name}({given}, {as_python(format_path(before))}, "
+        f"into={as_python(format_path(after))}, axis={axis})"
+        for name, before, after, axis in main
+    ]
+
+
+def _stacked(
+    apart: Mapping[Path, Shape], together: Mapping[Path, Shape]
+) -> Iterator[tuple[Path, Path, int]]:
+    """Layers, with `{}` for their number, the module that may be all of them, and its axis."""
+    layers: dict[Path, dict[int, dict[Path, Shape]]] = {}
+    for path, shape in apart.items():
+        for depth, key in enumerate(path):
+            if match := re.fullmatch(r"(.*?)(\d+)", str(key)):
+                members = layers.setdefault((*path[:depth], match[1] + "{}"), {})
+                members.setdefault(int(match[2]), {})[_texts(path[depth + 1 :])] = shape
+    modules: dict[Path, dict[Path, Shape]] = {}
+    for path, shape in together.items():
+        for end in range(1, len(path) + 1):
+            modules.setdefault(path[:end], {})[_texts(path[end:])] = shape
+    near = collections.defaultdict(list)  # at the place of the layers, or directly below it
+    for module in modules:
+        near[module].append(module)
+        near[module[:-1]].append(module)
+    for layer, members in layers.items():
+        first = members.get(0)
+        alike = all(member == first for member in members.values())
+        if (
+            first is None
+            or not alike
+            or sorted(members) != [*range(len(members))]
+            or len(members) < 2
+        ):
+            continue
+        rank = min(map(len, first.values()))
+        stacks = [
+            {rest: (*x[:axis], len(members), *x[axis:]) for rest, x in first.items()}
+            for axis in range(rank + 1)
+        ]
+        for module in near[layer[:-1]]:
+            yield from ((layer, module, a) for a, x in enumerate(stacks) if x == modules[module])
 
 
 def renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:

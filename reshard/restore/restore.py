@@ -141,7 +141,7 @@ def restore(
         if problems:
             given = "ckpt" if checkpoint is ckpt else "reshard.open(path)"
             hints = _hints(problems, leaves, cast, ckpt, given)
-            raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
+            raise mismatch_error(problems, hints, targets, ckpt, given)
 
         values: list[Any] = [
             leaf.value if path is None or leaf.path in kept else ckpt[path]

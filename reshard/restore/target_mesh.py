@@ -71,7 +71,7 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     if problems:
         api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
         hints = [f"reshard.to_{api}(path, model)"] if api else _match_hints(problems, targets, ckpt)
-        raise mismatch_error(f"`{ckpt.source.root}`", problems, hints)
+        raise mismatch_error(problems, hints, targets, ckpt)
     parsed = functools.cache(parse_mesh)
     specs: dict[Path, Spec] = {}
     for leaf, path in zip(leaves, found, strict=True):

@@ -26,7 +26,6 @@ from reshard.storage.ocdbt import (
     ranges_spec,
     stored_values,
 )
-from reshard.storage.ranges import Range
 from reshard.units import format_bytes
 
 # Bytes of one array's metadata. Larger ones are not read.
@@ -114,10 +113,9 @@ class ArrayStore(ZarrVersion):
         spec = self.directory.spec
         if self.ranged:
             found = [
-                (f"{name}/{key}", Range(value.file, value.offset, value.size))
+                (f"{name}/{key}", value)
                 for name, values in self.values.items()
                 for key, value in values.items()
-                if value.file is not None
             ]
             spec = ranges_spec(self.directory, found, self.context)
         elif self.ocdbt:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import tensorstore as ts
 
-from reshard.errors import StoreError
+from reshard.errors import CorruptCheckpointError, StoreError
 from reshard.storage import listing
 from reshard.storage.disk import UNKNOWN, Entry, Location
 from reshard.storage.listing import RETRIES, OnlyTensorStoreError
@@ -294,7 +294,13 @@ class BucketLocation(Location):
             yield result.value if result.state == "value" and len(generations) == 1 else None
 
     def beginning(self, nbytes: int) -> bytes:
-        return next(self.blocks(), b"")[:nbytes]
+        found = self.entry()
+        return self.part(0, min(nbytes, found.nbytes)) if found and found.nbytes else b""
+
+    def part(self, begin: int, end: int) -> bytes:
+        read = self.parent.open().read(self.name, byte_range=slice(begin, end))
+        with asking(f"`{self}`", other=CorruptCheckpointError):
+            return read.result().value
 
     # Writing.
 
@@ -321,6 +327,16 @@ class BucketLocation(Location):
                 if scheme == "s3":
                     return listing.create(bucket, key, data)
             return bool(self._store.write(key, data, if_equal=_absent()).result().generation)
+
+    def upload(self, file: Location) -> None:
+        """Writes a file of a disk as an object, however large, in parts."""
+        with asking(f"`{self}`", "written"):
+            try:
+                listing.upload(*self._parts, file)
+            except OnlyTensorStoreError as error:
+                hint = "pip install google-auth, or boto3 for s3, which find credentials"
+                text = "uploads in parts need credentials that obstore accepts"
+                raise StoreError(f"`{self}` cannot be written", [text], [hint]) from error
 
     def make_directory(self) -> None:
         pass

@@ -11,13 +11,17 @@ import dataclasses
 import errno
 import hashlib
 import itertools
+import math
+import mmap
 import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TextIO
+from typing import Any, BinaryIO, ClassVar, NamedTuple, Self, TextIO
 
+import numpy as np
 import tensorstore as ts
 
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError, StoreError
@@ -34,6 +38,8 @@ MAX_DOCUMENT = 1 << 28
 _MAX_LEVELS = 100
 # Bytes that are copied at once.
 _BLOCK = 1 << 18
+# Bytes of a file that are mapped at once.
+_MAPPED = 16 << 20
 # Characters of a file's name that are repeated in that of a temporary one beside it.
 _LONG = 100
 # What statfs calls ext2 to ext4, XFS, Btrfs, ZFS, F2FS, overlays and tmpfs.
@@ -258,6 +264,12 @@ class Location:
         with open(self, "rb") as file:
             return file.read(nbytes)
 
+    def part(self, begin: int, end: int) -> bytes:
+        """The bytes of a file from `begin` to `end`."""
+        with open(self, "rb") as file:
+            file.seek(begin)
+            return file.read(end - begin)
+
     def read_whole(self) -> bytes | None:
         """A file whole, however large; None where there is none."""
         try:
@@ -380,6 +392,60 @@ class Location:
             if found.is_dir:
                 remove_empty(self / found.path)
         remove_empty(self)
+
+
+def write_box(
+    file: AnyPath, begin: int, shape: Sequence[int], box: Sequence[slice], values: np.ndarray
+) -> None:
+    """Writes a box of an array into a file that has the whole array, rows first, from `begin` on.
+    Some processes may write other boxes meanwhile."""
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        strides = [math.prod(shape[axis + 1 :]) * values.itemsize for axis in range(len(shape))]
+        corner = begin + sum(s * part.start for s, part in zip(strides, box, strict=True))
+        _write_strided(descriptor, corner, strides, values)
+    finally:
+        os.close(descriptor)
+
+
+def _write_strided(descriptor: int, begin: int, strides: Sequence[int], values: np.ndarray) -> None:
+    """Writes values to a file, those that are not in one piece there by way of its pages."""
+    steps = [(size - 1) * stride for size, stride in zip(values.shape, strides, strict=True)]
+    span = sum(steps) + values.itemsize
+    if span == values.nbytes:
+        left = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        while left:
+            written = os.pwrite(descriptor, left, begin)
+            begin, left = begin + written, left[written:]
+    elif span <= _MAPPED:
+        first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with mmap.mmap(descriptor, begin + span - first, offset=first) as pages:
+            place = np.frombuffer(pages, np.uint8, span, begin - first)
+            np.ndarray(values.shape, values.dtype, place.data, 0, tuple(strides))[...] = values
+            del place
+    else:
+        axis = next(axis for axis, size in enumerate(values.shape) if size > 1)
+        half = values.shape[axis] // 2
+        for start, part in zip((0, half), np.split(values, [half], axis), strict=True):
+            _write_strided(descriptor, begin + start * strides[axis], strides, part)
+
+
+def make_file(file: AnyPath, head: bytes, nbytes: int) -> None:
+    """Makes a file of so many bytes, which begins with `head`."""
+    with open(file, "xb") as new:
+        new.write(head)
+        new.truncate(nbytes)
+
+
+def reader(file: AnyPath) -> BinaryIO:
+    return open(file, "rb")
+
+
+@contextlib.contextmanager
+def temporary_directory() -> Iterator[Location]:
+    """A directory for temporary files, which is deleted afterwards."""
+    with tempfile.TemporaryDirectory(prefix="reshard-") as path:
+        yield Location(path)
 
 
 def not_a_file(location: Location) -> CheckpointFormatError:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from reshard.errors import CheckpointFormatError
-from reshard.storage.disk import Entry, is_file
+from reshard.storage.disk import Entry, Location, is_file, reader
 from reshard.storage.refusals import status
 
 # How often a failed request is repeated, and the delays between: 429, 503, broken connections.
@@ -27,6 +27,8 @@ RETRIES: dict[str, Any] = {"max_retries": 5, "initial_delay": "300ms", "max_dela
 _PATIENCE = 1.8
 _log = logging.getLogger("reshard")
 _importing = threading.Lock()
+# Bytes of a part of a file that is written, how many parts there are, and how many at once.
+_PART, _PARTS, _AT_ONCE = 8 << 20, 5000, 4
 # Answers to unknown credentials, and to a signature for another region.
 _UNKNOWN, _ELSEWHERE = {"401", "403"}, {"301", "307", "400"}
 # Variables of the environment that decide how a bucket is asked begin so.
@@ -97,6 +99,17 @@ def create(bucket: str, key: str, data: bytes) -> bool:
         return True
 
     return _asked("s3", bucket, key, ask)
+
+
+def upload(scheme: str, bucket: str, key: str, file: Location) -> None:
+    """Writes a file of a disk as an object, in parts: it is there whole, or not at all."""
+    size = max(_PART, (file.file_bytes() or 0) // _PARTS)
+
+    def ask(store: Any) -> None:
+        with reader(file) as data:
+            _obstore().put(store, key, data, chunk_size=size, max_concurrency=_AT_ONCE)
+
+    _asked(scheme, bucket, key, ask)
 
 
 def _asked(scheme: str, bucket: str, key: str, ask: Callable[[Any], Any]) -> Any:
@@ -179,7 +192,7 @@ def _google_credentials() -> Any:
     try:
         auth = importlib.import_module("google.auth")
         provider = importlib.import_module("obstore.auth.google").GoogleCredentialProvider
-        scopes = ["https://www.googleapis.com/auth/devstorage.read_only"]
+        scopes = ["https://www.googleapis.com/auth/devstorage.read_write"]
         return provider(auth.default(scopes=scopes)[0])
     except ImportError:
         return None

@@ -180,15 +180,22 @@ def in_small_nodes(
 
 
 def ranges_spec(
-    directory: Location, values: Sequence[tuple[str, Range]], context: ts.Context
+    directory: Location, values: "Sequence[tuple[str, StoredValue]]", context: ts.Context
 ) -> dict[str, Any]:
-    """A database in a context's memory of ranges of the files in a directory, or of one file."""
+    """A database in a context's memory of ranges of the files in a directory, or of one file; and
+    of values that are inline."""
     memory = {"driver": "memory", "path": _NODES}
     store = ts.KvStore.open({"driver": "memory"}, context=context).result()
-    for name, data in database(values, _NODES).items():
+    places = []
+    for number, (key, value) in enumerate(values):
+        file = f"{_NODES}value{number}" if value.file is None else value.file
+        if value.file is None:
+            store.write(file, value.inline).result()
+        places.append((key, Range(file, value.offset, value.size)))
+    for name, data in database(places, _NODES).items() if places else ():
         store.write(name or MANIFEST, data).result()
     spec, files = ocdbt_spec(directory), directory.spec
-    if any(not place.file for _, place in values):  # it is the file itself
+    if any(not place.file for _, place in places):  # it is the file itself
         files["path"] = files["path"].removesuffix("/")
     layers = [{"base": files}, {"base": memory, "prefix": _NODES}]
     base = {"driver": "kvstack", "layers": layers}

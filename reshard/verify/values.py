@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from reshard.arrays.boxes import Shape, chunks_together, common_multiple, grid_size, shape_of
 from reshard.arrays.digests import Digest
@@ -18,7 +18,6 @@ from reshard.engine.run import Report, check_tasks, run_tasks, task_count
 from reshard.engine.shares import Division
 from reshard.errors import ReshardError, StoreError
 from reshard.tree import Path
-from reshard.verify.elementwise import ElementComparison
 
 # Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
@@ -28,8 +27,19 @@ Group = tuple[ArrayHandle, ...]
 Cuts = tuple[tuple[int, ...], ...]
 # Number of a group -> place in it -> why that array could not be read.
 Failed = dict[int, Mapping[int, ReshardError]]
-# Takes the values of a group, box by box, in any order, and keeps none of them.
-Taker = Digest | ElementComparison
+
+
+class Taker(Protocol):
+    """Takes the values of a group, box by box, in any order, and keeps none of them."""
+
+    @property
+    def add(self) -> Callable[..., None]: ...
+
+    @property
+    def state(self) -> Any: ...
+
+    @property
+    def merge(self) -> Callable[[Any], None]: ...
 
 
 def read_values(
@@ -130,8 +140,7 @@ class ReadTask:
                     if errors:
                         failed.setdefault(number, errors)
                     elif number not in failed:
-                        add: Callable[..., None] = self.takers[number].add
-                        add(reads[start].box, *values[start:stop])
+                        self.takers[number].add(reads[start].box, *values[start:stop])
                     values[start:stop] = [None] * len(places)  # memory is counted without them
                     report(sum(read.nbytes for read in reads[start:stop]))
         return {number: taker.state for number, taker in self.takers.items()}, failed

@@ -8,8 +8,9 @@ from concurrent.futures import Executor
 from typing import Any
 
 from reshard.checkpoint import Checkpoint, kind_text
-from reshard.errors import CorruptCheckpointError, ReshardError, printable
+from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
+from reshard.loader.detection import is_checkpoint_file
 from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, format_path
 from reshard.units import count_of, parse_bytes
@@ -109,7 +110,8 @@ def verify(
     if against is not None and not isinstance(against, Checkpoint):
         file = parse_location(against)
         hint = "reshard.digest(path, write=True)"
-        other = read_record(file, hint) if file.is_file() else open_checkpoint(against)
+        is_record = file.is_file() and not is_checkpoint_file(file)
+        other = read_record(file, hint) if is_record else open_checkpoint(against)
     whole = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
     how = parse_bytes(max_memory), counted(whole, progress), workers, executor
     wrong: _Texts = defaultdict(list)
@@ -227,7 +229,13 @@ def digest(
       True
     """
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    file = ckpt.source.store.directory / FILE
+    directory = ckpt.source.store.directory
+    if write and directory.is_file():
+        raise DestinationError(
+            f"`{directory}` is a single file, and a record is in a directory",
+            hints=[f"reshard.digest({str(directory.parent)!r}, write=True)"],
+        )
+    file = directory / FILE
     recorded = read_record(file)
     checked = verify(
         ckpt, max_memory=max_memory, workers=workers, executor=executor, progress=progress

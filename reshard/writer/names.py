@@ -8,7 +8,7 @@ from reshard.checkpoint import Checkpoint, name_clashes
 from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
 from reshard.storage.array_store import name_problem
 from reshard.storage.ocdbt import FOLDERS, PROCESS
-from reshard.tree import Path, format_path
+from reshard.tree import Path, as_python, format_path
 from reshard.writer.format import TargetFormat
 from reshard.writer.siblings import WRITTEN, is_sibling
 
@@ -27,6 +27,10 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[ReshardError]:
     ]
     if unusable:
         yield TreeMismatchError("some names cannot be stored", unusable)
+    if empty := [a for a in ckpt.arrays if 0 in a.shape]:
+        lines = [f"{format_path(a.path)}  {a.describe()}" for a in empty]
+        hints = [f"reshard.select(ckpt, drop={as_python([format_path(a.path) for a in empty])})"]
+        yield TreeMismatchError("Orbax stores no arrays without elements", lines, hints)
     if slashed := [a.path for a in ckpt.arrays if stored_name(a.path).endswith("/")]:
         text = "no array can be stored under a name that ends in `/`"
         hints = ["reshard.rename(ckpt, [('/+\"$', '\"')]) removes it"]
@@ -42,7 +46,7 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[ReshardError]:
 def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     """Arrays whose names are none of directories, or those of something else in the item."""
     directory = ckpt.source.store.directory
-    names = [] if ckpt.source.store.ranged else directory.names()  # nothing beside it is copied
+    names = [] if ckpt.source.is_foreign else directory.names()  # nothing beside it is copied
     taken = {name for name in names if is_sibling(ckpt, directory / name)}
     if not ckpt.source.store.ocdbt:  # what is beside an array is beside it as before
         taken = {name for name in taken if not (directory / name).is_dir()}

@@ -145,7 +145,7 @@ def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
         if array.moved and not array.linked and needed > limit:
             yield too_large(array.layout, needed, limit)
     if place is not None and place.is_local:
-        yield from _room_errors(place, int(plan.bytes_written * _ESTIMATE_ERROR))
+        yield from room_errors(place, int(plan.bytes_written * _ESTIMATE_ERROR))
     elif place is not None:
         large = [sibling for sibling in plan.siblings if copy_bytes(sibling.nbytes) > limit]
         least = max((copy_bytes(sibling.nbytes) for sibling in large), default=0)
@@ -170,7 +170,7 @@ def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
         yield error
 
 
-def _room_errors(destination: Location, nbytes: int) -> Iterator[DestinationError]:
+def room_errors(destination: Location, nbytes: int) -> Iterator[DestinationError]:
     """Whether the destination's disk has less than `nbytes` free."""
     free = disk.free_bytes(destination)
     parent = destination.parent
@@ -184,12 +184,8 @@ def _room_errors(destination: Location, nbytes: int) -> Iterator[DestinationErro
         )
 
 
-def _check_destination(
-    destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
-) -> list[str]:
-    """What the user should know of a destination; raises DestinationError unless these may be
-    written there."""
-    source, parent = checkpoints[0].source.root, destination.parent
+def check_apart(destination: Location, source: Location) -> None:
+    """Raises DestinationError where one of the two is inside the other."""
     real, root = destination.resolved(), source.resolved()
     if real.below(root) is not None or root.below(real) is not None:
         beside = "write to another path, check the result, then rename it"
@@ -197,6 +193,15 @@ def _check_destination(
             f"the destination `{destination}` and the source `{source}` overlap",
             hints=[beside if destination.is_local else "write to another prefix"],
         )
+
+
+def _check_destination(
+    destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
+) -> list[str]:
+    """What the user should know of a destination; raises DestinationError unless these may be
+    written there."""
+    parent = destination.parent
+    check_apart(destination, checkpoints[0].source.root)
     with parent.remembered():
         names = parent.names() if not parent.is_local or parent.is_dir() else ()
         for left in (pattern.format(destination.name) for pattern in _EARLIER):

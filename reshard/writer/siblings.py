@@ -89,7 +89,7 @@ def siblings(checkpoints: Sequence[Checkpoint]) -> list[Sibling]:
 def _sibling_roots(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Paths, below the root, of the files and directories that all siblings are, or are below."""
     root = checkpoints[0].source.root
-    if checkpoints[0].source.store.ranged:  # beside files of another format, nothing is Orbax's
+    if checkpoints[0].source.is_foreign:  # beside files of another format, nothing is Orbax's
         return []
     skips: dict[str, Callable[[str], bool]] = {}  # names in a folder that are none
     if checkpoints[0].source.kind == "manager":

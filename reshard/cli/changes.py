@@ -1,0 +1,123 @@
+"""What the commands that write do to the leaves of SRC: select, rename, stack and cast."""
+
+import re
+from collections.abc import Sequence
+
+import click
+
+from reshard.checkpoint import Checkpoint
+from reshard.cli.model_argument import look_here
+from reshard.cli.options import SELECTION, Flags, flag, options, value, values
+from reshard.errors import ReshardError, ShardingError, raise_all
+from reshard.sharding.mesh import parse_mesh
+from reshard.transforms import cast, rename, select
+
+CHANGES = options(
+    SELECTION,
+    values("--rename", "REGEX=REPL", "Rename leaves: re.sub on the printed path, in order."),
+    values(
+        "--unstack",
+        "PATH=LAYER[@AXIS]",
+        "Split stacked layers into their own arrays: 'params/layers=params/layer_{}@1'. `{}` is "
+        "the number of a layer. The default axis is 0.",
+    ),
+    values(
+        "--stack",
+        "LAYER=PATH[@AXIS]",
+        "Stack layers along a new axis: 'params/layer_{}=params/layers@1'. `{:24}`, `{1:24:2}` and "
+        "`{3,5}` take some layers. `{%6}` in PATH is the position in a cycle of six layers.",
+    ),
+    values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays, rounding to nearest even."),
+)
+
+MAP = options(
+    value(
+        "--map map_file",
+        "FILE",
+        "TOML with rules that make another tree: `reshard help maps`. Every leaf needs a rule.",
+        type=click.Path(exists=True, dir_okay=False),
+    ),
+    flag("--reverse", "Use the map in the opposite direction."),
+)
+
+
+def remapped(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
+    """After the changes, and then --map."""
+    if flags["reverse"] and flags["map_file"] is None:
+        raise click.UsageError("--reverse requires --map FILE")
+    ckpt = prepared(ckpt, flags)
+    if flags["map_file"] is None:
+        return ckpt
+    from reshard.convert.remap import remap
+
+    look_here()  # for the functions of a map
+    return remap(ckpt, flags["map_file"], reverse=flags["reverse"])
+
+
+def prepared(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
+    """After --from and each option from --select to --dtype, as far as they are in `flags`."""
+    if flags["saved"] is not None:
+        _check_saved(ckpt, flags["saved"])
+    if flags["select"] or flags["drop"]:
+        ckpt = select(ckpt, flags["select"] or "**", drop=flags["drop"])
+    if flags["rename"]:
+        ckpt = rename(ckpt, [pair(text, "--rename") for text in flags["rename"]])
+    ckpt = _stacked(ckpt, flags)
+    for text in flags["dtype"]:
+        where, _, dtype = text.rpartition("=")
+        ckpt = cast(ckpt, dtype, where or "**")
+    return ckpt
+
+
+def _stacked(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
+    """After --unstack and --stack. Reports the problems of all of them."""
+    found: list[ReshardError] = []
+    for name in ("unstack", "stack"):
+        for text in flags[name]:
+            from reshard.convert import stacking  # takes as long as to read a small checkpoint
+
+            given, indices = _layers(text, f"--{name}")
+            axis = re.search(r"@(-?\d{1,5})\Z", given)
+            before, after = pair(given[: axis.start()] if axis else given, f"--{name}")
+            change, at = getattr(stacking, name), int(axis[1]) if axis else 0
+            try:
+                ckpt = change(ckpt, before, after, at, indices=indices)
+            except ReshardError as error:
+                found.append(error)
+    raise_all(found)
+    return ckpt
+
+
+def _layers(text: str, option: str) -> tuple[str, Sequence[int] | None]:
+    """A text with `{}` for the numbers of layers, and these: `{:24}`, `{1:24:2}` or `{3,5}`."""
+    match = re.search(r"\{([^{}%]+)\}", text)
+    if match is None:
+        return text, None
+    words = match[1].replace(" ", "")
+    if ranged := re.fullmatch(r"(\d{0,5}):(\d{1,5})(?::([1-9]\d{0,4}))?", words):
+        numbers: Sequence[int] = range(int(ranged[1] or 0), int(ranged[2]), int(ranged[3] or 1))
+    elif re.fullmatch(r"\d{1,5}(,\d{1,5})*", words):
+        numbers = [int(number) for number in words.split(",")]
+    else:
+        message = f"`{match[0]}` has no numbers of layers: `{{:24}}`, `{{1:24:2}}` or `{{3,5}}`"
+        raise click.BadParameter(message, param_hint=option)
+    return text.replace(match[0], "{}"), numbers
+
+
+def pair(text: str, option: str) -> tuple[str, str]:
+    """The two parts of the value of an option, around its last `=`."""
+    left, equals, right = text.rpartition("=")
+    if not equals or not left:
+        raise click.BadParameter(f"`{text}` has no `=` after its first part", param_hint=option)
+    return left, right
+
+
+def _check_saved(ckpt: Checkpoint, text: str) -> None:
+    wanted = [*parse_mesh(text, ckpt.meshes).split_axes.items()]
+    others = [mesh for mesh in ckpt.meshes if [*mesh.split_axes.items()] != wanted]
+    if others or not ckpt.meshes:
+        raise ShardingError(
+            f"--from {text}: that is not the mesh it was saved on",
+            [f"saved on `{mesh}`" for mesh in others] or ["no leaf was saved on a mesh"],
+            [f"--from {mesh}" for mesh in ckpt.meshes[:1]],
+        )

@@ -1,0 +1,70 @@
+"""A tree rewritten as another by a map alone: no model, and no framework."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+
+from reshard.arrays.handle import ArrayHandle
+from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
+from reshard.convert.leafmap import LeafMap, Source, sources_of
+from reshard.convert.map_rules import Map, apply_inverse, apply_map
+from reshard.convert.mapfile import read_map
+from reshard.errors import TreeMismatchError
+from reshard.tree import Path, check_lists, format_path, with_positions
+
+
+def remap(
+    ckpt: Checkpoint, map_file: str | os.PathLike[str], *, reverse: bool = False
+) -> Checkpoint:
+    """The tree that a map file makes of a checkpoint, without a model. Reads no array.
+
+    Every leaf needs a rule: one that drops it, or one that says its path, which may be the old one.
+
+    Args:
+      ckpt: the checkpoint.
+      map_file: TOML; see `reshard help maps`.
+      reverse: whether the map is used in the opposite direction.
+
+    Raises:
+      ArgumentError: the file is no map.
+      TreeMismatchError: the map does not fit the leaves, or leaves have no rule: all problems.
+
+    Example:
+      >>> ckpt = reshard.select(reshard.open("run/1000"), "**/kernel")
+      >>> with open("map.toml", "w") as file:
+      ...     _ = file.write("[[rule]]\\nfrom = 'layer_(.)'\\nto = 'block_\\\\1'")
+      >>> [*reshard.remap(ckpt, "map.toml")]
+      [('params', 'block_0', 'kernel'), ('params', 'block_1', 'kernel')]
+    """
+    rules = dataclasses.replace(read_map(map_file), keeps=True)
+    old: dict[Path, Path] = {tuple(map(str, path)): path for path in ckpt}
+    leaves: dict[Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
+    shapes = {p: x.shape if isinstance(x, ArrayHandle) else () for p, x in leaves.items()}
+    result = (apply_inverse if reverse else apply_map)(rules, shapes)
+    problems = [*_problems(rules, result.map, leaves, reverse)]
+    if len(old) < len(ckpt):
+        problems += ["a list and a dict in one place have keys of the same text"]
+    if problems:
+        raise TreeMismatchError(f"{rules.name}: the map does not make a tree", problems)
+    made: dict[Path, Leaf] = {}
+    for path, leaf in result.map.bind(leaves).items():
+        was = next(iter(sources_of(result.map.values[path])), path)
+        new = with_positions(tuple(map(str, path)), old.get(was, was))
+        made[new] = leaf.at(new) if isinstance(leaf, ArrayHandle) else leaf
+    check_lists(made, ckpt)
+    if clashes := name_clashes(made):
+        raise TreeMismatchError("two leaves would be stored under one name", clashes)
+    return ckpt.replace(made, notes=result.notes, retyped=True)
+
+
+def _problems(
+    rules: Map, found: LeafMap, leaves: Mapping[Path, Leaf], reverse: bool
+) -> Iterator[str]:
+    """What stands against a map where there is no model."""
+    for glob in () if reverse else rules.initial:
+        yield f"`init` has `{glob}`, and only a model has initial values"
+    for call in found.calls():
+        for value in call.inputs:
+            if isinstance(value, Source) and not isinstance(leaves[value.path], ArrayHandle):
+                kind = type_name(leaves[value.path])
+                yield f"{format_path(value.path)}: {call.operation} is for arrays, not for {kind}"

@@ -1,0 +1,263 @@
+"""msgpack files of Flax: `flax.serialization`, `flax.training.checkpoints`, `flax_model.msgpack` of
+Hugging Face, and the file `checkpoint` of Orbax's `aggregate=True`.
+
+    map of maps      the tree; Flax makes {"0": ..., "1": ...} of lists and tuples
+    extension 1, 3   an array, a NumPy scalar: [shape, "float32", the bytes, rows first]
+    extension 2      a complex number: [real, imaginary]
+
+An array of over 2**30 bytes is a map `__msgpack_chunked_array__` of parts. A file is read from its
+beginning to its end, and the bytes of arrays are skipped. See `reshard.loader.plain_arrays`.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from reshard.arrays.boxes import MOST_AXES
+from reshard.checkpoint import Checkpoint, Item
+from reshard.errors import CheckpointFormatError
+from reshard.loader.detection import MSGPACK_FILE
+from reshard.loader.orbax import tree_problems
+from reshard.loader.plain_arrays import PlainArray, checkpoint, index_problems
+from reshard.storage.disk import MAX_DOCUMENT
+from reshard.storage.location import Location
+from reshard.tree import MAX_KEYS, Path, format_path
+from reshard.units import format_bytes
+
+# Bytes that are read at once, and entries of all maps and lists together: no model comes near.
+_PIECE, _MOST = 1 << 18, 1 << 20
+_CHUNKED = "__msgpack_chunked_array__"
+# How strings begin that stand for arrays elsewhere: in files of Orbax 0.2, and of `save_checkpoint`
+# with arrays of several processes.
+_ELSEWHERE = ("PLACEHOLDER://", "//GDAPlaceholder:")
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+_NUMBERS = dict(
+    zip(
+        range(0xCA, 0xD4), [">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q"], strict=True
+    )
+)
+# First byte -> what follows, and how many bytes its length has.
+_LENGTHS = {
+    first + n: (kind, size)
+    for first, kind, sizes in (
+        (0xC4, "bytes", (1, 2, 4)),
+        (0xC7, "extension", (1, 2, 4)),
+        (0xD9, "text", (1, 2, 4)),
+        (0xDC, "list", (2, 4)),
+        (0xDE, "map", (2, 4)),
+    )
+    for n, size in enumerate(sizes)
+}
+
+
+def read(item: Item, requests: int) -> Checkpoint:
+    """The checkpoint of a file, or of a directory with an index of its files; see `reshard.open`
+    for the errors."""
+    root = item.root
+    files = [""] if root.is_file() else [n for n in root.names() if n.endswith(MSGPACK_FILE)]
+    problems: list[str] = []
+    found: list[tuple[Path, Any]] = []
+    for file in files:
+        reader = _Reader(root, file)
+        try:
+            reader.value(())
+            if reader.at < reader.size:
+                raise ValueError(f"{reader.size - reader.at} bytes follow the end of its tree")
+        except ValueError as error:
+            reader.problems.append(f"at byte {reader.at}: {error}")
+        problems += [f"`{root / file}`: {problem}" for problem in reader.problems]
+        found += reader.leaves
+    if not problems:
+        problems += tree_problems([path for path, _ in found])
+    if files != [""]:
+        names = {"/".join(map(str, p)): a.file for p, a in found if isinstance(a, PlainArray)}
+        problems += index_problems(root / f"flax_model{MSGPACK_FILE}.index.json", names)
+    texts = [leaf for _, leaf in found if isinstance(leaf, str)]
+    if not problems and any(text.startswith(_ELSEWHERE) for text in texts):
+        raise CheckpointFormatError(
+            f"`{root}` holds a tree without its arrays, which lie beside it: Orbax 0.2 and Flax "
+            "wrote such files, which are recognised but not read",
+            hints=["restore it with the program that saved it, and save it with Orbax"],
+        )
+    if not problems and any(not path for path, _ in found):
+        raise CheckpointFormatError(f"`{root}` holds a single leaf, and no tree")
+    leaves = {path: _number(leaf) for path, leaf in found}
+    item = dataclasses.replace(item, kind="msgpack")
+    notes = ["lists and tuples that Flax saved as dicts (`0`, `1`, ...) stay dicts"]
+    has_numbered = any({"0"} & set(path) for path in leaves)
+    return checkpoint(item, "msgpack", leaves, requests, problems, notes if has_numbered else ())
+
+
+class _Reader:
+    """A file from its beginning to its end, whose arrays are skipped. Its methods raise ValueError
+    where it is no msgpack of Flax.
+
+    Attributes:
+      at: where it is in the file.
+      leaves: paths and leaves; a number is one of Python.
+      problems: arrays that cannot be read.
+    """
+
+    def __init__(self, root: Location, file: str):
+        self.file, self._place = file, root / file
+        self.size = self._place.file_bytes() or 0
+        self.at = self._begin = self._taken = self._entries = 0
+        self._piece = b""
+        self.leaves: list[tuple[Path, Any]] = []
+        self.problems: list[str] = []
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        start, end = self.at - self._begin, self.at + count
+        self._taken += count
+        if end > self.size:
+            raise ValueError(f"it ends at {self.size}, in the middle of a value")
+        if self._taken > MAX_DOCUMENT:
+            raise ValueError(f"it has over {format_bytes(MAX_DOCUMENT)} beside its arrays")
+        if start + count > len(self._piece):
+            self._begin, start = self.at, 0
+            self._piece = self._place.part(self.at, min(max(end, self.at + _PIECE), self.size))
+        self.at = end
+        return self._piece[start : start + count]
+
+    def head(self) -> tuple[str, Any]:
+        """What comes next, and its length; or `number` and its value, None and bools included."""
+        first = self.take(1)[0]
+        if first < 0x80 or first >= 0xE0:
+            return "number", first if first < 0x80 else first - 0x100
+        if first < 0xC0:
+            kind = "map" if first < 0x90 else "list" if first < 0xA0 else "text"
+            length = first & (0x1F if kind == "text" else 0x0F)
+        elif first in _CONSTANTS:
+            return "number", _CONSTANTS[first]
+        elif form := _NUMBERS.get(first):
+            return "number", struct.unpack(form, self.take(struct.calcsize(form)))[0]
+        elif 0xD4 <= first <= 0xD8:
+            kind, length = "extension", 1 << first - 0xD4
+        elif first in _LENGTHS:
+            kind, size = _LENGTHS[first]
+            length = int.from_bytes(self.take(size), "big")
+        else:
+            raise ValueError(f"no value begins with the byte 0x{first:02x}")
+        if length * (2 if kind == "map" else 1) > self.size - self.at:
+            raise ValueError(f"a {kind} of {length}, and the file ends at {self.size}")
+        return kind, length
+
+    def value(self, path: Path) -> None:
+        """Adds the next value, or the leaves below it."""
+        if len(path) > MAX_KEYS:
+            raise ValueError(f"it is nested more than {MAX_KEYS} levels deep")
+        kind, length = self.head()
+        self._entries += length if kind in ("map", "list") else 0
+        if self._entries > _MOST:
+            raise ValueError(f"it has over {_MOST} entries: no checkpoint has as many")
+        if kind in ("map", "list") and not length:
+            self.leaves.append((path, {} if kind == "map" else []))
+        elif kind == "map":
+            self._map(path, length)
+        elif kind == "list":
+            for number in range(length):
+                self.value((*path, number))
+        elif kind == "extension":
+            self._extension(path, length)
+        elif kind == "bytes":
+            raise ValueError(f"{format_path(path):.80} holds bytes, which are no leaf")
+        else:
+            leaf = self.take(length).decode() if kind == "text" else length
+            self.leaves.append((path, leaf))
+
+    def _map(self, path: Path, length: int) -> None:
+        first, keys = len(self.leaves), set[str]()
+        for _ in range(length):
+            kind, key = self.head()
+            if kind == "text":
+                key = self.take(key).decode()
+            elif kind != "number" or type(key) is not int:
+                raise ValueError(f"{format_path(path):.80}: a key is neither text nor a number")
+            if str(key) in keys:
+                raise ValueError(f"{format_path(path):.80}: the key {key!r:.80} is there twice")
+            keys.add(str(key))
+            self.value((*path, str(key)))
+        if _CHUNKED in keys:
+            parts = {below[len(path) :]: leaf for below, leaf in self.leaves[first:]}
+            del self.leaves[first:]
+            self.leaves.append((path, _joined(parts, format_path(path))))
+
+    def _extension(self, path: Path, length: int) -> None:
+        code = self.take(1)[0]
+        start, end = self.at, self.at + length
+        if end > self.size:
+            raise ValueError(f"an extension of {length}, and the file ends at {self.size}")
+        try:
+            if code == 2 and self.head() == ("list", 2):
+                parts = [self.head()[1] for _ in range(2)]
+                leaf = complex(*parts) if {*map(type, parts)} == {float} else None
+            else:
+                leaf = self._array() if code in (1, 3) else None
+            if leaf is None or self.at != end:
+                raise ValueError(f"an extension of type {code} that Flax does not write")
+            self.leaves.append((path, leaf))
+        except ValueError as error:
+            self.problems.append(f"{format_path(path):.80}: at byte {start}: {error}")
+        self.at = end
+
+    def _array(self) -> PlainArray | None:
+        if self.head() != ("list", 3):
+            return None
+        kind, rank = self.head()
+        if kind != "list" or rank > MOST_AXES:
+            raise ValueError("its shape is no list of sizes")
+        shape = tuple(self.head() for _ in range(rank))
+        if not all(kind == "number" and type(n) is int and n >= 0 for kind, n in shape):
+            raise ValueError("its shape is no list of sizes")
+        kind, length = self.head()
+        name = self.take(min(length, 80)).decode() if kind in ("text", "bytes") else ""
+        kind, size = self.head()
+        sizes = tuple(n for _, n in shape)
+        plain = PlainArray(self.file, _zarr_dtype(name), sizes, ((self.at, size),))
+        if kind != "bytes" or size != plain.nbytes:
+            raise ValueError(f"it has {size} bytes, and {name}{list(sizes)} has {plain.nbytes}")
+        self.at += size
+        return plain
+
+
+def _zarr_dtype(name: str) -> str:
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    except (TypeError, ValueError):
+        dtype = np.dtype(object)
+    if dtype.name != name or (dtype.kind not in "biufc" and not hasattr(ml_dtypes, name)):
+        raise ValueError(f"the dtype {name!r} is not supported")
+    return name if hasattr(ml_dtypes, name) else dtype.newbyteorder("<").str
+
+
+def _joined(parts: Mapping[Path, Any], what: str) -> PlainArray:
+    """The array whose parts, each of one axis, Flax has put into a map."""
+    shape = [n for path, n in parts.items() if path[0] == "shape"]
+    arrays = [array for path, array in parts.items() if path[0] == "chunks"]
+    keys = {("shape", str(n)) for n in range(len(shape))}
+    keys |= {("chunks", str(n)) for n in range(len(arrays))} | {(_CHUNKED,)}
+    if parts.keys() != keys or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{what:.80} is a chunked array that Flax does not write")
+    if not arrays or not all(isinstance(array, PlainArray) for array in arrays):
+        raise ValueError(f"{what:.80} is a chunked array that Flax does not write")
+    sizes = [parts["shape", str(n)] for n in range(len(shape))]
+    arrays = [parts["chunks", str(n)] for n in range(len(arrays))]
+    runs = tuple(run for array in arrays for run in array.runs)
+    whole = arrays[0]._replace(shape=tuple(sizes), runs=runs)
+    if len({a.dtype for a in arrays}) > 1 or sum(size for _, size in runs) != whole.nbytes:
+        raise ValueError(f"{what:.80}: its parts do not make {list(sizes)} of one dtype")
+    return whole
+
+
+def _number(leaf: Any) -> Any:
+    """A leaf; of a number of Python the array that Orbax makes of it."""
+    if not isinstance(leaf, bool | int | float | complex):
+        return leaf
+    values = np.asarray(leaf)
+    kind = "np.ndarray" if values.dtype.kind == "c" else "scalar"
+    return PlainArray("", values.dtype.str, (), (), values.tobytes(), kind)

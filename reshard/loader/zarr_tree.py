@@ -1,0 +1,47 @@
+"""Arrays that TensorStore wrote without Orbax, as Levanter does: zarr v2 or v3, in an OCDBT
+database or in plain files. Nothing beside them says how they were sharded."""
+
+from reshard.checkpoint import Checkpoint, Item, Leaf, Source
+from reshard.errors import CorruptCheckpointError
+from reshard.loader.json_documents import parse_json
+from reshard.loader.orbax import array, tree_problems, without_tree
+from reshard.storage.array_store import ArrayStore
+from reshard.storage.ocdbt import MANIFEST
+from reshard.tree import Path, natural
+
+
+def read(item: Item, requests: int) -> Checkpoint:
+    """The checkpoint of a directory; see `reshard.open` for the errors. An array's path is its key,
+    split at each `/`."""
+    root = item.root
+    parts = ("",) if (root / MANIFEST).exists() else ()
+    stores = [ArrayStore(zarr3, root, parts, True, requests) for zarr3 in (False, True)]
+    used = [store for store in stores if store.values]
+    if len(used) > 1:
+        raise CorruptCheckpointError(f"`{root}` holds arrays of zarr v2 and of zarr v3")
+    if not used or not any("/" in name for name in used[0].values):
+        raise without_tree(root)  # as of an item of Orbax, whose names have no `/`
+    (store,) = used
+    leaves: dict[Path, Leaf] = {}
+    problems: list[str] = []
+    names = sorted(store.values, key=lambda name: natural((name,)))
+    for name, metadata in zip(names, store.read_metadata(names), strict=True):
+        if not _is_group(metadata):
+            path = tuple(name.split("/"))
+            leaves[path] = array(path, name, "np.ndarray", store, metadata, {}, {}, problems)
+    problems += tree_problems(leaves)
+    if problems:
+        raise CorruptCheckpointError(f"`{root}` is no tree of arrays that can be read", problems)
+    state = "" if root.is_local else root.state(())
+    document = {"use_ocdbt": store.ocdbt, "use_zarr3": store.zarr3}
+    source = Source(**vars(item), store=store, metadata=document, described=True, state=state)
+    return Checkpoint(leaves, source)
+
+
+def _is_group(metadata: bytes | None) -> bool:
+    """Whether a `zarr.json` is that of a directory of arrays."""
+    try:
+        document = parse_json(metadata or b"")
+    except ValueError:
+        return False
+    return isinstance(document, dict) and document.get("node_type") == "group"

@@ -1,0 +1,397 @@
+"""Exports as safetensors files: the `safetensors` library reads them, on a disk and in buckets;
+what is refused; and what a stopped job leaves."""
+
+import json
+import shutil
+from unittest import mock
+
+import jax
+import layouts
+import ml_dtypes
+import numpy as np
+import pytest
+from in_process import reshard_in, shown
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import refused
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from test_safetensors import DTYPES, NAMES, random_bits, written
+
+import reshard
+from reshard.errors import (
+    CorruptCheckpointError,
+    DestinationError,
+    DestinationExistsError,
+    TreeMismatchError,
+    UncommittedCheckpointError,
+)
+from reshard.storage import disk
+from reshard.storage.location import parse_location
+from reshard.writer import commit
+
+INDEX = "model.safetensors.index.json"
+
+
+def sharded(shape, *spec, seed=0, dtype="float32"):
+    values = layouts.random(shape, dtype, seed)
+    return jax.device_put(values, NamedSharding(layouts.mesh((2, 4)), P(*spec)))
+
+
+@pytest.fixture(scope="module")
+def tree():
+    """Arrays whose chunks are rows, columns and neither, and uneven."""
+    return {
+        "layers": {
+            str(n): {
+                "both": sharded((24, 40, 16), None, "data", "model", seed=n),
+                "columns": sharded((30, 56), None, "model", seed=n + 20),
+                "rows": sharded((64, 9), ("data", "model"), seed=n + 40),
+            }
+            for n in (1, 2, 10)
+        },
+        "count": np.asarray(layouts.random((), "int32")),
+        "half": sharded((8, 24), "data", "model", dtype="bfloat16"),
+        "odd": np.asarray(layouts.random((7, 3, 5), "float32", 3)),
+    }
+
+
+@pytest.fixture(scope="module")
+def source(tree, tmp_path_factory):
+    return layouts.save_pytree(tmp_path_factory.mktemp("source") / "saved", tree)
+
+
+def tensors(tree, above=""):
+    found = {}
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        found |= tensors(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return {name: np.asarray(value) for name, value in found.items()}
+
+
+def assert_tensors(got, expected):
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        assert (got[name].dtype, got[name].shape) == (values.dtype, values.shape), name
+        assert got[name].tobytes() == values.tobytes(), name
+
+
+def loaded(directory):
+    """All tensors of a directory, as the library reads them, and the file that has each."""
+    found, files = {}, {}
+    for file in sorted(directory.glob("*.safetensors")):
+        own = load_file(file)
+        files |= dict.fromkeys(own, file.name)
+        found |= own
+    return found, files
+
+
+def test_a_file_has_the_bytes_that_the_library_writes(tree, source, tmp_path):
+    out, by_library = tmp_path / "out", tmp_path / "library.safetensors"
+    made = reshard.export(reshard.open(source), out)
+    save_file(tensors(tree), by_library, metadata={"format": "pt"})
+    assert (out / "model.safetensors").read_bytes() == by_library.read_bytes()
+    assert sorted(p.name for p in out.iterdir()) == ["model.safetensors", "reshard_digests.json"]
+    assert made.nbytes == by_library.stat().st_size
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["library.safetensors", "out"]
+
+
+@pytest.mark.parametrize("how", [{}, {"workers": 2}, {"max_memory": "64KiB"}])
+def test_several_files_and_their_index(tree, source, tmp_path, how):
+    out, expected = tmp_path / "out", tensors(tree)
+    with mock.patch.object(disk, "_MAPPED", 1 << 12):
+        made = reshard.export(reshard.open(source), out, file_size="70KiB", **how)
+    got, files = loaded(out)
+    assert_tensors(got, expected)
+    count = len(made.files)
+    assert count > 2
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    assert sorted({*files.values()}) == names
+    index = json.loads((out / INDEX).read_text())
+    size = sum(values.nbytes for values in expected.values())
+    assert index == {"metadata": {"total_size": size}, "weight_map": files}
+    sizes = [sum(a.nbytes for n, a in got.items() if files[n] == name) for name in names]
+    assert max(sizes) <= 70 << 10
+    assert files["layers.2.rows"] <= files["layers.10.rows"], "in the order of numbers"
+    with safe_open(out / names[0], "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(tmp_path, dtype):
+    shapes = [(5, 3, 2), (7,), (), (0, 4), (1, 1)]
+    values = {f"a.{n}": random_bits(shape, dtype, n) for n, shape in enumerate(shapes)}
+    values["b"] = np.arange(3, dtype="f4")
+    name = {"float32": "F32"} | NAMES
+    path = tmp_path / "all.safetensors"
+    if dtype in NAMES:
+        own = {k: (NAMES[dtype] if k != "b" else "F32", v) for k, v in values.items()}
+        written(path, own)
+    else:
+        save_file(values, path)
+    reshard.export(reshard.open(path), tmp_path / "out")
+    if not dtype.startswith("float8") and dtype not in NAMES:  # which it does not load for numpy
+        assert_tensors(load_file(tmp_path / "out/model.safetensors"), values)
+    with safe_open(tmp_path / "out/model.safetensors", "numpy") as file:
+        assert {*file.keys()} == {*values}
+        got = {key: file.get_slice(key).get_dtype() for key in values}
+    assert dtype not in NAMES or {got[key] for key in values if key != "b"} == {name[dtype]}
+    assert reshard.diff(path, tmp_path / "out", values=True).equal
+
+
+def test_there_and_back(source, tmp_path):
+    reshard.export(reshard.open(source), tmp_path / "hf", file_size="50KB")
+    reshard.save(reshard.open(tmp_path / "hf"), tmp_path / "back")
+    digests = reshard.digest(source)
+    assert reshard.digest(tmp_path / "hf") == digests == reshard.digest(tmp_path / "back")
+    found = reshard.verify(tmp_path / "hf")
+    assert found.ok and found.compared == len(digests)
+    assert reshard.verify(tmp_path / "hf", against=source)
+
+
+def test_digests_find_a_changed_byte(source, tmp_path):
+    reshard.export(reshard.open(source), tmp_path / "hf")
+    file = tmp_path / "hf/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    found = reshard.verify(tmp_path / "hf")
+    assert not found and found.problems == ("half: its values are not those on record",)
+
+
+def test_cast_renamed_and_of_one_layer(source, tree, tmp_path):
+    ckpt = reshard.rename(reshard.select(reshard.open(source), "layers/2/**"), {"layers": "h"})
+    reshard.export(reshard.cast(ckpt, "bfloat16"), tmp_path / "out")
+    own = tensors({"h": {"2": tree["layers"]["2"]}})
+    expected = {name: values.astype(ml_dtypes.bfloat16) for name, values in own.items()}
+    got = load_file(tmp_path / "out/model.safetensors")
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():  # a NaN stays one, of any payload
+        layouts.assert_equal_or_nan(got[name].astype("f4"), values.astype("f4"))
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_unstacked_layers(tmp_path, chunk):
+    """Of one stored array; `chunk` layers are in one chunk."""
+    spec = {1: ("model",), 4: (None, "model")}[chunk]
+    saved = {"layers": {"w": sharded((4, 24, 8), *spec)}}
+    source = layouts.save_pytree(tmp_path / "saved", saved)
+    ckpt = reshard.unstack(reshard.open(source), "layers", into="layer_{}", axis=0)
+    reshard.export(ckpt, tmp_path / "out", file_size="1KiB", max_memory="1MiB")
+    values = np.asarray(saved["layers"]["w"])
+    expected = {f"layer_{n}.w": values[n] for n in range(4)}
+    assert_tensors(loaded(tmp_path / "out")[0], expected)
+
+
+def test_what_the_format_has_no_type_for(tmp_path):
+    tree = {
+        "w": np.arange(3.0),
+        "text": "a",
+        "none": None,
+        "number": 3,
+        "wide": np.zeros(2, "complex128"),
+        "nibble": np.zeros(2, ml_dtypes.int4),
+        "key": jax.random.key(0),
+        "small": np.zeros(2, ml_dtypes.float8_e4m3b11fnuz),
+    }
+    source = layouts.save_pytree(tmp_path / "saved", tree)
+    text = refused(TreeMismatchError, reshard.export, reshard.open(source), tmp_path / "out")
+    lines = text.split("\n")
+    assert lines[0] == "7 leaves cannot be written as safetensors"
+    assert sorted(lines[1:8]) == [
+        "  key: safetensors has no PRNG keys (threefry2x32)",
+        "  nibble: safetensors has no int4",
+        "  none: safetensors has no None",
+        "  number: safetensors has no Python scalars",
+        "  small: safetensors has no float8_e4m3b11fnuz",
+        "  text: safetensors has no string",
+        "  wide: safetensors has no complex128",
+    ]
+    drops = ["key", "nibble", "none", "number", "small", "text", "wide"]
+    wanted = [word for name in drops for word in ("--drop", name)]
+    assert not (tmp_path / "out").exists()
+    shown(tmp_path, "export", "saved", "out", *wanted, "--quiet")
+    assert_tensors(load_file(tmp_path / "out/model.safetensors"), {"w": tree["w"]})
+
+
+def test_two_leaves_of_one_name(tmp_path):
+    tree = {"a": {"b": np.arange(2.0)}, "a.b": np.arange(3.0)}
+    save_file({"a/b": tree["a.b"], "c": tree["a"]["b"]}, tmp_path / "x.safetensors")
+    ckpt = reshard.open(tmp_path / "x.safetensors")
+    other = ckpt.replace({("a", "b"): ckpt["c"].at(("a", "b")), ("a.b",): ckpt["c"].at(("a.b",))})
+    text = refused(TreeMismatchError, reshard.export, other, tmp_path / "out")
+    assert "a/b and a.b -> `a.b`" in text
+
+
+@pytest.mark.parametrize("taken", ["directory", "file", "link"])
+def test_a_taken_destination(source, tmp_path, taken):
+    out = tmp_path / "out"
+    if taken == "directory":
+        out.mkdir()
+    elif taken == "file":
+        out.write_text("mine")
+    else:
+        out.symlink_to(tmp_path / "nowhere")
+    text = refused(DestinationExistsError, reshard.export, reshard.open(source), out)
+    assert text.startswith(f"`{out}` exists")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_destination_that_is_taken_meanwhile(source, tmp_path):
+    out = tmp_path / "out"
+    begin = commit.begin
+
+    def begun(*arguments):
+        started = begin(*arguments)
+        out.mkdir()
+        return started
+
+    with mock.patch.object(commit, "begin", begun):
+        refused(DestinationExistsError, reshard.export, reshard.open(source), out)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert list(out.iterdir()) == []
+
+
+def test_a_killed_job_leaves_nothing_that_counts(source, tmp_path):
+    out = tmp_path / "out"
+    with layouts.killed_at_the_end():
+        reshard.export(reshard.open(source), out)
+    left = [p.name for p in tmp_path.iterdir()]
+    assert len(left) == 1 and left[0].startswith(".reshard-out.")
+    reshard.export(reshard.open(source), out)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert reshard.verify(out)
+
+
+def test_a_source_that_is_damaged(source, tmp_path):
+    copy = shutil.copytree(source, tmp_path / "copy")
+    file = max(copy.rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 :][:64] = bytes(64)
+    file.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+    refused(CorruptCheckpointError, reshard.export, reshard.open(copy), tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["copy"]
+
+
+@pytest.fixture
+def model(tree, tmp_path):
+    """A Hugging Face directory with weights of the same names and shapes."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    zeros = {name: np.zeros_like(values) for name, values in tensors(tree).items()}
+    save_file(zeros, folder / "model.safetensors")
+    texts = ("config.json", "tokenizer.json", "generation_config.json", "README.md", "LICENSE")
+    for name in texts:
+        (folder / name).write_text(f"of {name}")
+    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "reshard_digests.json"):
+        (folder / name).write_text("{}")
+    (folder / "onnx").mkdir()
+    return folder, texts
+
+
+def test_like_a_directory(source, tree, model, tmp_path):
+    folder, texts = model
+    made = reshard.export(reshard.open(source), tmp_path / "out", like=folder)
+    assert sorted(made.copied) == sorted(texts)
+    own = {"model.safetensors", "reshard_digests.json"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {*texts, *own}
+    for name in texts:
+        assert (tmp_path / "out" / name).read_text() == f"of {name}"
+    assert_tensors(load_file(tmp_path / "out/model.safetensors"), tensors(tree))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_unlike_a_directory(source, tree, model, tmp_path, whole):
+    folder, _ = model
+    zeros = {name: np.zeros_like(values) for name, values in tensors(tree).items()}
+    zeros["lost"] = zeros.pop("half")
+    zeros["odd"] = zeros["odd"].reshape(3, 7, 5)
+    save_file(zeros, folder / "model.safetensors")
+    if not whole:
+        (folder / "model.safetensors").unlink()
+        (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(zeros, "x")}))
+    ckpt = reshard.open(source)
+    text = refused(TreeMismatchError, reshard.export, ckpt, tmp_path / "out", like=folder)
+    lines = text.partition("\n\n")[0].split("\n")
+    assert lines[0] == f"the tensors are not those of `{folder}`"
+    assert sorted(lines[1:]) == sorted(
+        [
+            f"  missing: lost: `{folder}` has it",
+            f"  unexpected: half bfloat16[8,24]: `{folder}` does not have it",
+            *[f"  mismatch: odd is float32[7,3,5], and [3, 7, 5] in `{folder}`"] * whole,
+        ]
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(source, tree, tmp_path):
+    words = ["export", source, "hf", "--select", "layers/**", "--file-size", "60KiB"]
+    out = shown(tmp_path, *words, "--dry-run")
+    assert not (tmp_path / "hf").exists() and "9 arrays" in out and "wrote" not in out
+    assert shown(tmp_path, *words).endswith("wrote hf\n")
+    got, files = loaded(tmp_path / "hf")
+    assert_tensors(got, tensors({"layers": tree["layers"]}))
+    status, out, _ = reshard_in(tmp_path, *words, "--json")
+    assert status == 2 and json.loads(out)["done"] is False
+    words[2] = "other"
+    document = json.loads(shown(tmp_path, *words, "--json"))
+    assert document["done"] is True
+    assert {t: f["name"] for f in document["files"] for t in f["tensors"]} == files
+    assert "nothing is wrong" in shown(tmp_path, "verify", "hf")
+
+
+def test_a_record_of_a_single_file_is_refused(source, tmp_path):
+    reshard.export(reshard.open(source), tmp_path / "hf")
+    file = tmp_path / "hf/model.safetensors"
+    text = refused(DestinationError, reshard.digest, file, write=True)
+    assert text == (
+        f"`{file}` is a single file, and a record is in a directory\n\n"
+        f"hint: reshard.digest('{tmp_path}/hf', write=True)"
+    )
+
+
+@pytest.fixture(params=["s3", "conditional"])
+def bucket(stores, request):
+    return stores.bucket(request.param)
+
+
+def objects(url):
+    place = parse_location(url)
+    return {e.path: (place / e.path).read_whole() for e in place.walk() if e.is_file}
+
+
+@pytest.mark.parametrize("size", ["5GB", "70KiB"])
+def test_in_a_bucket(source, model, bucket, stores, tmp_path, size):
+    url, ckpt = f"{bucket}/hf", reshard.open(source)
+    reshard.export(ckpt, tmp_path / "near", like=model[0], file_size=size)
+    stores.reset()
+    reshard.export(ckpt, url, like=model[0], file_size=size)
+    near = {p.name: p.read_bytes() for p in (tmp_path / "near").iterdir()}
+    assert objects(url) == near
+    written = [r.key.rpartition("/")[2] for r in stores.requests if r.operation == "write"]
+    last = [name for name in written if name in near][-1]
+    assert last == ("config.json" if size == "5GB" else INDEX)
+    assert reshard.verify(url, against=source)
+    text = refused(DestinationExistsError, reshard.export, ckpt, url)
+    assert text.startswith(f"`{url}` holds objects")
+    assert objects(url) == near
+
+
+def test_stopped_in_a_bucket(source, bucket):
+    from reshard.loader.safetensors import UNFINISHED
+
+    url, ckpt = f"{bucket}/hf", reshard.open(source)
+    place = parse_location(url)
+    with (
+        mock.patch.object(type(place), "upload", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        reshard.export(ckpt, url)
+    assert objects(url) == {}
+    reshard.export(ckpt, url, file_size="70KiB")
+    (place / UNFINISHED).write(b"{}")  # of a job that was killed
+    text = refused(UncommittedCheckpointError, reshard.open, url)
+    assert text.startswith(f"an export to `{url}` has not ended, or was stopped")
+    text = refused(DestinationExistsError, reshard.export, ckpt, url)
+    assert text.startswith(f"another export writes `{url}`, or was stopped")

@@ -1,0 +1,406 @@
+"""msgpack files as Flax writes them: every kind of leaf and of file, on a disk and in buckets;
+wrong files; and what opening one reads."""
+
+import json
+import re
+import subprocess
+import sys
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import layouts
+import ml_dtypes
+import msgpack
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training import checkpoints
+from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from in_process import reshard_in, shown
+from layouts import refused
+
+import reshard
+from reshard.errors import (
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ReshardError,
+    TreeMismatchError,
+)
+
+DTYPES = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
+DTYPES = f"{DTYPES} complex64 complex128 float8_e4m3fn float8_e5m2".split()
+pack = flax.serialization.msgpack_serialize
+
+
+def random_bits(shape, dtype, seed=0):
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    bits = np.random.default_rng(seed).bytes(int(np.prod(shape)) * dtype.itemsize)
+    values = np.frombuffer(bits, "u1")
+    return (values % 2 if dtype.name == "bool" else values).view(dtype).reshape(shape)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for features in (24, 7):
+            x = nn.Dense(features)(x)
+        return x
+
+
+def train_state(seed=0):
+    variables = Model().init(jax.random.key(seed), jnp.ones((1, 16)))
+    tx = optax.adamw(1e-3)
+    state = TrainState.create(apply_fn=Model().apply, params=variables["params"], tx=tx)
+    grads = jax.tree.map(
+        lambda p: jax.random.normal(jax.random.key(seed + 1), p.shape), state.params
+    )
+    return state.apply_gradients(grads=grads).replace(step=jnp.array(3))
+
+
+def leaves(tree):
+    """Path, of texts, -> leaf, of what Flax restores."""
+    found = {}
+    for path, leaf in jax.tree.flatten_with_path(
+        tree, is_leaf=lambda x: x is None or (isinstance(x, dict | list) and not x)
+    )[0]:
+        found[tuple(str(getattr(k, "key", getattr(k, "idx", None))) for k in path)] = leaf
+    return found
+
+
+def assert_read(ckpt, tree):
+    """Each leaf is what Flax restores, to the bit."""
+    expected = leaves(tree)
+    assert {tuple(map(str, path)) for path in ckpt} == expected.keys()
+    for path, leaf in ckpt.items():
+        value = expected[tuple(map(str, path))]
+        if isinstance(leaf, reshard.ArrayHandle):
+            value, read = np.asarray(value), leaf.read()
+            assert (read.dtype, read.shape) == (value.dtype, value.shape), path
+            assert read.tobytes() == value.tobytes(), path
+        else:
+            assert leaf == value
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 1000)
+
+
+@pytest.fixture
+def tree(small_chunks):
+    """All that Flax writes: `rows` and `column` in parts whose seams cut rows and chunks."""
+    arrays = {dtype: random_bits((3, 5), dtype, n) for n, dtype in enumerate(DTYPES)}
+    numbers = {"step": 5, "big": 2**63 + 1, "small": -(2**40), "rate": 2.5, "flag": True}
+    others = {"none": None, "text": "abc", "complex": 1 - 2j, "scalar": np.float32(3), "dict": {}}
+    lists = {"list": [np.arange(3), {"a": np.ones(2)}, []], "deep": {"a.b": {"c/d": np.arange(4)}}}
+    rows, column = random_bits((50, 7), "float32"), random_bits((1777,), "float64")
+    large = {"rows": rows, "column": column, "cube": random_bits((11, 3, 13), "bfloat16")}
+    return {"arrays": arrays, **numbers, **others, **lists, **large, "scalar_array": np.array(7)}
+
+
+@pytest.fixture
+def file(tree, tmp_path):
+    path = tmp_path / "state.msgpack"
+    path.write_bytes(pack(tree))
+    return path
+
+
+def test_every_leaf_that_flax_writes(file):
+    restored = flax.serialization.msgpack_restore(file.read_bytes())
+    ckpt = reshard.open(file)
+    assert_read(ckpt, restored)
+    assert b"__msgpack_chunked_array__" in file.read_bytes()
+    assert (ckpt.source.kind, ckpt.source.format) == ("msgpack", "msgpack")
+    assert ckpt.notes == ()
+    part = (slice(17, 31), slice(2, 6))
+    assert np.array_equal(ckpt["rows"].read(part), restored["rows"][part], equal_nan=True)
+
+
+def test_every_command_on_a_file(file, tmp_path):
+    assert "rows " in shown(tmp_path, "inspect", file)
+    assert "complete" in shown(tmp_path, "doctor", file)
+    assert reshard_in(tmp_path, "ckpt", file, "out", "--verify")[0] == 0
+    assert reshard_in(tmp_path, "diff", file, "out", "--values")[0] == 0
+    assert reshard_in(tmp_path, "verify", "out", "--against", file)[0] == 0
+    restored = flax.serialization.msgpack_restore(file.read_bytes())
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = leaves(checkpointer.restore(tmp_path / "out"))
+    for path, value in leaves(restored).items():
+        assert type(found[path]) is type(value) or isinstance(value, np.generic | complex)
+        if isinstance(value, dict | list | str | None):
+            assert found[path] == value
+        else:
+            assert np.asarray(found[path]).tobytes() == np.asarray(value).tobytes(), path
+    reshard.save(reshard.open(file), tmp_path / "workers", workers=2, codec="none")
+    assert reshard.diff(file, tmp_path / "workers", values=True).equal
+
+
+@pytest.mark.parametrize("form", ["to_bytes", "checkpoint", "model", "shards"])
+def test_a_train_state_is_restored(tmp_path, form):
+    state = train_state()
+    data = flax.serialization.to_bytes(state)
+    path = tmp_path / "there"
+    if form == "checkpoint":
+        for step in (9, 10):
+            saved = state.replace(step=jnp.array(step))
+            with flax.config.temp_flip_flag("use_orbax_checkpointing", False):
+                checkpoints.save_checkpoint(path, saved, step, keep=5)
+        assert sorted(p.name for p in path.iterdir()) == ["checkpoint_10", "checkpoint_9"]
+        data = (path / "checkpoint_10").read_bytes()
+    else:
+        path.mkdir()
+        if form == "shards":
+            whole = flax.serialization.msgpack_restore(data)
+            names, weight_map = [f"flax_model-0000{n}-of-00003.msgpack" for n in (1, 2, 3)], {}
+            for name, key in zip(names, ("params", "opt_state", "step"), strict=True):
+                (path / name).write_bytes(pack({key: whole[key]}))
+                flat = {
+                    ("", *p)
+                    for p, leaf in leaves({key: whole[key]}).items()
+                    if hasattr(leaf, "dtype")
+                }
+                weight_map |= {"/".join(p[1:]): name for p in flat}
+            index = path / "flax_model.msgpack.index.json"
+            index.write_text(json.dumps({"weight_map": weight_map}))
+        else:
+            (path / "flax_model.msgpack").write_bytes(data)
+        (path / "config.json").write_text("{}")
+    ckpt = reshard.open(path / "flax_model.msgpack" if form == "to_bytes" else path)
+    assert_read(ckpt, flax.serialization.msgpack_restore(data))
+    assert "stay dicts" in "".join(ckpt.notes)
+    expected = flax.serialization.from_bytes(train_state(5), data)
+    target = flax.serialization.to_state_dict(expected)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    found = reshard.restore(
+        ckpt,
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), target),
+    )
+    restored = jax.tree.leaves(flax.serialization.from_state_dict(train_state(5), found))
+    jax.tree.map(np.testing.assert_array_equal, restored, jax.tree.leaves(expected))
+    if form == "checkpoint":
+        assert reshard.open(path, step=9)["step"].read() == 9
+        text = refused(CheckpointNotFoundError, reshard.open, path, step=8)
+        assert text == f"`{path}` has no step 8\n\nhint: its steps: 9, 10"
+
+
+@pytest.mark.parametrize("version", ["orbax-0.2.7", "orbax-0.4.4", "orbax-0.4.4-b"])
+def test_values_that_orbax_aggregated(data, version):
+    path = data / version / "aggregate"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        assert_read(reshard.open(path), checkpointer.restore(path))
+
+
+@pytest.mark.parametrize("kind", ["s3", "conditional"])
+def test_in_a_bucket(stores, kind):
+    url = f"{stores.bucket(kind)}/run"
+    tree = {str(n): random_bits((3, 5), "bfloat16", n) for n in range(9)}
+    tree["large"] = random_bits((900, 1024), "float32", 3)
+    for step in (2, 10):
+        place = reshard.storage.location.parse_location(f"{url}/checkpoint_{step}")
+        place.write(pack(tree | {"step": step}))
+    stores.reset()
+    ckpt = reshard.open(url)
+    assert sum(r.received for r in stores.requests) < tree["large"].nbytes
+    assert_read(ckpt, flax.serialization.msgpack_restore(pack(tree | {"step": 10})))
+
+
+def test_files_that_are_not_one_tree(tmp_path):
+    for name in ("flax_model.msgpack", "opt_state.msgpack"):
+        (tmp_path / name).write_bytes(pack({"w": np.arange(3)}))
+    text = refused(CheckpointNotFoundError, reshard.open, tmp_path)
+    assert text == (
+        f"`{tmp_path}` has several checkpoints\n  flax_model.msgpack\n  opt_state.msgpack\n\n"
+        f"hint: open one of them: {tmp_path}/flax_model.msgpack"
+    )
+    index = tmp_path / "flax_model.msgpack.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "flax_model.msgpack", "v": "x"}}))
+    lines = refused(CorruptCheckpointError, reshard.open, tmp_path).splitlines()
+    assert lines[1:] == [
+        "  w: it is there twice",
+        "  `w`: it is in `opt_state.msgpack`, and the index names it in `flax_model.msgpack`",
+        "  `v`: the index names it in `x`, and no file has it",
+    ]
+
+
+def test_arrays_of_several_processes_are_refused(tmp_path):
+    path = tmp_path / "checkpoint_1"
+    path.write_bytes(pack({"w": "//GDAPlaceholder:w", "b": np.arange(3)}))
+    text = refused(CheckpointFormatError, reshard.open, tmp_path)
+    assert text.startswith(f"`{path}` holds a tree without its arrays, which lie beside it")
+
+
+def test_an_array_without_elements_is_read_and_not_written(tmp_path):
+    path = tmp_path / "x.msgpack"
+    path.write_bytes(pack({"a": {"empty": np.zeros((0, 3), "f4")}, "w": np.arange(3)}))
+    assert reshard.open(path)["a/empty"].read().shape == (0, 3)
+    text = refused(TreeMismatchError, reshard.save, reshard.open(path), tmp_path / "out")
+    assert text == (
+        "Orbax stores no arrays without elements\n  a/empty  float32[0,3]\n\n"
+        'hint: reshard.select(ckpt, drop=["a/empty"])'
+    )
+
+
+def ext(code, *values, data=None):
+    return msgpack.ExtType(code, msgpack.packb(values) if data is None else data)
+
+
+def packed(leaf):
+    return msgpack.packb({"a": {"w": leaf}}, use_bin_type=True)
+
+
+def chunked(shape, *chunks, **more):
+    parts = {str(n): ext(1, [len(c)], "float32", c.tobytes()) for n, c in enumerate(chunks)}
+    shape = {str(n): size for n, size in enumerate(shape)}
+    return packed({"__msgpack_chunked_array__": True, "shape": shape, "chunks": parts, **more})
+
+
+F4 = np.arange(4, dtype="f4")
+GOOD = packed(ext(1, [2, 2], "float32", F4.tobytes()))
+WRONG = {
+    "truncated": (GOOD[:-1], r"an extension of 30, and the file ends at 38"),
+    "short": (b"\x81\xa2a", r"a text of 2, and the file ends at 3"),
+    "trailing": (GOOD + b"\xc0\xc0", r"2 bytes follow the end of its tree"),
+    "map of 2**32": (
+        b"\xdf\xff\xff\xff\xff\xa1a\xc0",
+        r"a map of 4294967295, and the file ends at 8",
+    ),
+    "list of 2**32": (b"\x81\xa1a\xdd\xff\xff\xff\xff", "a list of 4294967295, and the file ends"),
+    "many": (b"\x81\xa1a\xdd\x00\x20\x00\x00" + bytes(1 << 21), "it has over 1048576 entries"),
+    "text of 2**32": (b"\x81\xdb\xff\xff\xff\xff", "a text of 4294967295, and the file ends at 6"),
+    "extension of 2**32": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "an? extension of 4294967295"),
+    "nested": (b"\x81\xa1a" * 5000 + b"\xc0", "it is nested more than 100 levels deep"),
+    "nested lists": (b"\x81\xa1a" + b"\x91" * 5000 + b"\xc0", "nested more than 100 levels"),
+    "twice": (b"\x82\xa1a\xc0\xa1a\xc0", "the key 'a' is there twice"),
+    "number and text": (b"\x82\x01\xc0\xa11\xc0", "the key '1' is there twice"),
+    "key": (b"\x81\xc0\xc0", "a key is neither text nor a number"),
+    "never used": (b"\x81\xa1a\xc1", "no value begins with the byte 0xc1"),
+    "not text": (b"\x81\xa1\xff\xc0", "can't decode byte 0xff"),
+    "bytes": (packed(b"123"), "a/w holds bytes, which are no leaf"),
+    "unknown": (packed(ext(9, 1)), "a/w: at byte 8: an extension of type 9 that Flax does not"),
+    "a date": (packed(msgpack.Timestamp(1)), "an extension of type 255 that Flax does not"),
+    "complex": (packed(ext(2, 1.0, "x")), "an extension of type 2 that Flax does not write"),
+    "no array": (packed(ext(1, 1)), "an extension of type 1 that Flax does not write"),
+    "more": (packed(ext(1, data=ext(1, [4], "int8", b"1234")[1] + b"1")), "an extension of type 1"),
+    "shape": (packed(ext(1, 4, "float32", F4.tobytes())), "its shape is no list of sizes"),
+    "negative": (packed(ext(1, [-4], "float32", b"")), "its shape is no list of sizes"),
+    "fraction": (packed(ext(1, [4.0], "float32", F4.tobytes())), "its shape is no list of sizes"),
+    "axes": (packed(ext(1, [1] * 40, "float32", bytes(4))), "its shape is no list of sizes"),
+    "dtype": (packed(ext(1, [4], "object", F4.tobytes())), "the dtype 'object' is not supported"),
+    "class": (packed(ext(1, [4], "finfo", F4.tobytes())), "the dtype 'finfo' is not supported"),
+    "date": (packed(ext(1, [2], "datetime64[ns]", bytes(16))), "'datetime64.ns.' is not supported"),
+    "size": (
+        packed(ext(1, [3], "float32", F4.tobytes())),
+        r"it has 16 bytes, and float32\[3\] has 12",
+    ),
+    "huge": (
+        packed(ext(1, [2**40, 2**40], "int8", b"")),
+        r"it has 0 bytes, and int8\[1099511627776",
+    ),
+    "text for bytes": (packed(ext(1, [4], "int8", "abcd")), "it has 4 bytes, and int8"),
+    "a name": (msgpack.packb({"..": ext(1, [1], "int8", b"1")}), "its name leads out of the"),
+    "parts": (chunked((3, 3), F4, F4), r"a/w: its parts do not make \[3, 3\] of one dtype"),
+    "no parts": (chunked((3, 3)), "a/w is a chunked array that Flax does not write"),
+    "more parts": (chunked((4,), F4, extra=1), "a/w is a chunked array that Flax does not write"),
+    "two axes": (chunked((4, -1), F4), "a/w is a chunked array that Flax does not write"),
+}
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file(tmp_path, name):
+    data, text = WRONG[name]
+    path = tmp_path / "x.msgpack"
+    path.write_bytes(data)
+    said = refused(CorruptCheckpointError, reshard.open, path)
+    assert said.startswith(f"`{path}` cannot be read as msgpack\n  ")
+    assert re.search(text, said), said
+
+
+def test_all_arrays_that_are_wrong_are_named(tmp_path):
+    path = tmp_path / "x.msgpack"
+    arrays = {"a": ext(1, [3], "int8", b"12"), "b": ext(3, [], "int8", b"1"), "c": ext(7, 1)}
+    path.write_bytes(msgpack.packb(arrays))
+    lines = refused(CorruptCheckpointError, reshard.open, path).splitlines()
+    assert [line.split(": ")[1] for line in lines[1:]] == ["a", "c"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damage_is_an_error_or_other_values(tmp_path_factory, draw):
+    """A file with bytes that are changed, cut off or put twice: opened and read, or refused."""
+    base = bytearray(
+        pack({"a": {"w": random_bits((5, 3), "float32"), "n": 3}, "t": "x", "l": [1.5]})
+    )
+    for _ in range(draw.draw(st.integers(1, 3))):
+        at = draw.draw(st.integers(0, len(base) - 1))
+        kind = draw.draw(st.sampled_from(["set", "cut", "copy"]))
+        if kind == "set":
+            base[at] = draw.draw(st.sampled_from([0, 1, 0x7F, 0x8F, 0xC9, 0xDB, 0xDD, 0xDF, 0xFF]))
+        elif kind == "cut":
+            del base[at : at + draw.draw(st.integers(1, 9))]
+            base += b"\0"
+        else:
+            base[at:at] = base[at // 2 : at]
+    path = tmp_path_factory.mktemp("damage") / "x.msgpack"
+    path.write_bytes(base)
+    try:
+        ckpt = reshard.open(path)
+    except ReshardError:
+        return
+    for array in ckpt.arrays:
+        assert array.read().nbytes == array.nbytes <= len(base)
+
+
+PEAK = """
+import sys, threading, time
+import reshard
+import reshard.writer.save
+
+def anonymous():
+    text = open("/proc/self/status").read()
+    return int(text.split("RssAnon:")[1].split()[0]) << 10
+
+before, peak, done = anonymous(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+reshard.save(reshard.open(sys.argv[1]), sys.argv[2], max_memory="64MiB")
+done = True
+thread.join()
+print(peak - before)
+"""
+
+
+def test_memory_stays_within_the_budget(tmp_path):
+    """Of a file of ten times as much, with an array of many parts."""
+    from unittest import mock
+
+    tree = {
+        "parts": random_bits((160 << 8, 1023), "float32"),
+        "one": random_bits((120 << 18,), "int32"),
+    }
+    tree["many"] = {str(n): random_bits((1 << 20,), "float32", n) for n in range(90)}
+    with mock.patch.object(flax.serialization, "MAX_CHUNK_SIZE", 150_000_000):
+        path = tmp_path / "x.msgpack"
+        path.write_bytes(pack(tree, in_place=True))
+    assert path.stat().st_size >= 9.99 * (64 << 20)
+    command = [sys.executable, "-c", PEAK, str(path), str(tmp_path / "out")]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(result.stdout) < 2.5 * (64 << 20), "with what it imports, and the allocator keeps"
+    restored = layouts.load_pytree(tmp_path / "out")
+    for value, expected in zip(
+        jax.tree.leaves(restored),
+        jax.tree.leaves(flax.serialization.msgpack_restore(path.read_bytes())),
+        strict=True,
+    ):
+        assert np.asarray(value).tobytes() == expected.tobytes()
