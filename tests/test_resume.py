@@ -307,7 +307,10 @@ def test_other_arguments(sources, tmp_path):
     killed(source, out)
     first = f"the unfinished job for `{out}` is a different one"
     cases = [
-        ({"max_memory": "4MiB"}, "max_memory: 3.00 MiB then, 4.00 MiB now; it decides"),
+        (
+            {"max_memory": "4MiB"},
+            "max_memory: 3.00 MiB then, 4.00 MiB now; it changes which arrays are rewritten together",
+        ),
         ({"format": "zarr3"}, "format: OCDBT, zarr2 then, OCDBT, zarr3 now"),
         ({"chunks": "keep"}, "link: False then, True now"),
         ({"digest": True}, "digest: False then, True now"),
