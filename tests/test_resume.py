@@ -309,7 +309,8 @@ def test_other_arguments(sources, tmp_path):
     cases = [
         (
             {"max_memory": "4MiB"},
-            "max_memory: 3.00 MiB then, 4.00 MiB now; it changes which arrays are rewritten together",
+            "max_memory: 3.00 MiB then, 4.00 MiB now; "
+            "it changes which arrays are rewritten together",
         ),
         ({"format": "zarr3"}, "format: OCDBT, zarr2 then, OCDBT, zarr3 now"),
         ({"chunks": "keep"}, "link: False then, True now"),
