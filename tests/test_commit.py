@@ -489,8 +489,8 @@ def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
     with waiting(one.path, out) as first:
         second = subprocess.run([*command, option], capture_output=True, text=True, check=False)
         assert (second.returncode, second.stdout) == (2, "")
-        hints = "hint: wait until it ends\nhint: --resume goes on with it\n"
-        hints += "hint: --overwrite begins anew\n"
+        hints = "hint: wait until it ends\nhint: --resume continues it\n"
+        hints += "hint: --overwrite starts again\n"
         assert re.fullmatch(f"Error: {taken(out, first)}\n{hints}", second.stderr)
         if dies:
             first.kill()

@@ -104,7 +104,7 @@ def test_another_store_is_read_by_orbax(saved, assert_read, tmp_path, layout, ta
     ckpt = reshard.open(source.path)
     plan = reshard.save(ckpt, out, digest=True, **STORES[target])
     assert layouts.hashes(source.path) == before
-    note = f"the arrays are stored as {WORDS[target]}, and not {WORDS[layout]}"
+    note = f"the arrays are stored as {WORDS[target]}, not {WORDS[layout]}"
     assert note in plan.notes
     written = reshard.open(out)
     assert written.source.format == WORDS[target]
@@ -520,7 +520,7 @@ def test_wrong_values(saved, tmp_path, argument, value, what, hint):
 def test_plain_files_have_no_size(saved, tmp_path):
     path, out = saved("zarr2-files").path, tmp_path / "out"
     text = "file_size does not apply to plain files: each file holds one chunk\n\n"
-    text += "hint: --file-size goes with --ocdbt"
+    text += "hint: --file-size requires --ocdbt"
     assert run("ckpt", path, out, "--file-size", "1GiB") == text
     for wrong in ("yes", 1):
         with pytest.raises(reshard.ArgumentError, match=f"ocdbt is .*{wrong}"):
@@ -531,7 +531,7 @@ def test_on_the_command_line(saved, assert_read, tmp_path):
     source, out, back = saved("manager"), tmp_path / "out", tmp_path / "back"
     flags = ["--format", "zarr3", "--no-ocdbt", "--codec", "blosc:zstd:3"]
     shown = run("ckpt", source.path, out, *flags, "--dry-run")
-    assert "the arrays are stored as plain files, zarr3, and not OCDBT, zarr2" in shown
+    assert "the arrays are stored as plain files, zarr3, not OCDBT, zarr2" in shown
     assert not out.exists()
     run("ckpt", source.path, out, *flags, "--verify")
     assert reshard.open(out).source.format == "plain files, zarr3"

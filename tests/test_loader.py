@@ -444,7 +444,7 @@ def test_half_written_without_a_manifest(copy):
         pytest.skip("older releases of Orbax do not note it")
     (path / "manifest.ocdbt").unlink()
     shutil.rmtree(path / "ocdbt.process_0")
-    text = "has no manifest.ocdbt, which its _METADATA promises: it was incomplete"
+    text = "has no manifest.ocdbt, which its _METADATA promises: it is incomplete"
     corrupt(f"`{path}` {text}", path)
 
 
