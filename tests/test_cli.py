@@ -146,6 +146,7 @@ def test_help_fits_a_terminal_and_its_examples_run(cwd):
         block = re.search(r"^  Example:\n((?:    .*\n)+)", text, re.MULTILINE)
         assert block, f"the help of {arguments} has no example"
         found += [line.strip() for line in block[1].splitlines()]
+    (cwd / "map.toml").write_text("[[rule]]\nfrom = '^(.*)$'\nto = '\\1'\n")
     for command in dict.fromkeys(found):
         assert shown(cwd, *typed(command)), command
         shutil.rmtree(cwd / "out", ignore_errors=True)

@@ -329,9 +329,10 @@ def big(tmp_path_factory):
 # A source that is not whole.
 
 
+# A file that becomes shorter is not among them: files are mapped, and the system ends a process
+# that reads a mapped page beyond the end.
 CHANGES = [
     os.utime,
-    lambda file: os.truncate(file, file.stat().st_size // 2),
     os.unlink,
     lambda file: (file.parent / "another").write_text(""),
 ]

@@ -817,7 +817,7 @@ def test_what_a_node_takes_is_bounded(values, compression, node_bytes):
 
 @pytest.mark.parametrize("data", [b"", b"\0", bytes(100), b"\x0c\xdb\x20\xde" + b"\xff" * 60])
 def test_what_is_no_node(data):
-    with pytest.raises(ValueError, match="node of its B-tree"):
+    with pytest.raises(ValueError, match=r"B-tree node|node of its B-tree"):
         decoded_bytes(data)
 
 

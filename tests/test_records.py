@@ -151,7 +151,7 @@ GARBAGE = [
     (b"1" * 5000, None),
     (b'{"version": 1, "version": 1}', 'ValueError: the key "version" is there twice'),
     (dumped(version=None), "ValueError: it is a different kind of document"),
-    (dumped(version=2), "ValueError: version 2, and 1 is known"),
+    (dumped(version=2), "ValueError: version 2, but only 1 is known"),
     (dumped(arrays=None), "KeyError: 'arrays'"),
     (dumped(arrays=[]), "AttributeError: 'list' object has no attribute 'items'"),
     (dumped(arrays={"a": 3}), "TypeError: 'int' object is not subscriptable"),

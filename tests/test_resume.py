@@ -296,7 +296,7 @@ def test_a_signal(sources, expected, tmp_path, number):
     assert process.returncode in (0, 130)
     if process.returncode:
         assert err.lstrip().startswith("Interrupted")
-        assert unfinished(out) == [] or "--resume goes on with it" in err
+        assert unfinished(out) == [] or "--resume continues it" in err
 
 
 # What is no longer the same job.

@@ -167,7 +167,7 @@ def test_a_job_of_workers_that_is_killed(project, number):
             2,
             f"Error: a stopped job left finished parts for `{out}`",
         )
-        assert text.endswith("\nhint: --resume goes on with it\nhint: --overwrite begins anew")
+        assert text.endswith("\nhint: --resume continues it\nhint: --overwrite starts again")
     assert reshard_ended(begun("out", "--workers", "3", "--resume")) == (0, "")
     assert_converted(project)
 

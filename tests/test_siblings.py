@@ -280,7 +280,7 @@ def test_one_that_an_earlier_version_has_recorded(root, tmp_path):
     (root / "3" / "cfg" / "metadata").unlink()
     text = (
         f"`{root}/3/state` does not match its recorded digests\n"
-        f"  {told}on record, and not there\n\n"
+        f"  {told}recorded, but missing\n\n"
         f'hint: reshard.verify(reshard.open("{root}/3", item="state"))\n'
         f"hint: rm '{file}' deletes the record"
     )

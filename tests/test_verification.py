@@ -159,7 +159,7 @@ def test_records_of_something_else(copied, tmp_path, monkeypatch):
         "w: it is float32[64,96], and float32[96,64] on record",
     )
     others = (
-        "the array `gone\\u001b`: recorded, but missing",
+        "the array `gone\\u001b`: on record, but missing",
         f"the file `{path}/_sharding`: it differs from the recorded one",
         f"the file `{path}/{'x' * 300}`: it cannot be read: File name too long",
         f"the file `{path}/nothing/here`: recorded, but missing",
@@ -446,7 +446,7 @@ def test_against_a_record(tmp_path):
         f"  a: its values are not those of `{file}`\n"
         f"  b: `{file}` does not have it\n"
         f"  text: `{file}` does not have it\n"
-        f"  the array `x`: of `{file}`, and not there"
+        f"  the array `x`: of `{file}`, but missing"
     )
     # It may have no digest of an array, and has none of one that is cast.
     arrays["a"]["digest"], arrays["b"] = None, arrays.pop("x")
@@ -676,7 +676,7 @@ def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
     (root / "10" / "_CHECKPOINT_METADATA").write_text('{"init_timestamp_nsecs": 1}')
     status, out, err = run("verify", root, *every)
     assert (status, err) == (1, "")
-    assert f"`{root}/10` was never committed: its _CHECKPOINT_METADATA has no time" in out
+    assert f"`{root}/10` was never committed: its _CHECKPOINT_METADATA has no commit time" in out
 
 
 def test_steps_that_are_none(three, tmp_path, run):

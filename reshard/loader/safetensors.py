@@ -52,7 +52,7 @@ def read(item: Item, requests: int) -> Checkpoint:
     if not root.is_local and (root / UNFINISHED).is_file():
         raise UncommittedCheckpointError(
             f"an export to `{root}` has not ended, or was stopped",
-            hints=["wait until it has ended", "delete what is there, and export again"],
+            hints=["wait until it has ended", "delete the unfinished export, and run it again"],
         )
     problems: list[str] = []
     tensors: dict[str, PlainArray] = {}

@@ -116,7 +116,7 @@ class Record:
     def gone_arrays(self, source: Source, where: str) -> list[str]:
         """Arrays that are not stored, a line each."""
         gone = [name for name in self.arrays if name not in source.store.values]
-        return [f"the array `{name}`: {where}, and not there" for name in gone]
+        return [f"the array `{name}`: {where}, but missing" for name in gone]
 
     def changed_files(
         self, source: Source, hash_of: Callable[[Location], str | None] = Location.sha256

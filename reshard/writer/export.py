@@ -273,7 +273,7 @@ def _check_destination(destination: location.Location, ckpt: Checkpoint) -> None
     if destination == destination.parent:
         raise errors.DestinationError(f"`{destination}` is a whole bucket or disk")
     if destination.is_local and (destination.exists() or destination.is_symlink()):
-        hint = "name a new destination, or move what is there out of the way"
+        hint = "choose another destination, or move the existing one away"
         raise errors.DestinationExistsError(f"`{destination}` exists", hints=[hint])
     if not destination.is_local and (destination.is_file() or destination.names()):
         raise _taken(destination, destination.names())
