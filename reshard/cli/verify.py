@@ -75,10 +75,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
             click.echo(error.render(None, output.as_flags))
         sys.exit(1)
     other: Checkpoint | str | None = against
-    if against is not None and (
-        not parse_location(against).is_file()
-        or detection.is_checkpoint_file(parse_location(against))
-    ):
+    if against is not None and not detection.is_record_file(parse_location(against)):
         opened = open_checkpoint(against, **theirs[0])
         other = _in_one_api(ckpt, opened, flags if asked else None)
         if other is not opened:

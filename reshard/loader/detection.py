@@ -453,9 +453,12 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
     )
 
 
-def is_checkpoint_file(path: Location) -> bool:
-    """Whether it is a file that is read as a checkpoint."""
-    return path.is_file() and (path.name.endswith(SAFETENSORS) or describe_file(path) == MSGPACK)
+def is_record_file(path: Location) -> bool:
+    """Whether it is a file that may be a record of digests: not one that is read as a
+    checkpoint."""
+    if not path.is_file() or path.name.endswith(SAFETENSORS):
+        return False
+    return describe_file(path) != MSGPACK
 
 
 def describe_file(path: Location) -> str:

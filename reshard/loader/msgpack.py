@@ -9,7 +9,6 @@ An array of over 2**30 bytes is a map `__msgpack_chunked_array__` of parts. A fi
 beginning to its end, and the bytes of arrays are skipped. See `reshard.loader.plain_arrays`.
 """
 
-import dataclasses
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -86,7 +85,6 @@ def read(item: Item, requests: int) -> Checkpoint:
     if not problems and any(not path for path, _ in found):
         raise CheckpointFormatError(f"`{root}` holds a single leaf, and no tree")
     leaves = {path: _number(leaf) for path, leaf in found}
-    item = dataclasses.replace(item, kind="msgpack")
     notes = ["lists and tuples that Flax saved as dicts (`0`, `1`, ...) stay dicts"]
     has_numbered = any({"0"} & set(path) for path in leaves)
     return checkpoint(item, "msgpack", leaves, requests, problems, notes if has_numbered else ())

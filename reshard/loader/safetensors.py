@@ -114,7 +114,6 @@ def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[s
 
 def _header(place: Location, size: int, problems: list[str]) -> tuple[Mapping[str, Any], int]:
     """The tensors as a header describes them, and where the data begins."""
-
     try:
         if size < 8:
             raise ValueError(f"it has {size} bytes")

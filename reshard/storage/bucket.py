@@ -298,7 +298,7 @@ class BucketLocation(Location):
         return self.part(0, min(nbytes, found.nbytes)) if found and found.nbytes else b""
 
     def part(self, begin: int, end: int) -> bytes:
-        read = self.parent.open().read(self.name, byte_range=slice(begin, end))
+        read = self._store.read(self._key, byte_range=slice(begin, end))
         with asking(f"`{self}`", other=CorruptCheckpointError):
             return read.result().value
 

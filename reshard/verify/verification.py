@@ -10,7 +10,7 @@ from typing import Any
 from reshard.checkpoint import Checkpoint, kind_text
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import is_checkpoint_file
+from reshard.loader.detection import is_record_file
 from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, format_path
 from reshard.units import count_of, parse_bytes
@@ -110,8 +110,7 @@ def verify(
     if against is not None and not isinstance(against, Checkpoint):
         file = parse_location(against)
         hint = "reshard.digest(path, write=True)"
-        is_record = file.is_file() and not is_checkpoint_file(file)
-        other = read_record(file, hint) if is_record else open_checkpoint(against)
+        other = read_record(file, hint) if is_record_file(file) else open_checkpoint(against)
     whole = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
     how = parse_bytes(max_memory), counted(whole, progress), workers, executor
     wrong: _Texts = defaultdict(list)

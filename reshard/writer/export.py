@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from reshard import errors, tree, units
-from reshard.arrays.dtypes import name_of
+from reshard.arrays.dtypes import is_floating, name_of
 from reshard.arrays.handle import ArrayHandle, array_text, check_names, stored_name
 from reshard.checkpoint import Checkpoint, name_clashes
 from reshard.engine.budget import check_fits
@@ -197,7 +197,8 @@ def _unwritable(ckpt: Checkpoint) -> errors.TreeMismatchError | None:
     if len(globs) > _NAMED:
         globs = list(dict.fromkeys(f"{tree.format_glob(path[:1])}/**" for path in reasons))
     hints = [f"reshard.select(ckpt, drop={tree.as_python(globs)}) leaves them out"]
-    floats = [path for path in reasons if _is_castable(ckpt[path])]
+    arrays = [handle for handle in ckpt.arrays if handle.path in reasons]
+    floats = [handle.path for handle in arrays if is_floating(handle.dtype)]
     hints += [
         f'reshard.cast(ckpt, "bfloat16", {tree.as_python(tree.format_glob(p))})' for p in floats[:1]
     ]
@@ -246,10 +247,6 @@ def _unlike(ckpt: Checkpoint, like: location.Location | None) -> errors.ReshardE
         return None
     hints = ["reshard.rename(ckpt, [(..., ...)])", "reshard.select(ckpt, drop=[...])"]
     return errors.TreeMismatchError(f"the tensors are not those of `{like}`", problems, hints)
-
-
-def _is_castable(leaf: Any) -> bool:
-    return isinstance(leaf, ArrayHandle) and leaf.dtype.name.startswith("float")
 
 
 def _is_copied(name: str) -> bool:
