@@ -378,6 +378,22 @@ def test_in_a_bucket(source, model, bucket, stores, tmp_path, size):
     assert objects(url) == near
 
 
+def test_what_another_program_writes_meanwhile_stays(source, bucket):
+    url = f"{bucket}/hf"
+    place = parse_location(url)
+
+    def uploaded(*_):
+        (place / "run" / "other").write(b"of another program")
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(type(place), "upload", side_effect=uploaded),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        reshard.export(reshard.open(source), url)
+    assert [*objects(url)] == ["run/other"]
+
+
 def test_stopped_in_a_bucket(source, bucket):
     from reshard.loader.safetensors import UNFINISHED
 

@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from reshard import errors, tree, units
-from reshard.arrays.dtypes import is_floating, name_of
+from reshard.arrays import dtypes
 from reshard.arrays.handle import ArrayHandle, array_text, check_names, stored_name
 from reshard.checkpoint import Checkpoint, name_clashes
 from reshard.engine.budget import check_fits
@@ -198,7 +198,7 @@ def _unwritable(ckpt: Checkpoint) -> errors.TreeMismatchError | None:
         globs = list(dict.fromkeys(f"{tree.format_glob(path[:1])}/**" for path in reasons))
     hints = [f"reshard.select(ckpt, drop={tree.as_python(globs)}) leaves them out"]
     arrays = [handle for handle in ckpt.arrays if handle.path in reasons]
-    floats = [handle.path for handle in arrays if is_floating(handle.dtype)]
+    floats = [handle.path for handle in arrays if dtypes.is_floating(handle.dtype)]
     hints += [
         f'reshard.cast(ckpt, "bfloat16", {tree.as_python(tree.format_glob(p))})' for p in floats[:1]
     ]
@@ -305,7 +305,7 @@ def _write(
     errors.raise_all([error for number in sorted(failed) for error in failed[number].values()])
     found = {}
     for (handle,), writer in zip(groups, writers, strict=True):
-        name, dtype = stored_name(handle.path), name_of(handle.dtype)
+        name, dtype = stored_name(handle.path), dtypes.name_of(handle.dtype)
         found[name] = digest_record.ArrayRecord(dtype, handle.shape, writer.digest.text())
     return found
 
@@ -340,13 +340,13 @@ def _to_bucket(
 ) -> None:
     destination = plan.destination
     assert isinstance(destination, location.BucketLocation)
-    with _claimed(destination):
+    with _claimed(destination) as made:
         written: dict[str, Any] = {}
         for file in plan.files:
             with disk.temporary_directory() as directory:
                 written |= write([file], directory)
-                destination_file = destination / file.name
-                destination_file.upload(directory / file.name)
+                made.append(file.name)
+                (destination / file.name).upload(directory / file.name)
         documents = _documents(plan, written)
         for name in plan.copied:
             assert plan.like is not None
@@ -355,13 +355,16 @@ def _to_bucket(
         last = INDEX if INDEX in documents else _CONFIG
         for name in sorted(documents, key=lambda name: name == last):
             place, data = destination / name, documents[name]
-            if not place.create(data) and place.read_whole() != data:
+            if place.create(data):
+                made.append(name)
+            elif place.read_whole() != data:
                 raise errors.DestinationError(f"`{place}` is not what this export writes there")
 
 
 @contextlib.contextmanager
-def _claimed(destination: location.Location) -> Iterator[None]:
-    """While an export writes to a prefix. What it has written is deleted if it fails."""
+def _claimed(destination: location.Location) -> Iterator[list[str]]:
+    """While an export writes to a prefix. If it fails, its files, which the caller lists, are
+    deleted, and no others: another program may have begun to write there."""
     claim, data = destination / UNFINISHED, job.dumped({"token": secrets.token_hex(8)})
     if not claim.create(data) and claim.read_whole() != data:
         raise _taken(destination, [UNFINISHED])
@@ -372,11 +375,11 @@ def _claimed(destination: location.Location) -> Iterator[None]:
     if others:
         claim.remove()
         raise _taken(destination, others)
+    made: list[str] = []
     try:
-        yield
+        yield made
     except BaseException:
-        names = [entry.path for entry in destination.walk() if entry.is_file]
-        destination.remove_files([name for name in names if name != UNFINISHED])
+        destination.remove_files(made)
         claim.remove()
         raise
     claim.remove()
