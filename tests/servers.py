@@ -82,6 +82,7 @@ class Stores:
         self.objects: dict[tuple[str, str], tuple[int, bytes]] = {}
         self.delay = 0.0
         self._lock = threading.Lock()
+        self._running: set[int] = set()  # threads that handle a request
         self._names = itertools.count(1)
         self._processes: list[subprocess.Popen] = []
         self._ports: dict[str, int] = {}
@@ -139,6 +140,13 @@ class Stores:
         """Counts anew, with no delay and no faults."""
         self.requests, self.faults, self.errors, self.delay = [], [], [], 0.0
 
+    def wait(self) -> None:
+        """Waits until no request is being handled: also one whose client is gone is done first."""
+        end = time.monotonic() + 60
+        while self._running:
+            assert time.monotonic() < end, "a request is never answered"
+            time.sleep(0.01)
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()
@@ -187,6 +195,13 @@ class Stores:
             time.sleep(0.02)
 
     def _handle(self, handler: "_Handler", body: bytes) -> None:
+        self._running.add(threading.get_ident())
+        try:
+            self._pass_on(handler, body)
+        finally:
+            self._running.discard(threading.get_ident())
+
+    def _pass_on(self, handler: "_Handler", body: bytes) -> None:
         begin = time.monotonic()
         operation, key = _parsed(handler.command, handler.path, body)
         time.sleep(self.delay)

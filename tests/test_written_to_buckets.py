@@ -347,6 +347,7 @@ def killed_at(point, words, stores):
         running.append(process)
         started.set()
     assert process.returncode == -signal.SIGKILL
+    stores.wait()  # the request that it was killed in is still done
 
 
 POINTS = [SHARE, r"process_\w+/0.json", RECORD, "/_METADATA", MARKER]
