@@ -3,7 +3,6 @@ prints its answer."""
 
 import functools
 import json
-import pathlib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -139,8 +138,7 @@ def for_step(flags: Flags, step: int | None) -> Flags:
     """The flags of one step. If `--step` may name several, the name of its page has the step."""
     own = flags | {"step": step}
     if may_be_several(flags) and (file := flags.get("page_file")):
-        path = pathlib.Path(file)
-        own["page_file"] = str(path.with_stem(f"{path.stem}-{step}"))
+        own["page_file"] = f"{file.removesuffix('.html')}-{step}.html"
     return own
 
 
