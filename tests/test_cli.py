@@ -455,7 +455,7 @@ def test_what_was_mistyped_has_a_hint(cwd):
     told = refused(cwd, "ckpt", "run/500", "out", "--to", "data=1,modl=8")
     assert "\n\nhint: did you mean `data=1,model=8`?\n" in told
     told = refused(cwd, "ckpt", "run/500", "out", "--to", "dp=2,tp=4", "--spec", ".=pt")
-    assert "\nhint: --spec '(^|/)bias$=tp' fits, if it comes first\n" in told
+    assert told.endswith("\n\nhint: the mesh has the axes dp, tp\n")
     told = refused(cwd, "ckpt", "run/500", "out", "--max-memory", "64m")
     assert told.endswith("\n\nhint: `64MiB`\n")
 
