@@ -492,16 +492,16 @@ def test_each_step_has_a_page_of_its_own(run, tmp_path):
             file = folder / "page.html"
             told = shown(tmp_path, *words, "--step", steps, "--html", file)
             pages = sorted(folder.iterdir())
-            assert [page.stem for page in pages] == names
-            assert [f"wrote {page}" in told for page in pages] == [True] * len(names)
-            for page, step in zip(pages, (1, 2) if steps == "all" else (2,), strict=True):
+            assert [file.stem for file in pages] == names
+            assert [f"wrote {file}" in told for file in pages] == [True] * len(names)
+            for file, step in zip(pages, (1, 2) if steps == "all" else (2,), strict=True):
                 named = f"Step {step}" if words[0] == "inspect" else f"{root}/{step}"
-                assert named in page.read_text() and f"{root}/{3 - step}" not in page.read_text()
-                page.unlink()
+                assert named in file.read_text() and f"{root}/{3 - step}" not in file.read_text()
+                file.unlink()
     # The page of a step that is refused has its number.
     words = ("--from", "1x7", "--step", "all", "--html", folder / "p.html")
     assert reshard_in(tmp_path, *job, *words)[0] == 2
-    assert [page.name for page in folder.iterdir()] == ["p-1.html"]
+    assert [file.name for file in folder.iterdir()] == ["p-1.html"]
     several = reshard.plan([reshard.open(root, step=step) for step in (1, 2)], tmp_path / "out")
     assert several._repr_html_() is None
     with pytest.raises(reshard.ArgumentError, match="a page shows one step, and the plan has 2"):
@@ -535,7 +535,9 @@ def test_only_a_page_is_replaced(run, tmp_path):
         assert paths(embedded(file.read_text())) == ["rate"]
     assert [*tmp_path.iterdir()] == [file]
     file.write_text("<!doctype html>\nsomething else")
-    assert refused(run, *words).startswith(f"Error: --html {file}: the file exists and is not a page\n")
+    assert refused(run, *words).startswith(
+        f"Error: --html {file}: the file exists and is not a page\n"
+    )
     assert file.read_text() == "<!doctype html>\nsomething else"
 
 
