@@ -91,7 +91,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
             raise CheckpointFormatError(f"`{text}` is {what}")
         _refuse(text, step, item)
         return _foreign(root, "msgpack")
-    ask_ahead(root)
+    prefetch_documents(root)
     check_committed(root)
     steps = {} if _is_item(root) else step_directories(root)
     if (root / CHECKPOINT_FILE).exists() or not steps:
@@ -194,13 +194,13 @@ def has_large_arrays(path: str | os.PathLike) -> bool:
     return 0 < described * _LARGE < nbytes
 
 
-def ask_ahead(directory: Location) -> None:
+def prefetch_documents(directory: Location) -> None:
     """Asks a bucket at once for all that will be read of an item, or of a step."""
-    directory.ahead(_DOCUMENTS)
+    directory.prefetch(_DOCUMENTS)
     if not directory.is_local and (directory / TREE_FILE).exists():
-        directory.ahead(below=True)
+        directory.prefetch(below=True)
         described = directory / ARRAYS_FOLDER
-        described.ahead(described.names())
+        described.prefetch(described.names())
 
 
 def _committed(root: Location, steps: dict[int, str], step: int | None) -> dict[int, str]:
@@ -287,7 +287,7 @@ def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
 def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None) -> Item:
     directory = root / step
     kind = "manager" if step else "step"
-    ask_ahead(directory)
+    prefetch_documents(directory)
     if _is_item(directory):
         _refuse(str(directory), None, item)
         if not step:
@@ -300,7 +300,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
     names = _directories(directory)
     deleted = _deleted_item(directory)
     items = tuple(n for n in names if n != deleted and not n.startswith((".", PROCESS)))
-    directory.ahead(lists=items)
+    directory.prefetch(lists=items)
     for name in items:
         check_committed(directory / name)
     handlers = (read_json(directory / CHECKPOINT_FILE) or {}).get("item_handlers")

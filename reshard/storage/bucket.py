@@ -19,7 +19,7 @@ from reshard.errors import CorruptCheckpointError, StoreError
 from reshard.storage import listing
 from reshard.storage.disk import UNKNOWN, Entry, Location
 from reshard.storage.listing import RETRIES, OnlyTensorStoreError
-from reshard.storage.refusals import asking
+from reshard.storage.refusals import translated_errors
 
 # Requests at once, unless said otherwise.
 REQUESTS = 128
@@ -54,7 +54,7 @@ def _absent() -> bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cache:
+class ListingCache:
     """What has been read below a directory, while nobody needs to know of changes.
 
     Attributes:
@@ -94,7 +94,7 @@ class _Cache:
                 yield from self.walk(top, f"{below}{name}/")
 
 
-_remembered: contextvars.ContextVar[_Cache | None] = contextvars.ContextVar("cache", default=None)
+_current_cache = contextvars.ContextVar[ListingCache | None]("cache", default=None)
 
 
 def _add(names: dict[str, Entry], entry: Entry) -> None:
@@ -135,20 +135,20 @@ class BucketLocation(Location):
     # What is there.
 
     @property
-    def _cache(self) -> _Cache | None:
+    def _cache(self) -> ListingCache | None:
         """What has been read, if that is of this place."""
-        cache = _remembered.get()
+        cache = _current_cache.get()
         return cache if cache is not None and f"{self}/".startswith(f"{cache.top}/") else None
 
     @contextlib.contextmanager
-    def remembered(self) -> Iterator[None]:
-        token = _remembered.set(self._cache or _Cache(self.path))
+    def cached_listing(self) -> Iterator[None]:
+        token = _current_cache.set(self._cache or ListingCache(self.path))
         try:
             yield
         finally:
-            _remembered.reset(token)
+            _current_cache.reset(token)
 
-    def ahead(
+    def prefetch(
         self,
         documents: Iterable[str] = (),
         lists: Sequence[str] = (),
@@ -194,7 +194,7 @@ class BucketLocation(Location):
     def _below(self, shallow: bool = False) -> list[Entry]:
         """The objects below a directory. If `shallow`, only the objects and the directories
         directly below it."""
-        with asking(f"the list of `{self}`"):
+        with translated_errors(f"the list of `{self}`"):
             try:
                 found = listing.below(*self._parts, shallow)
             except OnlyTensorStoreError:
@@ -232,7 +232,7 @@ class BucketLocation(Location):
         """An object; None where there is none."""
         if not self._key:
             return None
-        with asking(f"`{self}`"):
+        with translated_errors(f"`{self}`"):
             try:
                 return listing.entry(*self._parts)
             except OnlyTensorStoreError:
@@ -246,7 +246,7 @@ class BucketLocation(Location):
         return sorted(name for name, found in self._children().items() if found.is_dir)
 
     def walk(self) -> Iterator[Entry]:
-        cache = self._cache or _Cache(self.path)
+        cache = self._cache or ListingCache(self.path)
         cache.list_below(self)
         return cache.walk(self.path)
 
@@ -254,7 +254,7 @@ class BucketLocation(Location):
         asked = [file._store.read(file._key, byte_range=slice(0, 0)) for file in files]
         found = []
         for file, future in zip(files, asked, strict=True):
-            with asking(f"`{file}`"):
+            with translated_errors(f"`{file}`"):
                 found.append(repr(future.result().stamp.generation))
         return found
 
@@ -264,7 +264,7 @@ class BucketLocation(Location):
         cache = self._cache
         known = {} if cache is None else cache.documents
         future = known.pop(self.path, None) or self._store.read(self._key)
-        with asking(f"`{self}`"), listing.patience(f"`{self}`"):
+        with translated_errors(f"`{self}`"), listing.patience(f"`{self}`"):
             result = future.result()
         if len(result.value) <= _SMALL:
             known[self.path] = future
@@ -288,7 +288,7 @@ class BucketLocation(Location):
         generations = set()
         for begin in range(0, nbytes, _BLOCK):
             part = slice(begin, min(begin + _BLOCK, nbytes))
-            with asking(f"`{self}`"):
+            with translated_errors(f"`{self}`"):
                 result = self._store.read(self._key, byte_range=part).result()
             generations.add(result.stamp.generation)
             yield result.value if result.state == "value" and len(generations) == 1 else None
@@ -299,7 +299,7 @@ class BucketLocation(Location):
 
     def part(self, begin: int, end: int) -> bytes:
         read = self._store.read(self._key, byte_range=slice(begin, end))
-        with asking(f"`{self}`", other=CorruptCheckpointError):
+        with translated_errors(f"`{self}`", other=CorruptCheckpointError):
             return read.result().value
 
     # Writing.
@@ -313,7 +313,7 @@ class BucketLocation(Location):
     def write(self, data: bytes | None) -> None:
         """Writes an object, which is durable when the call returns; None deletes it, if it is
         there."""
-        with asking(f"`{self}`", "deleted" if data is None else "written"):
+        with translated_errors(f"`{self}`", "deleted" if data is None else "written"):
             self._store.write(self._key, data).result()
 
     def replace(self, data: bytes, temporary: str) -> None:
@@ -321,7 +321,7 @@ class BucketLocation(Location):
 
     def create(self, data: bytes) -> bool:
         scheme, bucket, key = self._parts
-        with asking(f"`{self}`", "written"):
+        with translated_errors(f"`{self}`", "written"):
             # Where TensorStore asks first whether it is there, obstore does not.
             with contextlib.suppress(OnlyTensorStoreError):
                 if scheme == "s3":
@@ -330,7 +330,7 @@ class BucketLocation(Location):
 
     def upload(self, file: Location) -> None:
         """Writes a file of a disk as an object, however large, in parts."""
-        with asking(f"`{self}`", "written"):
+        with translated_errors(f"`{self}`", "written"):
             try:
                 listing.upload(*self._parts, file)
             except OnlyTensorStoreError as error:

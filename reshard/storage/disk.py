@@ -121,22 +121,26 @@ class Location:
         """The key-value store of what is below it."""
         return ts.KvStore.open(self.spec, context=context).result()
 
-    def remembered(self) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, what is below it in a bucket is taken not to change: each directory is
-        listed once, and each small document is read once."""
+    def cached_listing(self) -> contextlib.AbstractContextManager[None]:
+        """Inside this context, nothing below a directory of a bucket is expected to change. Each
+        directory is listed once, and each small document is read once."""
         return contextlib.nullcontext()
 
-    def ahead(
+    def prefetch(
         self,
         documents: Iterable[str] = (),
         lists: Sequence[str] = (),
         below: bool = False,
         unseen: Iterable[str] = (),
     ) -> None:
-        """Asks a bucket, while this directory is `remembered`, for what will be read of it:
-        documents, if they are there, in requests that nobody waits for here, of those that are
-        `unseen` before that is known; lists of some directories in it, at once; and all that is
-        `below`, in one list."""
+        """In a bucket, inside `cached_listing`, sends requests before their answers are needed.
+
+        Args:
+          documents: files to read if the listing has them. The call does not wait for them.
+          lists: directories to list, in parallel.
+          below: list everything below this directory, in one request.
+          unseen: files to read even if nothing has listed them. They may not exist.
+        """
 
     # What is there. Links are followed, but not by `entry` and `walk`.
 
@@ -335,6 +339,21 @@ class Location:
         finally:
             temporary.remove()
         return True
+
+    def create_or_match(self, data: bytes) -> bool:
+        """Creates a file if it is absent. Returns whether the file now has these bytes. An earlier
+        request may have created it, also one whose answer was an error."""
+        return self.create(data) or self.read_whole() == data
+
+    def check_conditions(self, data: bytes, destination: Self) -> None:
+        """Raises StoreError, for a job that writes to `destination`, if the store creates this file
+        again, which already exists with these bytes. Such a store ignores conditions of writes."""
+        if self.create(data):
+            raise StoreError(
+                f"`{destination}` cannot be written",
+                ["this store ignores conditions of writes, so two jobs could mix"],
+                ["write to a disk, and copy the result"],
+            )
 
     def replace(self, data: bytes, temporary: str) -> None:
         """Writes a durable file, whole or not at all: on a disk by way of another name in its

@@ -19,7 +19,7 @@ from reshard.storage.disk import MAX_DOCUMENT, Location, not_a_file
 from reshard.storage.location import checked
 from reshard.storage.machine import thread_limits
 from reshard.storage.ranges import Range, database
-from reshard.storage.refusals import asking, refusal
+from reshard.storage.refusals import refusal, translated_errors
 from reshard.units import format_bytes
 
 MANIFEST = "manifest.ocdbt"
@@ -274,7 +274,7 @@ def _btree_nodes(
     directory, or in memory; and of leaves, unless these are not to be read, the key prefix and the
     entries."""
     base, decode, seen = directory.open(new_context()), _Decoder(), set()
-    with asking(f"the OCDBT database in `{directory}`", other=CorruptCheckpointError):
+    with translated_errors(f"the OCDBT database in `{directory}`", other=CorruptCheckpointError):
         data = manifest
         if not isinstance(data, bytes):
             data = ((data or directory) / MANIFEST).read() or b""

@@ -56,12 +56,14 @@ def refusal(error: ValueError, what: str, done: str = "read") -> StoreError | No
 
 
 @contextlib.contextmanager
-def asking(what: str, done: str = "read", other: type[ReshardError] = StoreError) -> Iterator[None]:
-    """Raises StoreError where a store refuses, about `what`, and an `other` error where something
-    else fails."""
+def translated_errors(
+    what: str, done: str = "read", other: type[ReshardError] = StoreError
+) -> Iterator[None]:
+    """Translates errors of TensorStore and obstore that concern `what`: StoreError if a store
+    refused the request, and `other` for everything else."""
     try:
         yield
-    except ReshardError:  # of a function of the user's, on the way, or of what the environment says
+    except ReshardError:  # raised inside the block, and already in words
         raise
     except ValueError as error:
         found = refusal(error, what, done)

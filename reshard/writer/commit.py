@@ -355,7 +355,7 @@ def _fix(destination: Location, path: str, content: Mapping[str, str]) -> None:
         data = (destination / content["from"]).read_whole()
         if data is None and place.exists():  # another process has gone on, and deleted it
             return
-    if data is None or not (place.create(data) or place.read_whole() == data):
+    if data is None or not place.create_or_match(data):
         raise DestinationError(
             f"`{place}` holds other content than this job writes",
             hints=["delete it while no job runs", f"reshard.commit({as_python(str(destination))})"],
@@ -373,7 +373,7 @@ def _publish_on_disk(
         place = directory / path
         place.parent.make_directory()
         if isinstance(content, bytes):
-            if not place.create(content) and place.read_whole() != content:
+            if not place.create_or_match(content):
                 # The manifest of another attempt to commit, which counts then.
                 prefix = path.removesuffix(MANIFEST)
                 own = prefix + attempt.name(ROOT, "")

@@ -366,11 +366,9 @@ def _claimed(destination: location.Location) -> Iterator[list[str]]:
     """While an export writes to a prefix. If it fails, its files, which the caller lists, are
     deleted, and no others: another program may have begun to write there."""
     claim, data = destination / UNFINISHED, job.dumped({"token": secrets.token_hex(8)})
-    if not claim.create(data) and claim.read_whole() != data:
+    if not claim.create_or_match(data):
         raise _taken(destination, [UNFINISHED])
-    if claim.create(data):
-        text = "this store ignores conditions of writes, so two jobs could mix there"
-        raise errors.StoreError(f"`{destination}` cannot be written", [text])
+    claim.check_conditions(data, destination)
     others = [entry.path for entry in destination.walk() if entry.path != UNFINISHED]
     if others:
         claim.remove()
