@@ -501,11 +501,12 @@ def test_each_step_has_a_page_of_its_own(run, tmp_path):
             file = folder / "page.html"
             told = shown(tmp_path, *words, "--step", steps, "--html", file)
             pages = sorted(folder.iterdir())
-            assert [page.stem for page in pages] == names
-            assert [f"wrote {page}" in told for page in pages] == [True] * len(names)
-            for page, step in zip(pages, (1, 2) if steps == "all" else (2,), strict=True):
-                named = f"Step {step}" if words[0] == "inspect" else f"{root}/{step}"
-                assert named in page.read_text() and f"{root}/{3 - step}" not in page.read_text()
+            assert [written.stem for written in pages] == names
+            assert [f"wrote {written}" in told for written in pages] == [True] * len(names)
+            for written, step in zip(pages, (1, 2) if steps == "all" else (2,), strict=True):
+                named, text = f"{root}/{step}", written.read_text()
+                named = f"Step {step}" if words[0] == "inspect" else named
+                assert named in text and f"{root}/{3 - step}" not in text
                 page.unlink()
     # The page of a step that is refused has its number.
     words = ("--from", "1x7", "--step", "all", "--html", folder / "p.html")
@@ -544,7 +545,8 @@ def test_only_a_page_is_replaced(run, tmp_path):
         assert paths(embedded(file.read_text())) == ["rate"]
     assert [*tmp_path.iterdir()] == [file]
     file.write_text("<!doctype html>\nsomething else")
-    assert refused(run, *words).startswith(f"Error: --html {file}: the file exists and is not a page\n")
+    told = refused(run, *words)
+    assert told.startswith(f"Error: --html {file}: the file exists and is not a page\n")
     assert file.read_text() == "<!doctype html>\nsomething else"
 
 
