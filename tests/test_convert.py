@@ -1825,7 +1825,7 @@ def test_a_checkpoint_of_the_other_api_is_told_in_a_restore(tmp_path):
         ("linen", of_nnx, params),
     ):
         told = refusal(reshard.restore, path, target).splitlines()
-        hint = f"hint: reshard.restore(reshard.to_{api}(path, model), target)"
+        hint = f"hint: reshard.to_{api}(path, model)"
         assert [line for line in told if line.startswith("hint")] == [hint]
         on_mesh = reshard.target(target, mesh=on)
         (hint,) = refused(reshard.to_mesh, reshard.open(path), on, target=on_mesh).hints
