@@ -41,7 +41,7 @@ import reshard
 from reshard.cli.output import as_flags
 from reshard.convert.conversion import conversion
 from reshard.convert.roundtrip import like_recorded
-from reshard.tree import format_path
+from reshard.tree import as_python, format_path
 from reshard.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -1838,7 +1838,7 @@ def test_a_checkpoint_of_the_other_api_is_told_in_a_restore(tmp_path):
         (below, modules, ("^params/", "")),
         (save(tmp_path / "weights", {"weights": weights}), params, ("^weights/", "params/")),
     ):
-        hint = f'hint: ckpt = reshard.rename(reshard.open(path), [(r"{rule[0]}", r"{rule[1]}")])'
+        hint = f"hint: ckpt = reshard.rename(reshard.open(path), {as_python([rule])})"
         assert hint in refusal(reshard.restore, path, target).splitlines()
 
 
