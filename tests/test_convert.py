@@ -1838,7 +1838,7 @@ def test_a_checkpoint_of_the_other_api_is_told_in_a_restore(tmp_path):
         (below, modules, ("^params/", "")),
         (save(tmp_path / "weights", {"weights": weights}), params, ("^weights/", "params/")),
     ):
-        hint = f"hint: ckpt = reshard.rename(reshard.open(path), {as_python([rule])})"
+        hint = f"hint: reshard.rename(reshard.open(path), {as_python([rule])})"
         assert hint in refusal(reshard.restore, path, target).splitlines()
 
 
