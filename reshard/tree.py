@@ -240,6 +240,15 @@ def nearest(name: str, paths: Iterable[Path]) -> list[str]:
     return close
 
 
+def regex_of_glob(glob: str) -> str:
+    """The regex over printed paths that matches as a glob does: `^(.*/)?kernel$` for
+    `**/kernel`."""
+    regexes = {"**/": "(.*/)?", "/**": "/", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|/\*\*\Z|[*?])", glob)
+    regex = "".join(regexes.get(part) or re.escape(part) for part in parts)
+    return f"^{regex}" if glob.endswith("/**") else f"^{regex}$"
+
+
 def nearest_to_regex(pattern: str, paths: Iterable[Path]) -> list[str]:
     """The printed path, if any, that resembles a regex less its operators."""
     return nearest(re.sub(r"[\\^$.*+?()|\[\]{}]", "", pattern), paths)[:1]

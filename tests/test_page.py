@@ -7,6 +7,7 @@ import html
 import html.parser
 import json
 import math
+import pathlib
 import re
 import shutil
 import unittest.mock
@@ -479,18 +480,28 @@ def test_commands_write_pages(run, tmp_path):
     assert embedded((tmp_path / "d.html").read_text())["kind"] == "diff"
 
 
-def test_a_page_shows_one_step(run, tmp_path):
-    root, file = tmp_path / "root", tmp_path / "page.html"
+def test_each_step_has_a_page_of_its_own(run, tmp_path):
+    root, folder = tmp_path / "root", tmp_path / "pages"
     for step in (1, 2):
         shutil.copytree(run / "run" / "1", root / f"{step}" / "default")
         (root / f"{step}" / "_CHECKPOINT_METADATA").write_text("{}")
+    folder.mkdir()
     job = ("ckpt", root, "out", "--to", "1x8", "--dry-run")
     for words in (("inspect", root), job, ("diff", root, root)):
-        told = refused(tmp_path, *words, "--step", "all", "--html", file)
-        assert told.endswith("Error: --html shows one step: give --step N\n")
-        assert not file.exists()
-        assert reshard_in(tmp_path, *words, "--step", "2", "--html", file)[0] == 0
-        file.unlink()
+        for steps, names in (("all", ["page-1", "page-2"]), ("2", ["page"]), ("latest", ["page"])):
+            file = folder / "page.html"
+            told = shown(tmp_path, *words, "--step", steps, "--html", file)
+            pages = sorted(folder.iterdir())
+            assert [page.stem for page in pages] == names
+            assert [f"wrote {page}" in told for page in pages] == [True] * len(names)
+            for page, step in zip(pages, (1, 2) if steps == "all" else (2,), strict=True):
+                named = f"Step {step}" if words[0] == "inspect" else f"{root}/{step}"
+                assert named in page.read_text() and f"{root}/{3 - step}" not in page.read_text()
+                page.unlink()
+    # The page of a step that is refused has its number.
+    words = ("--from", "1x7", "--step", "all", "--html", folder / "p.html")
+    assert reshard_in(tmp_path, *job, *words)[0] == 2
+    assert [page.name for page in folder.iterdir()] == ["p-1.html"]
     several = reshard.plan([reshard.open(root, step=step) for step in (1, 2)], tmp_path / "out")
     assert several._repr_html_() is None
     with pytest.raises(reshard.ArgumentError, match="a page shows one step, and the plan has 2"):
@@ -524,7 +535,7 @@ def test_only_a_page_is_replaced(run, tmp_path):
         assert paths(embedded(file.read_text())) == ["rate"]
     assert [*tmp_path.iterdir()] == [file]
     file.write_text("<!doctype html>\nsomething else")
-    assert refused(run, *words).startswith(f"Error: --html {file}: there is another file\n")
+    assert refused(run, *words).startswith(f"Error: --html {file}: the file exists and is not a page\n")
     assert file.read_text() == "<!doctype html>\nsomething else"
 
 
@@ -541,17 +552,16 @@ def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch
         err = refused(run, *JOBS[command], "--html", file)
         return err.removeprefix(f"Error: --html {file}: ").splitlines()[0]
 
-    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     (tmp_path / "folder").mkdir()
     for module in ("inspect", "options", "job"):
         monkeypatch.setattr(f"reshard.cli.{module}.open_checkpoint", None)
-    for file in ("", "-"):
-        assert told(file) == "this is not the name of a file"
-    assert told("gs://bucket/page.html") == "a page must be a file on this machine"
-    assert told(tmp_path / "none" / "page.html") == f"there is no directory {tmp_path / 'none'}"
-    assert told(tmp_path / "dangling") == "a symbolic link to a missing file"
-    assert told("/proc/page.html") == "/proc cannot be written to"
-    assert not (tmp_path / "nothing").exists()
+    for file in ("", "-", "gs://bucket/page.html"):
+        assert told(file) == "a page must be a file on this machine"
+    for folder in (tmp_path / "none", pathlib.Path("/proc")):
+        said = f"{folder} cannot be written to: No such file or directory"
+        assert told(folder / "page.html") == said
+    for file in (tmp_path / "folder", "/dev/null"):
+        assert told(file) == "it is not a file"
     # A page inside of a checkpoint would be damage to it.
     (tmp_path / "link").symlink_to(run / "run")
     for file in (run / "run" / "1" / "page.html", tmp_path / "link" / "1" / "x.html"):

@@ -50,23 +50,20 @@ conversion_options = options(
 
 
 def converter(to: str, flags: Flags) -> Callable[..., "Conversion"]:
-    """A function that converts checkpoints to the API `to`, by the values of these options. The
-    models are loaded once, for the first checkpoint; the source's in a process of its own."""
+    """A function that converts checkpoints to the API `to`, as these options say. The models are
+    loaded once, for the first checkpoint."""
     model, source = flags["model"], flags["source_model"]
 
     @functools.cache
     def models() -> tuple[Any, "TargetTree | None"]:
-        def load() -> Any:
-            return None if model is None else load_model(model, "--model")
-
+        loaded = None if model is None else load_model(model, "--model")
         if source is None:
-            return load(), None
+            return loaded, None
         from reshard.convert.model import target_tree_of
 
         api = "linen" if to == "nnx" else "nnx"
         task = functools.partial(target_tree_of, api=api, role="the model of the source")
-        with subprocess_model.run_in_subprocess(source, "--source-model", task) as told:
-            return load(), told()
+        return loaded, subprocess_model.run_in_subprocess(source, "--source-model", task)
 
     def convert(ckpt: Checkpoint, drop: Sequence[str] = ()) -> "Conversion":
         from reshard.convert.conversion import conversion
@@ -81,7 +78,7 @@ def converter(to: str, flags: Flags) -> Callable[..., "Conversion"]:
 
 
 def check_outputs(made: "Conversion", flags: Flags) -> "OutputComparison":
-    """Runs both models of a conversion: that of the source in a process of its own."""
+    """Runs both models of a conversion, that of the source in a process of its own."""
     given = None
     if flags["inputs"] is not None:
         with model_errors("--inputs", flags["inputs"]):
@@ -93,8 +90,7 @@ def check_outputs(made: "Conversion", flags: Flags) -> "OutputComparison":
         task = functools.partial(_run, api, option, name, made.leaves(api), flags["quiet"], asked)
         if api == made.to:
             return task(load_model(name, option))
-        with subprocess_model.run_in_subprocess(name, option, task) as told:
-            return told()
+        return subprocess_model.run_in_subprocess(name, option, task)
 
     runs = {api: functools.partial(run, api) for api in ("linen", "nnx")}
     return made.compare_outputs(runs, given)

@@ -93,8 +93,8 @@ def command(
         ckpt = without_notes(made.checkpoint, made.warnings)  # they go to stderr
         return laid_out(ckpt, mesh, flags["model"] if flags["rules"] else None, flags, "--mesh")
 
-    def answer() -> dict[str, Any]:
-        made = found[0]
+    def answer(number: int) -> dict[str, Any]:
+        made = found[number]
         return {"to": to, "model": flags["model"]} | {
             "layout": made.layout.kind,
             "why": list(made.layout.why),

@@ -1,6 +1,7 @@
 """Options of the commands that write, and how their job runs and reports."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from reshard.cli.options import (
     Flags,
     chosen_steps,
     flag,
+    for_step,
     options,
     refusal,
     value,
@@ -113,9 +115,10 @@ def run(
     dst: str,
     change: Callable[[Checkpoint], Checkpoint],
     flags: Flags,
-    answer: Callable[[], dict[str, Any]] = dict,
+    answer: Callable[[int], dict[str, Any]] = lambda number: {},
 ) -> None:
-    """Opens, changes, plans, writes and reports; `answer` adds to the JSON document."""
+    """Opens, changes, plans, writes and reports. `answer` adds to the JSON document of the step
+    with this number, of those that are processed."""
     tune_memory()
     dry_run = flags["dry_run"]
     share = parse_share(flags["share"], dst)
@@ -126,21 +129,7 @@ def run(
         )
     if flags["page_file"] is not None and not dry_run:
         raise click.UsageError("--html requires --dry-run")
-    check_page(flags["page_file"], src, dst)
-    opened: list[Checkpoint] = []
-    try:
-        which = {name: flags[name] for name in ("item", "concurrency")}
-        for step in chosen_steps(flags, [src], committed=True):
-            opened.append(open_checkpoint(src, step=step, **which))
-        checkpoints = [change(ckpt) for ckpt in opened]
-    except ReshardError as error:
-        document = refusal(error, dst)
-        try:
-            if opened:
-                write_page(flags, lambda: opened[0].document() | document)
-        except DestinationError as unwritten:  # which is not why there is no plan
-            click.echo(f"Warning: {unwritten.summary}", err=True)
-        raise
+    checkpoints = _changed(src, dst, change, flags)
     arguments: dict[str, Any] = {name: flags[name] for name in _ARGUMENTS}
     arguments["link"] = not flags["no_link"]
     if dry_run:
@@ -152,22 +141,54 @@ def run(
     notes = tuple(map(output.note_as_flags, planned.notes))
     planned = dataclasses.replace(planned, notes=notes)
     done = not dry_run and share is None
-    more = answer() if share is None or dry_run else answer() | {"share": [*share]}
 
-    def plan_document() -> dict[str, Any]:
-        return planned.document(output.as_flags) | {"destination": dst, "done": done} | more
+    def document(planned: Plan, number: int = 0) -> dict[str, Any]:
+        made = planned.document(output.as_flags) | {"destination": dst, "done": done}
+        return made | answer(number) | ({"share": [*share]} if share and not dry_run else {})
 
-    if wants_text(flags, plan_document):
+    if wants_text(flags, lambda: document(planned)):
         click.echo(planned)
         if done:
             click.echo(_written(planned, dst))
         elif share is not None and not dry_run:
-            told = f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit"
-            click.echo(f"{told} {dst}")
+            click.echo(
+                f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit {dst}"
+            )
     if dry_run:
-        write_page(flags, plan_document)
+        for number, item in enumerate(planned.items):
+            one = dataclasses.replace(planned, items=(item,))
+            step = for_step(flags, item.ckpt.source.number)
+            write_page(step, functools.partial(document, one, number))
     if dry_run and planned.problems:
         raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
+
+
+def _changed(
+    src: str, dst: str, change: Callable[[Checkpoint], Checkpoint], flags: Flags
+) -> list[Checkpoint]:
+    """The checkpoints of all steps, changed. The page of a step that is refused says why."""
+    steps = chosen_steps(flags, [src], committed=True)
+    by_step = [for_step(flags, step) for step in steps]
+    for each in by_step:
+        check_page(each["page_file"], src, dst)
+    which = {name: flags[name] for name in ("item", "concurrency")}
+    opened: list[Checkpoint] = []
+    changed: list[Checkpoint] = []
+    try:
+        for step in steps:
+            opened.append(open_checkpoint(src, step=step, **which))
+        for ckpt in opened:
+            changed.append(change(ckpt))
+    except ReshardError as error:
+        document = refusal(error, dst)
+        try:
+            if len(opened) > len(changed):
+                number = len(changed)
+                write_page(by_step[number], lambda: opened[number].document() | document)
+        except DestinationError as unwritten:  # which is not why there is no plan
+            click.echo(f"Warning: {unwritten.summary}", err=True)
+        raise
+    return changed
 
 
 def _written(planned: Plan, dst: str) -> str:
