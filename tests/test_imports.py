@@ -184,7 +184,6 @@ def lines_of(function):
 # What exceeds the two limits today. These numbers may only shrink.
 LONG_FUNCTIONS = {
     "reshard.convert.conversion.conversion": 72,
-    "reshard.convert.layout._read": 65,
     "reshard.verify.comparison.diff": 71,
     "reshard.writer.planning._item": 64,
     "reshard.writer.planning.plan": 67,
