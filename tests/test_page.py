@@ -507,11 +507,11 @@ def test_each_step_has_a_page_of_its_own(run, tmp_path):
                 named, text = f"{root}/{step}", written.read_text()
                 named = f"Step {step}" if words[0] == "inspect" else named
                 assert named in text and f"{root}/{3 - step}" not in text
-                page.unlink()
+                written.unlink()
     # The page of a step that is refused has its number.
     words = ("--from", "1x7", "--step", "all", "--html", folder / "p.html")
     assert reshard_in(tmp_path, *job, *words)[0] == 2
-    assert [page.name for page in folder.iterdir()] == ["p-1.html"]
+    assert [written.name for written in folder.iterdir()] == ["p-1.html"]
     several = reshard.plan([reshard.open(root, step=step) for step in (1, 2)], tmp_path / "out")
     assert several._repr_html_() is None
     with pytest.raises(reshard.ArgumentError, match="a page shows one step, and the plan has 2"):
