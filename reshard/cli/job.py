@@ -16,11 +16,10 @@ from reshard.cli.shard import parse_share
 from reshard.cli.working import working
 from reshard.errors import DestinationError, ReshardError
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import has_large_arrays
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
 from reshard.storage.machine import tune_memory
-from reshard.units import format_bytes, parse_bytes
+from reshard.units import format_bytes
 from reshard.writer.plan import Plan
 from reshard.writer.planning import plan
 from reshard.writer.save import save
@@ -106,7 +105,7 @@ def run(
 ) -> None:
     """Opens, changes, plans, writes and reports. `answer` adds to the JSON document of the step
     with this number, of those that are processed."""
-    tune_memory(parse_bytes(flags["max_memory"]), has_large_arrays(src))
+    tune_memory()
     dry_run = flags["dry_run"]
     share = parse_share(flags["share"], dst)
     if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):

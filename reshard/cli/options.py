@@ -14,7 +14,7 @@ from reshard.checkpoint import Checkpoint, Source
 from reshard.cli import output
 from reshard.errors import ReshardError
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import has_large_arrays, lacks_item, manager_steps
+from reshard.loader.detection import lacks_item, manager_steps
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
@@ -223,7 +223,7 @@ def places(flags: Flags, *paths: str) -> list[dict[str, Any]]:
 
 def opened(flags: Flags, *paths: str) -> list[Checkpoint]:
     """Some checkpoints, whose arrays are read."""
-    tune_memory(large_arrays=any(map(has_large_arrays, paths)))
+    tune_memory()
     at = places(flags, *paths)
     return [open_checkpoint(path, **place) for path, place in zip(paths, at, strict=True)]
 

@@ -57,7 +57,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     asked = any(flags[name] for name in _CONVERSION)
     if asked and against is None:
         raise click.UsageError("--map, --model and other options of a conversion require --against")
-    tune_memory(large_arrays=detection.has_large_arrays(path))
+    tune_memory()
     mine, *theirs = options.places(flags, path, *([] if against is None else [against]))
     try:
         ckpt = open_checkpoint(path, **mine)

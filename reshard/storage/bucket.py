@@ -293,10 +293,6 @@ class BucketLocation(Location):
             generations.add(result.stamp.generation)
             yield result.value if result.state == "value" and len(generations) == 1 else None
 
-    def beginning(self, nbytes: int) -> bytes:
-        found = self.entry()
-        return self.part(0, min(nbytes, found.nbytes)) if found and found.nbytes else b""
-
     def part(self, begin: int, end: int) -> bytes:
         read = self._store.read(self._key, byte_range=slice(begin, end))
         with translated_errors(f"`{self}`", other=CorruptCheckpointError):
