@@ -91,7 +91,7 @@ def test_padding_that_was_trained_is_not_cut_off(tmp_path, llama):
     stored = reshard.open(tmp_path / "out")[name]
     writable = stored.view()
     writable.write(trained).result()
-    with pytest.raises(reshard.ReshardError, match="it was padded with 0.0"):
+    with pytest.raises(reshard.ReshardError, match="it was padded with"):
         reshard.save(
             reshard.remap(reshard.open(tmp_path / "out"), padded, reverse=True), tmp_path / "back"
         )

@@ -7,28 +7,28 @@ from typing import Any
 import click
 
 from reshard.checkpoint import Checkpoint
+from reshard.cli import options
 from reshard.cli.model_argument import look_here
-from reshard.cli.options import SELECTION, Flags, flag, options, value, values
 from reshard.errors import ReshardError, ShardingError, raise_all
 from reshard.sharding.mesh import parse_mesh
 from reshard.transforms import cast, rename, select
 
-CHANGES = options(
-    SELECTION,
-    values("--rename", "REGEX=REPL", "Rename leaves: re.sub on the printed path, in order."),
-    values(
+CHANGES = options.all_of(
+    options.SELECTION,
+    options.values("--rename", "REGEX=REPL", "Rename leaves: re.sub on printed paths, in order."),
+    options.values(
         "--unstack",
         "PATH=LAYER[@AXIS]",
         "Split stacked layers into their own arrays: 'params/layers=params/layer_{}@1'. `{}` is "
         "the number of a layer. The default axis is 0.",
     ),
-    values(
+    options.values(
         "--stack",
         "LAYER=PATH[@AXIS]",
         "Stack layers along a new axis: 'params/layer_{}=params/layers@1'. `{:24}`, `{1:24:2}` and "
         "`{3,5}` take some layers. `{%6}` in PATH is the position in a cycle of six layers.",
     ),
-    values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays, rounding to nearest even."),
+    options.values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays to nearest even."),
 )
 
 
@@ -42,39 +42,39 @@ class MapFile(click.Path):
         return value if str(value).startswith("hf:") else super().convert(value, param, ctx)
 
 
-READY_MAP = options(
-    value(
+READY_MAP = options.all_of(
+    options.value(
         "--config",
         "HF_DIR",
         "Directory of the config.json for a ready map. By default, that of SRC or --like.",
     ),
-    value(
+    options.value(
         "--vocab",
         "N",
         "Pad the embedding to N rows of the JAX model, with a ready map.",
         type=click.IntRange(1),
     ),
-    value(
+    options.value(
         "--scan-axis",
         "N",
         "Axis of layers in scanned arrays, with a ready map. The default is 1.",
         type=click.IntRange(0),
     ),
 )
-MAP = options(
-    value(
+MAP = options.all_of(
+    options.value(
         "--map map_file",
         "FILE|hf:NAME",
         "TOML with rules that make another tree, or a ready map: `reshard help maps`. Every leaf "
         "needs a rule.",
         type=MapFile(),
     ),
-    flag("--reverse", "Use the map in the opposite direction."),
+    options.flag("--reverse", "Use the map in the opposite direction."),
     READY_MAP,
 )
 
 
-def remapped(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
+def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
     """After the changes, and then --map."""
     if flags["reverse"] and flags["map_file"] is None:
         raise click.UsageError("--reverse requires --map FILE")
@@ -88,7 +88,7 @@ def remapped(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
     return remap(ckpt, chosen_map(ckpt, flags), reverse=flags["reverse"])
 
 
-def chosen_map(ckpt: Checkpoint, flags: Flags, to: str | None = None) -> Any:
+def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) -> Any:
     """The ready map that --map means, for the model of --config, or else the map file. `to`: the
     API of a conversion."""
     given = {name: flags[name] for name in ("vocab", "scan_axis")}
@@ -104,7 +104,7 @@ def chosen_map(ckpt: Checkpoint, flags: Flags, to: str | None = None) -> Any:
     return flags["map_file"]
 
 
-def prepared(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
+def prepared(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
     """After --from and each option from --select to --dtype, as far as they are in `flags`."""
     if flags["saved"] is not None:
         _check_saved(ckpt, flags["saved"])
@@ -119,7 +119,7 @@ def prepared(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
     return ckpt
 
 
-def _stacked(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
+def _stacked(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
     """After --unstack and --stack. Reports the problems of all of them."""
     found: list[ReshardError] = []
     for name in ("unstack", "stack"):
