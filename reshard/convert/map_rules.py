@@ -589,10 +589,7 @@ class _Tree:
                 shape, whole, value = value.shape, value, None
                 with self.telling(rule, leaf.text):
                     operation = kind.operation(shape) if isinstance(kind, Reshaped) else kind
-                    if operation == Reshape(shape):  # which only checks the shape
-                        value = whole
-                    else:
-                        (value,) = applied(operation, [whole])
+                    (value,) = applied(operation, [whole])
         return value
 
     def replaced(
