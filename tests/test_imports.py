@@ -186,7 +186,6 @@ LONG_FUNCTIONS = {
     "reshard.convert.conversion.conversion": 72,
     "reshard.convert.layout._read": 65,
     "reshard.verify.comparison.diff": 71,
-    "reshard.writer.planning._item": 64,
     "reshard.writer.planning.plan": 67,
 }
 MANY_IMPORTS = {
@@ -206,11 +205,12 @@ MANY_IMPORTS = {
     "reshard.verify.comparison": 27,
     "reshard.verify.verification": 26,
     "reshard.verify.values": 29,
-    "reshard.writer.arrays": 36,
-    "reshard.writer.commit": 26,
+    "reshard.writer.arrays": 38,
+    "reshard.writer.commit": 27,
+    "reshard.writer.format": 26,
     "reshard.writer.plan": 33,
     "reshard.writer.planning": 60,
-    "reshard.writer.save": 62,
+    "reshard.writer.save": 65,
 }
 
 

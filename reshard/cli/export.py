@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from reshard.cli.changes import CHANGES, MAP, remapped
+from reshard.cli.job import OVERWRITE, RESUME, SHARD, share_of, wrote_share
 from reshard.cli.options import (
     ANSWER,
     PLACE,
@@ -16,6 +17,7 @@ from reshard.cli.options import (
     wants_text,
 )
 from reshard.cli.working import working
+from reshard.errors import raise_all
 from reshard.writer.export import export, plan_export
 
 
@@ -33,6 +35,9 @@ from reshard.writer.export import export, plan_export
 @MAP
 @PLACE
 @WORK
+@OVERWRITE
+@RESUME
+@SHARD
 @flag("--dry-run", "Show the files and stop.")
 @ANSWER
 def command(src: str, dst: str, dry_run: bool, **flags: Any) -> None:
@@ -50,13 +55,18 @@ def command(src: str, dst: str, dry_run: bool, **flags: Any) -> None:
         raise click.UsageError("an export is of one step: give --step N")
     (ckpt,) = opened(flags | {"step": steps[0]}, src)
     ckpt = remapped(ckpt, flags | {"saved": None})
-    arguments = {name: flags[name] for name in ("like", "file_size", "max_memory")}
+    share = share_of(flags, dst)
+    arguments = {name: flags[name] for name in ("like", "file_size", "max_memory", "overwrite")}
     if dry_run:
         found = plan_export(ckpt, dst, **arguments)
+        raise_all(found.errors)
     else:
         with working(flags) as by:
-            found = export(ckpt, dst, **arguments, **by)
-    if wants_text(flags, lambda: found.document() | {"done": not dry_run}):
+            found = export(ckpt, dst, **arguments, resume=flags["resume"], share=share, **by)
+    done = not dry_run and share is None
+    if wants_text(flags, lambda: found.document() | {"done": done}):
         click.echo(found)
-        if not dry_run:
+        if done:
             click.echo(f"wrote {dst}")
+        elif share is not None and not dry_run:
+            click.echo(wrote_share(share, dst))

@@ -40,6 +40,17 @@ from reshard.writer.save import save
 # Options that are arguments of `plan` and `save`, as they are.
 _ARGUMENTS = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
 _ARGUMENTS += ("overwrite", "digest", "verify")
+OVERWRITE = flag(
+    "--overwrite",
+    "Replace DST when the new checkpoint is complete; ignore the leftovers of unfinished jobs.",
+)
+RESUME = flag("--resume", "Use the finished shares of an earlier run of this command.")
+SHARD = value(
+    "--shard share",
+    "I/N|auto",
+    "Write only share I of N, numbered from 0. When all shares are written, run `reshard "
+    "commit DST`. `auto` takes the numbers that SLURM or MPI gave this process.",
+)
 job_options = options(
     value("--from saved", "MESH", "Fail unless SRC was saved on this mesh."),
     values(
@@ -87,22 +98,14 @@ job_options = options(
     ),
     WORK,
     flag("--no-link", "Copy data files, do not hard-link them."),
-    flag(
-        "--overwrite",
-        "Replace DST when the new checkpoint is complete; ignore the leftovers of unfinished jobs.",
-    ),
+    OVERWRITE,
     flag("--verify", "Read back the new checkpoint before the commit."),
     flag(
         "--digest",
         "Also read arrays that are copied verbatim and have no recorded digest, and record one.",
     ),
-    flag("--resume", "Use the finished shares of an earlier run of this command."),
-    value(
-        "--shard share",
-        "I/N|auto",
-        "Write only share I of N, numbered from 0. When all shares are written, run `reshard "
-        "commit DST`. `auto` takes the numbers that SLURM or MPI gave this process.",
-    ),
+    RESUME,
+    SHARD,
     flag("--dry-run", "Show the plan and stop."),
     HTML_OF_PLAN,
     ANSWER,
@@ -119,12 +122,7 @@ def run(
     """Opens, changes, plans, writes and reports; `answer` adds to the JSON document."""
     tune_memory(parse_bytes(flags["max_memory"]), has_large_arrays(src))
     dry_run = flags["dry_run"]
-    share = parse_share(flags["share"], dst)
-    if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
-        raise click.UsageError(
-            "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
-            "share, and a share that was stopped is written again"
-        )
+    share = share_of(flags, dst)
     if flags["page_file"] is not None and not dry_run:
         raise click.UsageError("--html requires --dry-run")
     check_page(flags["page_file"], src, dst)
@@ -163,12 +161,27 @@ def run(
         if done:
             click.echo(_written(planned, dst))
         elif share is not None and not dry_run:
-            told = f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit"
-            click.echo(f"{told} {dst}")
+            click.echo(wrote_share(share, dst))
     if dry_run:
         write_page(flags, plan_document)
     if dry_run and planned.problems:
         raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
+
+
+def share_of(flags: Flags, dst: str) -> tuple[int, int] | None:
+    """The share that `--shard` names; raises click.UsageError if it is combined with options that
+    concern a whole job."""
+    share = parse_share(flags["share"], dst)
+    if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
+        raise click.UsageError(
+            "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
+            "share, and a share that was stopped is written again"
+        )
+    return share
+
+
+def wrote_share(share: tuple[int, int], dst: str) -> str:
+    return f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit {dst}"
 
 
 def _written(planned: Plan, dst: str) -> str:
