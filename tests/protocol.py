@@ -14,7 +14,7 @@ from typing import Any
 import greenlet
 
 from reshard.errors import DestinationError, ReshardError, StoreError
-from reshard.storage.disk import UNKNOWN, Entry
+from reshard.storage.disk import UNKNOWN, Entry, Location
 from reshard.writer import commit, job
 
 TOP, ITEM, SHARES = "root/1000", "default", 2
@@ -84,6 +84,9 @@ class Place:
 
     def create(self, data: Any) -> bool:
         return self.ask("create", data)
+
+    create_or_match: Any = Location.create_or_match
+    check_conditions: Any = Location.check_conditions
 
     def replace(self, data: Any, temporary: str) -> None:
         self.ask("put", data)

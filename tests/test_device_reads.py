@@ -43,7 +43,7 @@ def stored_array(folder: pathlib.Path, values, chunk, *, zarr3=False, dtype=None
     grid = ts.ChunkLayout(chunk_shape=chunk) if values.ndim else None
     made = {"dtype": values.dtype, "shape": values.shape, "chunk_layout": grid}
     ts.open(spec, create=True, **made).result().write(values).result()
-    store = ArrayStore(zarr3, parse_location(folder), (), fills=False)
+    store = ArrayStore(zarr3, parse_location(folder), (), omits_fill=False)
     return ArrayHandle(
         path=(name,),
         shape=values.shape,

@@ -381,6 +381,7 @@ print(peak - before)
 """
 
 
+@pytest.mark.exhaustive
 def test_memory_stays_within_the_budget(tmp_path):
     """Of a file of ten times as much, with an array of many parts."""
     from unittest import mock

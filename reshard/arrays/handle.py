@@ -70,11 +70,11 @@ class StoredArray:
         bucket, chunks that were never stored have the fill value: one that was listed, and is gone,
         is an error."""
         store, local = self.store, self.store.directory.is_local
-        array = store.open_array(self.name, self.metadata, store.fills and local)
+        array = store.open_array(self.name, self.metadata, store.omits_fill and local)
         chunk = chunk_shape_of(array)
         if self.encoding.is_blosc:
             store.check_blosc(self.name, math.prod(chunk) * array.dtype.numpy_dtype.itemsize)
-        if local or not store.fills or len(self.chunks) == boxes.grid_size(array.shape, chunk):
+        if local or not store.omits_fill or len(self.chunks) == boxes.grid_size(array.shape, chunk):
             return array
         filling, stored = store.open_array(None, self.metadata, True), self.chunks
         absent = [
@@ -224,7 +224,7 @@ class ArrayHandle:
         store, name = self.data.store, self.data.name
         sizes = [value.size for value in self.data.chunks.values()]
         expected = boxes.grid_size(self.shape, self.chunk_shape)
-        if len(sizes) < expected and not store.fills:
+        if len(sizes) < expected and not store.omits_fill:
             raise CorruptCheckpointError(
                 f"{format_path(self.path)}: {expected - len(sizes)} of its {expected} stored "
                 "chunks are missing"

@@ -51,7 +51,7 @@ def open(
         hints = [f"step={int(step)}"] if step.isdecimal() else []
         raise ArgumentError(f"a step is a number, not text: {step!r:.40}", hints=hints)
     try:
-        with parse_location(path).remembered():
+        with parse_location(path).cached_listing():
             found = detection.locate(path, step, item)
             detection.check_inside(found)
             if found.kind in _FOREIGN:

@@ -3,9 +3,7 @@
 Facts about names on disk are those of orbax-checkpoint 0.4.4 to 0.12.8.
 """
 
-import contextlib
 import dataclasses
-import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -16,7 +14,6 @@ from reshard.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    ReshardError,
     UncommittedCheckpointError,
 )
 from reshard.loader.json_documents import read_json
@@ -72,11 +69,6 @@ _UNNAMED = ("default", "pytree")
 # Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
 _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
 
-# Arrays are large where what is saved takes so many times the bytes of the documents that list
-# them: a mebibyte and more each. And files that are looked at to know that.
-_LARGE = 1 << 12
-_FILES_TO_JUDGE_BY = 2000
-
 
 def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     """Finds the item to read. See `reshard.open` for the arguments and the errors."""
@@ -91,7 +83,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
             raise CheckpointFormatError(f"`{text}` is {what}")
         _refuse(text, step, item)
         return _foreign(root, "msgpack")
-    ask_ahead(root)
+    prefetch_documents(root)
     check_committed(root)
     steps = {} if _is_item(root) else step_directories(root)
     if (root / CHECKPOINT_FILE).exists() or not steps:
@@ -182,25 +174,13 @@ def _is_orbax(name: str) -> bool:
     return name in _ORBAX or name.startswith(PROCESS) or TEMPORARY in name
 
 
-def has_large_arrays(path: str | os.PathLike) -> bool:
-    """Whether what is saved on a disk has few arrays for its bytes, by the first of its files. It
-    can be asked before anything is opened, and does not say what is wrong."""
-    nbytes = described = 0
-    with contextlib.suppress(ReshardError, OSError):
-        root = parse_location(path)
-        for entry in itertools.islice(root.walk(), _FILES_TO_JUDGE_BY) if root.is_local else ():
-            nbytes += entry.nbytes if entry.is_file else 0
-            described += entry.nbytes if entry.path.rpartition("/")[2] == TREE_FILE else 0
-    return 0 < described * _LARGE < nbytes
-
-
-def ask_ahead(directory: Location) -> None:
+def prefetch_documents(directory: Location) -> None:
     """Asks a bucket at once for all that will be read of an item, or of a step."""
-    directory.ahead(_DOCUMENTS)
+    directory.prefetch(_DOCUMENTS)
     if not directory.is_local and (directory / TREE_FILE).exists():
-        directory.ahead(below=True)
+        directory.prefetch(below=True)
         described = directory / ARRAYS_FOLDER
-        described.ahead(described.names())
+        described.prefetch(described.names())
 
 
 def _committed(root: Location, steps: dict[int, str], step: int | None) -> dict[int, str]:
@@ -289,7 +269,7 @@ def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
 def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None) -> Item:
     directory = root / step
     kind = "manager" if step else "step"
-    ask_ahead(directory)
+    prefetch_documents(directory)
     if _is_item(directory):
         _refuse(str(directory), None, item)
         if not step:
@@ -302,7 +282,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
     names = _directories(directory)
     deleted = _deleted_item(directory)
     items = tuple(n for n in names if n != deleted and not n.startswith((".", PROCESS)))
-    directory.ahead(lists=items)
+    directory.prefetch(lists=items)
     for name in items:
         check_committed(directory / name)
     handlers = (read_json(directory / CHECKPOINT_FILE) or {}).get("item_handlers")
@@ -466,7 +446,8 @@ def is_record_file(path: Location) -> bool:
 def describe_file(path: Location) -> str:
     """What a file is, by its name and its first bytes."""
     # Not of a pipe, which may never say anything.
-    start = path.beginning(8) if path.is_file() else b""
+    entry = path.entry(follow=True)
+    start = path.part(0, min(8, entry.nbytes)) if entry and entry.is_file and entry.nbytes else b""
     if foreign := next((_FOREIGN[magic] for magic in _FOREIGN if start.startswith(magic)), None):
         return foreign
     # A version follows, where an empty msgpack map ends.

@@ -33,7 +33,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     """The checkpoint of an item, with so many requests to a bucket at once; see `reshard.open` for
     the errors."""
     directory = item.directory
-    detection.ask_ahead(directory)
+    detection.prefetch_documents(directory)
     document = read_json(directory / detection.TREE_FILE)
     if document is None:
         raise without_tree(directory)

@@ -79,7 +79,7 @@ class ArrayStore(ZarrVersion):
       directory: the item's directory.
       parts: directories of OCDBT databases to read, relative to `directory`: `("",)` for a merged
         one, `("ocdbt.process_0", ...)` for one that was never merged, `()` for plain files.
-      fills: a chunk that is absent holds the fill value (otherwise it is missing data).
+      omits_fill: an absent chunk holds the fill value. Otherwise, an absent chunk is missing data.
       requests: requests to a bucket that are under way at once.
       manifest: where the manifest of a merged database is, if it is not in `directory`.
       ranged: values are ranges of files of another format, and no database lists them: `values` is
@@ -88,7 +88,7 @@ class ArrayStore(ZarrVersion):
 
     directory: Location
     parts: tuple[str, ...]
-    fills: bool
+    omits_fill: bool
     requests: int = REQUESTS
     manifest: Location | None = None
     ranged: bool = False
@@ -112,17 +112,17 @@ class ArrayStore(ZarrVersion):
         """The files, or the one database. What is read of a B-tree stays in memory with it."""
         spec = self.directory.spec
         if self.ranged:
-            found = [
+            ranges = (
                 (f"{name}/{key}", value)
                 for name, values in self.values.items()
                 for key, value in values.items()
-            ]
-            spec = ranges_spec(self.directory, found, self.context)
+            )
+            spec = ranges_spec(self.directory, ranges, self.context)
         elif self.ocdbt:
-            directory = self.directory / self.parts[0]
-            spec = ocdbt_spec(directory, self.manifest)
-            if self.has_many:
-                spec = in_small_nodes(directory, self.values, self.context, self.manifest)
+            spec = ocdbt_spec(self.directory / self.parts[0], self.manifest)
+        if self.ocdbt and self.has_many:
+            what = f"the OCDBT database in `{self.directory}`"
+            spec = in_small_nodes(spec, self.values, self.context, what)
         return ts.KvStore.open(spec, context=self.context).result()
 
     @functools.cached_property
@@ -133,7 +133,7 @@ class ArrayStore(ZarrVersion):
         """
         found = {} if self.ocdbt else dict(_list_files(self.directory))
         for part in self.parts:
-            (self.directory / part).ahead([MANIFEST])
+            (self.directory / part).prefetch([MANIFEST])
         for part in self.parts:
             directory = self.directory / part
             found |= stored_values(directory, part, self.metadata_key, self.manifest)
@@ -227,10 +227,11 @@ class ArrayStore(ZarrVersion):
         spec = {"driver": "kvstack", "layers": layers}
         return ts.KvStore.open(spec, context=self.context).result()
 
-    def open_array(self, name: str | None, metadata: bytes, fills: bool) -> ts.TensorStore:
-        """A view of one stored array, of which only the zarr metadata is known; reads nothing. A
-        chunk that is absent `fills`, or is an error. Without a name, no chunk is stored."""
-        spec = array_spec(self.driver, metadata, fill_missing_data_reads=fills)
+    def open_array(self, name: str | None, metadata: bytes, omits_fill: bool) -> ts.TensorStore:
+        """A view of one stored array, from its zarr metadata alone; reads nothing. An absent
+        chunk holds the fill value if `omits_fill`, and is an error otherwise. Without a name, no
+        chunk is stored."""
+        spec = array_spec(self.driver, metadata, fill_missing_data_reads=omits_fill)
         nothing = ts.KvStore.open("memory://").result
         chunks = nothing() if name is None else self.kvstore(name)
         return ts.open(spec, kvstore=chunks, context=self.context).result()

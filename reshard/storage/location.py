@@ -12,13 +12,13 @@ from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.storage import disk
 from reshard.storage.bucket import BucketLocation
 from reshard.storage.disk import Location as Location
-from reshard.storage.refusals import asking
+from reshard.storage.store_errors import translated_errors
 
 
 def checked(future: ts.Future, what: str) -> Any:
     """The result of a read; raises CorruptCheckpointError, about `what`, if it fails, or StoreError
     if a bucket has not given it."""
-    with asking(what, other=CorruptCheckpointError):
+    with translated_errors(what, other=CorruptCheckpointError):
         return future.result()
 
 

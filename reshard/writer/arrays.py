@@ -230,8 +230,8 @@ def _write_databases(
 
 def _look(directory: Location, ocdbt: bool) -> tuple[dict[str, int], tuple[int, set[str]] | None]:
     """Files that have been written, with their bytes; and what is in a database, if it is one."""
-    with directory.remembered():
-        directory.ahead(unseen=[MANIFEST] if ocdbt else [], below=True)
+    with directory.cached_listing():
+        directory.prefetch(unseen=[MANIFEST] if ocdbt else [], below=True)
         sizes = {entry.path: entry.nbytes for entry in directory.walk() if entry.is_file}
         return sizes, contents(directory) if ocdbt and MANIFEST in sizes else None
 

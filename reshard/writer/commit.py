@@ -356,7 +356,7 @@ def _fix(
     place = destination / path
     if "bytes" in content:
         data = base64.b64decode(content["bytes"])
-        done = place.create(data) or place.read_whole() == data
+        done = place.create_or_match(data)
     elif sizes.get(content["from"], 0) > _LARGE:
         source = destination / content["from"]
         assert isinstance(source, BucketLocation) and isinstance(place, BucketLocation)
@@ -373,7 +373,7 @@ def _fix(
         data = (destination / content["from"]).read_whole()
         if data is None and place.exists():  # another process has gone on, and deleted it
             return
-        done = data is not None and (place.create(data) or place.read_whole() == data)
+        done = data is not None and place.create_or_match(data)
     if not done:
         raise DestinationError(
             f"`{place}` holds other content than this job writes",
@@ -392,7 +392,7 @@ def _publish_on_disk(
         place = directory / path
         place.parent.make_directory()
         if isinstance(content, bytes):
-            if not place.create(content) and place.read_whole() != content:
+            if not place.create_or_match(content):
                 # The manifest of another attempt to commit, which counts then.
                 prefix = path.removesuffix(MANIFEST)
                 own = prefix + attempt.name(ROOT, "")

@@ -248,7 +248,7 @@ def target_format(
             "file_size does not apply to plain files: each file holds one chunk",
             hints=["file_size=... requires ocdbt=True"],
         )
-    size, fills = file_bytes or _FILE_BYTES, store.fills
+    size, fills = file_bytes or _FILE_BYTES, store.omits_fill
     if destination is not None and not destination.is_local:
         most = _GS_FILE_BYTES if destination.path.startswith("gs:") else size
         size, fills = min(size, most, max_memory // 4), False

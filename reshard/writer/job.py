@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from reshard.arrays.digests import digest_of
 from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.arrays.operations import Apply, Constant
-from reshard.errors import DestinationError, StoreError
+from reshard.errors import DestinationError
 from reshard.storage.location import Location
 from reshard.storage.machine import this_process
 from reshard.storage.ocdbt import PROCESS
@@ -115,12 +115,7 @@ class Attempt:
         to the job. Raises DestinationError where the job is complete by now, or was removed, and
         StoreError for a bucket that ignores conditions."""
         if self.begun.create(self._data):
-            if self.begun.create(self._data):
-                raise StoreError(
-                    f"`{self.job.destination}` cannot be written",
-                    ["this store ignores conditions of writes, so two jobs could mix"],
-                    ["write to a disk, and copy the result"],
-                )
+            self.begun.check_conditions(self._data, self.job.destination)
             raise DestinationError(f"the job that writes `{self.job.destination}` has ended")
         self.published.add(part)  # before: an interrupt may come between the two
         data = dumped({"part": part, **self._about, **document})

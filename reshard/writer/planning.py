@@ -98,13 +98,13 @@ def plan(
     found: Sequence[Sibling] = ()
     with (
         concurrent.futures.ThreadPoolExecutor(1) as pool,  # both places may be far away
-        checkpoints[0].source.root.remembered(),
+        checkpoints[0].source.root.cached_listing(),
     ):
         checked = None
         if place is not None:
             checked = pool.submit(check_destination, place, checkpoints, overwrite)
         for each in checkpoints:
-            each.source.directory.ahead(below=place is not None, unseen=[FILE])
+            each.source.directory.prefetch(below=place is not None, unseen=[FILE])
         items = tuple(
             plan_item(each, place, limit, chunks, form, link, digest, errors)
             for each, form in zip(checkpoints, formats, strict=True)
@@ -212,7 +212,7 @@ def check_destination(
     written there."""
     parent = destination.parent
     _check_apart(destination, checkpoints[0].source.root)
-    with parent.remembered():
+    with parent.cached_listing():
         names = parent.names() if not parent.is_local or parent.is_dir() else ()
         for left in (pattern.format(destination.name) for pattern in _EARLIER):
             if left in names:

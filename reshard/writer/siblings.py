@@ -167,9 +167,9 @@ def source_state(checkpoints: Sequence[Checkpoint], opened: bool = False) -> dic
     known = {c.source.store.directory: c.source.state for c in checkpoints if opened}
     items = [checkpoint.source.store.directory for checkpoint in checkpoints]
     source = checkpoints[0].source
-    with source.root.remembered():
+    with source.root.cached_listing():
         for item in items:
-            item.ahead(below=True)
+            item.prefetch(below=True)
         beside: list[Location] = []
         with contextlib.suppress(OSError):  # it is not there any more, and so counts as changed
             tops = (source.root / top for top in _sibling_roots(checkpoints))
