@@ -133,6 +133,7 @@ class ItemPlan:
         """What a plan's JSON document has of each array; with `steps` also which step's it is."""
         for handle, array in self._pairs():
             saved = sharding_document(handle.saved_sharding)
+            nbytes = handle.nbytes // handle.dtype.itemsize * array.layout.source_itemsize
             yield {
                 **({"step": self.ckpt.source.number} if steps else {}),
                 "path": format_path(handle.path),
@@ -142,7 +143,7 @@ class ItemPlan:
                 "bytes": handle.nbytes,
                 "chunk_shape": list(array.chunk),
                 **sharding_document(handle.sharding),
-                "saved": saved | {"chunk_shape": list(handle.chunk_shape)},
+                "saved": saved | {"chunk_shape": list(handle.chunk_shape), "bytes": nbytes},
                 "read_amplification": _before_and_after(array.amplification),
                 "moved": array.moved,
                 "passes": array.passes,
