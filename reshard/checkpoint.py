@@ -30,15 +30,18 @@ EMPTY_LEAVES: dict[str, Leaf] = {
 }
 _EMPTY_NAMES = {type(leaf): name for name, leaf in EMPTY_LEAVES.items()}
 
+# Kinds of items that other programs than Orbax write.
+FOREIGN_KINDS = ("safetensors", "msgpack", "zarr")
+
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One item on a disk, and the directories around it.
+    """One item, and the directories around it.
 
     Attributes:
       root: the directory that was opened.
-      kind: `"item"` (a bare PyTree directory), `"standalone"`, `"step"`, `"manager"`; of other
-        programs than Orbax: `"safetensors"`, `"msgpack"` or `"zarr"`.
+      kind: `"item"` (a bare PyTree directory), `"standalone"`, `"step"`, `"manager"`, or
+        one of `FOREIGN_KINDS`.
       v1: written by Orbax's v1 API.
       step: name of the step's directory below a manager's root, else "".
       item: name of the item's directory below the step, else "".
@@ -50,11 +53,11 @@ class Item:
 
     root: Location
     kind: str
-    v1: bool
-    step: str
-    item: str
-    steps: tuple[int, ...]
-    items: tuple[str, ...]
+    v1: bool = False
+    step: str = ""
+    item: str = ""
+    steps: tuple[int, ...] = ()
+    items: tuple[str, ...] = ()
     deleted: str = ""
     uncommitted: tuple[int, ...] = ()
 
@@ -64,8 +67,8 @@ class Item:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another program than Orbax has written it."""
-        return self.kind in ("safetensors", "msgpack", "zarr")
+        """Whether another program than Orbax wrote it, and the files beside the arrays."""
+        return self.kind in FOREIGN_KINDS
 
     @property
     def number(self) -> int | None:
