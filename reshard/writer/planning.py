@@ -287,8 +287,8 @@ def _check_prefix(destination: Location) -> list[str]:
     if not set(manager_steps(parent).values()) - {destination.name}:
         return []
     return [
-        f"`{parent}` holds steps: a CheckpointManager that cleans up deletes what is not complete "
-        "there, and so this job's; another prefix is safe"
+        f"`{parent}` holds steps. A CheckpointManager with cleanup_tmp_directories=True deletes "
+        "unfinished steps there, this job's too. Another prefix is safe."
     ]
 
 
