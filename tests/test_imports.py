@@ -184,14 +184,11 @@ def lines_of(function):
 # What exceeds the two limits today. These numbers may only shrink.
 LONG_FUNCTIONS = {
     "reshard.convert.conversion.conversion": 72,
-    "reshard.verify.comparison.diff": 71,
     "reshard.writer.planning._item": 64,
     "reshard.writer.planning.plan": 67,
 }
 MANY_IMPORTS = {
     "reshard.cli.inspect": 31,
-    "reshard.cli.job": 39,
-    "reshard.cli.verify": 28,
     "reshard.convert.conversion": 55,
     "reshard.convert.decision": 51,
     "reshard.convert.map_rules": 30,

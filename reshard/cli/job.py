@@ -8,23 +8,9 @@ from typing import Any
 import click
 
 from reshard.checkpoint import Checkpoint
-from reshard.cli import output
+from reshard.cli import options, output
 from reshard.cli.changes import CHANGES, pair
 from reshard.cli.model_argument import build_target, marked_output, read_rules
-from reshard.cli.options import (
-    ANSWER,
-    PLACE,
-    WORK,
-    Flags,
-    chosen_steps,
-    flag,
-    for_step,
-    options,
-    refusal,
-    value,
-    values,
-    wants_text,
-)
 from reshard.cli.page_file import HTML_OF_PLAN, check_page, write_page
 from reshard.cli.shard import parse_share
 from reshard.cli.working import working
@@ -41,20 +27,20 @@ from reshard.writer.save import save
 # Options that are arguments of `plan` and `save`, as they are.
 _ARGUMENTS = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
 _ARGUMENTS += ("overwrite", "digest", "verify")
-job_options = options(
-    value("--from saved", "MESH", "Fail unless SRC was saved on this mesh."),
-    values(
+job_options = options.all_of(
+    options.value("--from saved", "MESH", "Fail unless SRC was saved on this mesh."),
+    options.values(
         "--axis axes",
         "OLD=NEW",
         "Replace mesh axis OLD of the saved specs by NEW; `OLD=` replicates.",
     ),
-    values(
+    options.values(
         "--spec specs",
         "REGEX=AXES",
         "Partition spec of the leaves whose path matches, for example 'kernel$=data,model'. `,` "
         "separates dimensions, `+` the axes of one dimension. The first match wins.",
     ),
-    value(
+    options.value(
         "--rules",
         "FILE",
         "TOML with `rules` from the model's logical axis names to mesh axes, and `specs` from path "
@@ -62,51 +48,51 @@ job_options = options(
         type=click.Path(exists=True, dir_okay=False),
     ),
     CHANGES,
-    PLACE,
-    value(
+    options.PLACE,
+    options.value(
         "--chunks",
         "shard|keep|SIZE",
         "One chunk per shard, the chunks of SRC, or chunks of at most SIZE.",
         default="shard",
         show_default=True,
     ),
-    value("--format", "zarr2|zarr3", "Version of zarr; as in SRC by default."),
+    options.value("--format", "zarr2|zarr3", "Version of zarr; as in SRC by default."),
     click.option(
         "--ocdbt/--no-ocdbt",
         default=None,
         help="Write an OCDBT database, or plain files; as in SRC by default.",
     ),
-    value(
+    options.value(
         "--codec",
         "CODEC",
         "Compression of chunks: none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in SRC by default.",
     ),
-    value(
+    options.value(
         "--file-size",
         "SIZE",
         "Approximate size of the data files of an OCDBT database; 2GiB by default.",
     ),
-    WORK,
-    flag("--no-link", "Copy data files, do not hard-link them."),
-    flag(
+    options.WORK,
+    options.flag("--no-link", "Copy data files, do not hard-link them."),
+    options.flag(
         "--overwrite",
         "Replace DST when the new checkpoint is complete; ignore the leftovers of unfinished jobs.",
     ),
-    flag("--verify", "Read back the new checkpoint before the commit."),
-    flag(
+    options.flag("--verify", "Read back the new checkpoint before the commit."),
+    options.flag(
         "--digest",
         "Also read arrays that are copied verbatim and have no recorded digest, and record one.",
     ),
-    flag("--resume", "Use the finished shares of an earlier run of this command."),
-    value(
+    options.flag("--resume", "Use the finished shares of an earlier run of this command."),
+    options.value(
         "--shard share",
         "I/N|auto",
         "Write only share I of N, numbered from 0. When all shares are written, run `reshard "
         "commit DST`. `auto` takes the numbers that SLURM or MPI gave this process.",
     ),
-    flag("--dry-run", "Show the plan and stop."),
+    options.flag("--dry-run", "Show the plan and stop."),
     HTML_OF_PLAN,
-    ANSWER,
+    options.ANSWER,
 )
 
 
@@ -114,7 +100,7 @@ def run(
     src: str,
     dst: str,
     change: Callable[[Checkpoint], Checkpoint],
-    flags: Flags,
+    flags: options.Flags,
     answer: Callable[[int], dict[str, Any]] = lambda number: {},
 ) -> None:
     """Opens, changes, plans, writes and reports. `answer` adds to the JSON document of the step
@@ -146,7 +132,7 @@ def run(
         made = planned.document(output.as_flags) | {"destination": dst, "done": done}
         return made | answer(number) | ({"share": [*share]} if share and not dry_run else {})
 
-    if wants_text(flags, lambda: document(planned)):
+    if options.wants_text(flags, lambda: document(planned)):
         click.echo(planned)
         if done:
             click.echo(_written(planned, dst))
@@ -157,18 +143,18 @@ def run(
     if dry_run:
         for number, item in enumerate(planned.items):
             one = dataclasses.replace(planned, items=(item,))
-            step = for_step(flags, item.ckpt.source.number)
+            step = options.for_step(flags, item.ckpt.source.number)
             write_page(step, functools.partial(document, one, number))
     if dry_run and planned.problems:
         raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
 
 
 def _changed(
-    src: str, dst: str, change: Callable[[Checkpoint], Checkpoint], flags: Flags
+    src: str, dst: str, change: Callable[[Checkpoint], Checkpoint], flags: options.Flags
 ) -> list[Checkpoint]:
     """The checkpoints of all steps, changed. The page of a step that is refused says why."""
-    steps = chosen_steps(flags, [src], committed=True)
-    by_step = [for_step(flags, step) for step in steps]
+    steps = options.chosen_steps(flags, [src], committed=True)
+    by_step = [options.for_step(flags, step) for step in steps]
     for each in by_step:
         check_page(each["page_file"], src, dst)
     which = {name: flags[name] for name in ("item", "concurrency")}
@@ -180,7 +166,7 @@ def _changed(
         for ckpt in opened:
             changed.append(change(ckpt))
     except ReshardError as error:
-        document = refusal(error, dst)
+        document = options.refusal(error, dst)
         try:
             if len(opened) > len(changed):
                 number = len(changed)
@@ -199,7 +185,7 @@ def _written(planned: Plan, dst: str) -> str:
 
 
 def laid_out(
-    ckpt: Checkpoint, mesh: str | None, model: str | None, flags: Flags, to: str
+    ckpt: Checkpoint, mesh: str | None, model: str | None, flags: options.Flags, to: str
 ) -> Checkpoint:
     """On the new mesh, given by the option `to`: as the model says, or else as saved."""
     specs, axes, rules = flags["specs"], flags["axes"], flags["rules"]

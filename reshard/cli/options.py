@@ -37,7 +37,7 @@ def flag(names: str, text: str) -> Callable[[F], F]:
     return click.option(*names.split(), is_flag=True, help=text)
 
 
-def options(*of: Callable[[F], F]) -> Callable[[F], F]:
+def all_of(*of: Callable[[F], F]) -> Callable[[F], F]:
     """Adds options to a command, in this order."""
     return lambda command: functools.reduce(lambda made, add: add(made), reversed(of), command)
 
@@ -83,15 +83,15 @@ CONCURRENCY = value(
     default=REQUESTS,
     show_default=True,
 )
-PLACE = options(
+PLACE = all_of(
     value("--step", None, "Steps of a root: N, N,M, N..M or all; the latest by default."),
     value("--item", None, "Item of a step that has several items."),
 )
-SELECTION = options(
+SELECTION = all_of(
     values("--select", "GLOB", "Only these leaves."),
     values("--drop", "GLOB", "Leave these leaves out."),
 )
-WORK = options(
+WORK = all_of(
     value("--max-memory", "SIZE", "Bytes in flight at most.", default="1GiB", show_default=True),
     CONCURRENCY,
     value(
@@ -108,8 +108,8 @@ WORK = options(
         callback=_scheduler,
     ),
 )
-ANSWER = options(as_json, flag("--quiet", "Print nothing but errors and warnings."))
-reading_options = options(PLACE, WORK, ANSWER)
+ANSWER = all_of(as_json, flag("--quiet", "Print nothing but errors and warnings."))
+reading_options = all_of(PLACE, WORK, ANSWER)
 
 
 def chosen_steps(

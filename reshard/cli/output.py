@@ -120,7 +120,7 @@ def _words(value: ast.expr) -> list[str]:
     match value:
         case ast.List(elements):
             return [word for element in elements for word in _words(element)]
-        case ast.Tuple([one, other]) | ast.Dict([one], [other]):
+        case ast.Tuple([one, other]) | ast.Dict([ast.expr() as one], [other]):
             return ["=".join((*_words(one), *_words(other)))]
         case ast.Call(ast.Name("P")):
             return ["AXIS,"]

@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-from reshard.cli.options import Flags, value
+from reshard.cli import options
 from reshard.errors import DestinationError, DestinationExistsError
 from reshard.report.page import MARK, page
 from reshard.storage.location import parse_location
 
 _HELP = "write one self-contained HTML page, with pictures. An older one is replaced."
-HTML = value("--html page_file", "FILE", f"Also {_HELP}")
-HTML_OF_PLAN = value("--html page_file", "FILE", f"With --dry-run, also {_HELP}")
+HTML = options.value("--html page_file", "FILE", f"Also {_HELP}")
+HTML_OF_PLAN = options.value("--html page_file", "FILE", f"With --dry-run, also {_HELP}")
 
 
 def check_page(file: str | None, *checkpoints: str) -> None:
@@ -46,7 +46,7 @@ def check_page(file: str | None, *checkpoints: str) -> None:
         raise DestinationExistsError(text, hints=["give it another name"])
 
 
-def write_page(flags: Flags, document: Callable[[], Mapping[str, Any]]) -> None:
+def write_page(flags: options.Flags, document: Callable[[], Mapping[str, Any]]) -> None:
     """Writes the page of a JSON document, if there is a FILE for it; all of it or nothing."""
     file = flags["page_file"]
     if file is None:

@@ -18,7 +18,7 @@ from reshard.storage.btree import MAX_BTREE, Range, decoded_bytes, range_databas
 from reshard.storage.disk import MAX_DOCUMENT, Location, not_a_file
 from reshard.storage.location import checked
 from reshard.storage.machine import thread_limits
-from reshard.storage.refusals import refusal, translated_errors
+from reshard.storage.store_errors import store_error, translated_errors
 from reshard.units import format_bytes
 
 MANIFEST = "manifest.ocdbt"
@@ -85,7 +85,7 @@ def wait_written(write: ts.Future, directory: Location) -> None:
     try:
         write.result()
     except ValueError as error:
-        if refused := refusal(error, f"`{directory}`", "written"):
+        if refused := store_error(error, f"`{directory}`", "written"):
             raise DestinationError(refused.summary, refused.problems) from error
         raise DestinationError("the destination cannot be written", [first_line(error)]) from error
 

@@ -5,7 +5,7 @@ import functools
 import math
 import numbers
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -105,9 +105,8 @@ def diff(
     names = _name(one), _name(other)
     reads = values is not False and bool(values or rest or unread)
     if reads:
-        sides = ["AB"] * len(rest) + ["A" if path in removed else "B" for path in unread]
         how = parse_bytes(max_memory), workers, executor, progress
-        differing, more = _read(rest, unread, sides, names, (rtol, atol), *how)
+        differing, more = _read(rest, unread, in_a, names, (rtol, atol), *how)
         contents, digests = contents | differing, digests | more
     kinds = {path: (digest, _kind(alone[path])) for path, digest in digests.items()}
     moved = _moves(*({p: kinds[p] for p in side if p in kinds} for side in (removed, added)))
@@ -125,8 +124,7 @@ def diff(
     for path in moved.values():
         del added[path]
     found += [Difference("added", path, None, kind_text(leaf)) for path, leaf in added.items()]
-    leaves = (in_a | added).items()
-    nbytes = {path: leaf.nbytes for path, leaf in leaves if isinstance(leaf, ArrayHandle)}
+    nbytes = {p: a.nbytes for p, a in (in_a | added).items() if isinstance(a, ArrayHandle)}
     not_compared = len(rest) if values is False else 0
     counts = len(pairs) - not_compared, not_compared
     by_digests = len(pairs) - len(rest)
@@ -137,7 +135,7 @@ def _check_tolerances(values: bool | None, **tolerances: Any) -> None:
     wrong = [
         f"{name}={value!r}"
         for name, value in tolerances.items()
-        if not isinstance(value, numbers.Real) or not 0 <= value < math.inf
+        if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf
     ]
     if wrong:
         raise ArgumentError("a tolerance must be a finite number, 0 or more", wrong)
@@ -216,7 +214,7 @@ def _recorded(
 def _read(
     pairs: _Pairs,
     alone: Mapping[Path, ArrayHandle],
-    sides: Sequence[str],
+    in_a: Collection[Path],
     names: tuple[str, str],
     tolerances: tuple[float, float],
     max_memory: int,
@@ -226,6 +224,7 @@ def _read(
 ) -> tuple[dict[Path, Difference | None], dict[Path, str]]:
     """As `_recorded`, from the values. Raises CorruptCheckpointError with all arrays that cannot
     be read, or that were stored under one name."""
+    sides = ["A" if path in in_a else "B" for path in alone]
     groups = [*pairs.values(), *((handle,) for handle in alone.values())]
     handles = [handle for group in groups for handle in group]
     check_names(handles)
@@ -238,9 +237,10 @@ def _read(
         raise CorruptCheckpointError(
             f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",
             [
-                ": ".join((sides[group][place], error.summary, *error.problems))
+                ": ".join((side, error.summary, *error.problems))
                 for group, errors in failed.items()
                 for place, error in errors.items()
+                if (side := "AB"[place] if group < len(pairs) else sides[group - len(pairs)])
             ],
         )
     contents = {
