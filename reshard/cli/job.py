@@ -27,6 +27,17 @@ from reshard.writer.save import save
 # Options that are arguments of `plan` and `save`, as they are.
 _ARGUMENTS = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
 _ARGUMENTS += ("overwrite", "digest", "verify")
+OVERWRITE = options.flag(
+    "--overwrite",
+    "Replace DST when the new checkpoint is complete; ignore the leftovers of unfinished jobs.",
+)
+RESUME = options.flag("--resume", "Use the finished shares of an earlier run of this command.")
+SHARD = options.value(
+    "--shard share",
+    "I/N|auto",
+    "Write only share I of N, numbered from 0. When all shares are written, run `reshard "
+    "commit DST`. `auto` takes the numbers that SLURM or MPI gave this process.",
+)
 job_options = options.all_of(
     options.value("--from saved", "MESH", "Fail unless SRC was saved on this mesh."),
     options.values(
@@ -74,22 +85,14 @@ job_options = options.all_of(
     ),
     options.WORK,
     options.flag("--no-link", "Copy data files, do not hard-link them."),
-    options.flag(
-        "--overwrite",
-        "Replace DST when the new checkpoint is complete; ignore the leftovers of unfinished jobs.",
-    ),
+    OVERWRITE,
     options.flag("--verify", "Read back the new checkpoint before the commit."),
     options.flag(
         "--digest",
         "Also read arrays that are copied verbatim and have no recorded digest, and record one.",
     ),
-    options.flag("--resume", "Use the finished shares of an earlier run of this command."),
-    options.value(
-        "--shard share",
-        "I/N|auto",
-        "Write only share I of N, numbered from 0. When all shares are written, run `reshard "
-        "commit DST`. `auto` takes the numbers that SLURM or MPI gave this process.",
-    ),
+    RESUME,
+    SHARD,
     options.flag("--dry-run", "Show the plan and stop."),
     HTML_OF_PLAN,
     options.ANSWER,
@@ -107,12 +110,7 @@ def run(
     with this number, of those that are processed."""
     tune_memory()
     dry_run = flags["dry_run"]
-    share = parse_share(flags["share"], dst)
-    if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
-        raise click.UsageError(
-            "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
-            "share, and a share that was stopped is written again"
-        )
+    share = share_of(flags, dst)
     if flags["page_file"] is not None and not dry_run:
         raise click.UsageError("--html requires --dry-run")
     checkpoints = _changed(src, dst, change, flags)
@@ -137,9 +135,7 @@ def run(
         if done:
             click.echo(_written(planned, dst))
         elif share is not None and not dry_run:
-            click.echo(
-                f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit {dst}"
-            )
+            click.echo(wrote_share(share, dst))
     if dry_run:
         for number, item in enumerate(planned.items):
             one = dataclasses.replace(planned, items=(item,))
@@ -147,6 +143,22 @@ def run(
             write_page(step, functools.partial(document, one, number))
     if dry_run and planned.problems:
         raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
+
+
+def share_of(flags: options.Flags, dst: str) -> tuple[int, int] | None:
+    """The share that `--shard` names; raises click.UsageError if it is combined with options that
+    concern a whole job."""
+    share = parse_share(flags["share"], dst)
+    if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
+        raise click.UsageError(
+            "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
+            "share, and a share that was stopped is written again"
+        )
+    return share
+
+
+def wrote_share(share: tuple[int, int], dst: str) -> str:
+    return f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit {dst}"
 
 
 def _changed(

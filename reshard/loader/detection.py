@@ -251,9 +251,11 @@ def is_step(directory: Location) -> bool:
 def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
     """Why a new checkpoint, a manager's root of these steps if there are any, may not take the
     place of what is in a directory; None if it may."""
-    if not directory.names():
+    names = directory.names()
+    if not names:
         return None
-    if (directory / TREE_FILE).exists() or (directory / CHECKPOINT_FILE).exists():
+    is_export = RECORD_FILE in names and any(name.endswith(SAFETENSORS) for name in names)
+    if is_export or TREE_FILE in names or CHECKPOINT_FILE in names:
         return "it is one checkpoint, the new one a manager's root" if steps else None
     found = step_directories(directory)
     if not found:
