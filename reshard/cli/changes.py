@@ -44,20 +44,13 @@ class MapFile(click.Path):
 
 READY_MAP = options.all_of(
     options.value(
-        "--config",
-        "HF_DIR",
-        "Directory of the config.json for a ready map. By default, that of SRC or --like.",
+        "--config", "HF_DIR", "Folder of config.json for a ready map; by default SRC or --like."
     ),
-    options.value(
-        "--vocab",
-        "N",
-        "Pad the embedding to N rows of the JAX model, with a ready map.",
-        type=click.IntRange(1),
-    ),
+    options.value("--vocab", "N", "With a ready map: rows of the embedding.", type=options.COUNT),
     options.value(
         "--scan-axis",
         "N",
-        "Axis of layers in scanned arrays, with a ready map. The default is 1.",
+        "With a ready map: axis of the layers in scanned arrays. The default is 1.",
         type=click.IntRange(0),
     ),
 )
