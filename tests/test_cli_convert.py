@@ -1014,7 +1014,7 @@ def test_mistakes(run, folder):
         "  right  float32[8, 8]: missing\n"
         "\n"
         "hint: --source-model MODULE:NAME, the Linen model, supplies the classes\n"
-        "hint: --map FILE decides, by rules such as: from = '^params/NAME/', to = 'params/outer/'\n"
+        "hint: --emit-map FILE writes a draft of a map: each open leaf with its candidates\n"
     )
     assert files(folder) == before
 
