@@ -27,69 +27,54 @@ from reshard.writer.save import save
 # Options that are arguments of `plan` and `save`, as they are.
 _ARGUMENTS = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
 _ARGUMENTS += ("overwrite", "digest", "verify")
+OVERWRITE = options.flag(
+    "--overwrite", "Replace DST when the new checkpoint is complete. Ignore unfinished jobs."
+)
+RESUME = options.flag("--resume", "Use the finished shares of an earlier run of this command.")
+SHARD = options.value(
+    "--shard share",
+    "I/N|auto",
+    "Write only share I of N, numbered from 0. When all shares are written, run `reshard "
+    "commit DST`. `auto` takes the numbers that SLURM or MPI gave this process.",
+)
 job_options = options.all_of(
     options.value("--from saved", "MESH", "Fail unless SRC was saved on this mesh."),
     options.values(
-        "--axis axes",
-        "OLD=NEW",
-        "Replace mesh axis OLD of the saved specs by NEW; `OLD=` replicates.",
+        "--axis axes", "OLD=NEW", "Rename a mesh axis in saved specs; `OLD=` replicates."
     ),
     options.values(
         "--spec specs",
         "REGEX=AXES",
-        "Partition spec of the leaves whose path matches, for example 'kernel$=data,model'. `,` "
-        "separates dimensions, `+` the axes of one dimension. The first match wins.",
+        "Partition spec of leaves by path, for example 'kernel$=data,model'. `,` separates "
+        "dimensions, `+` the axes of one dimension. The first match wins.",
     ),
     options.value(
         "--rules",
         "FILE",
-        "TOML with `rules` from the model's logical axis names to mesh axes, and `specs` from path "
-        "regexes to partition specs.",
+        "TOML with `rules` from logical axis names to mesh axes, and `specs` from path regexes to "
+        "partition specs.",
         type=click.Path(exists=True, dir_okay=False),
     ),
     CHANGES,
     options.PLACE,
     options.value(
-        "--chunks",
-        "shard|keep|SIZE",
-        "One chunk per shard, the chunks of SRC, or chunks of at most SIZE.",
-        default="shard",
-        show_default=True,
+        "--chunks", "shard|keep|SIZE", "One per shard, as in SRC, or at most SIZE.", default="shard"
     ),
     options.value("--format", "zarr2|zarr3", "Version of zarr; as in SRC by default."),
     click.option(
-        "--ocdbt/--no-ocdbt",
-        default=None,
-        help="Write an OCDBT database, or plain files; as in SRC by default.",
+        "--ocdbt/--no-ocdbt", default=None, help="An OCDBT database, or plain files; as in SRC."
     ),
     options.value(
-        "--codec",
-        "CODEC",
-        "Compression of chunks: none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in SRC by default.",
+        "--codec", "CODEC", "none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in SRC by default."
     ),
-    options.value(
-        "--file-size",
-        "SIZE",
-        "Approximate size of the data files of an OCDBT database; 2GiB by default.",
-    ),
+    options.value("--file-size", "SIZE", "Approximate size of OCDBT data files; 2GiB by default."),
     options.WORK,
     options.flag("--no-link", "Copy data files, do not hard-link them."),
-    options.flag(
-        "--overwrite",
-        "Replace DST when the new checkpoint is complete; ignore the leftovers of unfinished jobs.",
-    ),
+    OVERWRITE,
     options.flag("--verify", "Read back the new checkpoint before the commit."),
-    options.flag(
-        "--digest",
-        "Also read arrays that are copied verbatim and have no recorded digest, and record one.",
-    ),
-    options.flag("--resume", "Use the finished shares of an earlier run of this command."),
-    options.value(
-        "--shard share",
-        "I/N|auto",
-        "Write only share I of N, numbered from 0. When all shares are written, run `reshard "
-        "commit DST`. `auto` takes the numbers that SLURM or MPI gave this process.",
-    ),
+    options.flag("--digest", "Also record digests of arrays that are copied verbatim."),
+    RESUME,
+    SHARD,
     options.flag("--dry-run", "Show the plan and stop."),
     HTML_OF_PLAN,
     options.ANSWER,
@@ -107,12 +92,7 @@ def run(
     with this number, of those that are processed."""
     tune_memory()
     dry_run = flags["dry_run"]
-    share = parse_share(flags["share"], dst)
-    if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
-        raise click.UsageError(
-            "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
-            "share, and a share that was stopped is written again"
-        )
+    share = share_of(flags, dst)
     if flags["page_file"] is not None and not dry_run:
         raise click.UsageError("--html requires --dry-run")
     checkpoints = _changed(src, dst, change, flags)
@@ -137,9 +117,7 @@ def run(
         if done:
             click.echo(_written(planned, dst))
         elif share is not None and not dry_run:
-            click.echo(
-                f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit {dst}"
-            )
+            click.echo(wrote_share(share, dst))
     if dry_run:
         for number, item in enumerate(planned.items):
             one = dataclasses.replace(planned, items=(item,))
@@ -147,6 +125,22 @@ def run(
             write_page(step, functools.partial(document, one, number))
     if dry_run and planned.problems:
         raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
+
+
+def share_of(flags: options.Flags, dst: str) -> tuple[int, int] | None:
+    """The share that `--shard` names; raises click.UsageError if it is combined with options that
+    concern a whole job."""
+    share = parse_share(flags["share"], dst)
+    if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
+        raise click.UsageError(
+            "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
+            "share, and a share that was stopped is written again"
+        )
+    return share
+
+
+def wrote_share(share: tuple[int, int], dst: str) -> str:
+    return f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit {dst}"
 
 
 def _changed(

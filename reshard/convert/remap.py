@@ -8,13 +8,13 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
 from reshard.convert.leafmap import LeafMap, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
-from reshard.convert.mapfile import read_map
+from reshard.convert.ready_maps import find_map
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, check_lists, format_path, with_positions
 
 
 def remap(
-    ckpt: Checkpoint, map_file: str | os.PathLike[str], *, reverse: bool = False
+    ckpt: Checkpoint, map_file: str | os.PathLike[str] | Map, *, reverse: bool = False
 ) -> Checkpoint:
     """The tree that a map file makes of a checkpoint, without a model. Reads no array.
 
@@ -22,7 +22,8 @@ def remap(
 
     Args:
       ckpt: the checkpoint.
-      map_file: TOML; see `reshard help maps`.
+      map_file: TOML, or a ready map such as `"hf:llama-tunix"`: see `reshard help maps`. A ready
+        map reads the `config.json` of `ckpt`. `reshard.ready_map` takes another one.
       reverse: whether the map is used in the opposite direction.
 
     Raises:
@@ -36,7 +37,7 @@ def remap(
       >>> [*reshard.remap(ckpt, "map.toml")]
       [('params', 'block_0', 'kernel'), ('params', 'block_1', 'kernel')]
     """
-    rules = dataclasses.replace(read_map(map_file), keeps=True)
+    rules = dataclasses.replace(find_map(map_file, ckpt), keeps=True)
     old: dict[Path, Path] = {tuple(map(str, path)): path for path in ckpt}
     leaves: dict[Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
     shapes = {p: x.shape if isinstance(x, ArrayHandle) else () for p, x in leaves.items()}

@@ -101,6 +101,18 @@ def _add(names: dict[str, Entry], entry: Entry) -> None:
     names[entry.path] = entry
 
 
+@contextlib.contextmanager
+def _large_writes(place: "BucketLocation") -> Iterator[None]:
+    """Raises StoreError if a large object cannot be written."""
+    with translated_errors(f"`{place}`", "written"):
+        try:
+            yield
+        except OnlyTensorStoreError as error:
+            hint = "pip install google-auth, or boto3 for s3, which find credentials"
+            text = "uploads in parts need credentials that obstore accepts"
+            raise StoreError(f"`{place}` cannot be written", [text], [hint]) from error
+
+
 class BucketLocation(Location):
     """An object, or a prefix of the keys of objects."""
 
@@ -318,14 +330,14 @@ class BucketLocation(Location):
             return bool(self._store.write(key, data, if_equal=_absent()).result().generation)
 
     def upload(self, file: Location) -> None:
-        """Writes a file of a disk as an object, in parts."""
-        with translated_errors(f"`{self}`", "written"):
-            try:
-                listing.upload(*self._parts, file)
-            except OnlyTensorStoreError as error:
-                hint = "pip install google-auth, or boto3 for s3, which find credentials"
-                text = "uploads in parts need credentials that obstore accepts"
-                raise StoreError(f"`{self}` cannot be written", [text], [hint]) from error
+        """Writes a file of a disk as an object, however large, in parts."""
+        with _large_writes(self):
+            listing.upload(*self._parts, file)
+
+    def copy_on_server(self, new: "BucketLocation") -> None:
+        """Gives an object a second name in its bucket, unless something has that name."""
+        with _large_writes(new):
+            listing.copy(*self._parts, new._key)
 
     def make_directory(self) -> None:
         pass

@@ -104,6 +104,16 @@ def upload(scheme: str, bucket: str, key: str, file: Location) -> None:
     _asked(scheme, bucket, key, ask)
 
 
+def copy(scheme: str, bucket: str, key: str, new: str) -> None:
+    """Copies an object on the server. On gs, only if the new one is absent."""
+
+    def ask(store: Any) -> None:
+        with contextlib.suppress(_obstore().exceptions.AlreadyExistsError):
+            _obstore().copy(store, key, new, overwrite=scheme == "s3")
+
+    _asked(scheme, bucket, new, ask)
+
+
 def _asked(scheme: str, bucket: str, key: str, ask: Callable[[Any], Any]) -> Any:
     """The answer of a bucket about a key. Raises ValueError or FileNotFoundError for an error."""
     exceptions = _obstore().exceptions
