@@ -1,20 +1,30 @@
 """A tree rewritten as another by a map alone: no model, and no framework."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
-from reshard.convert.leafmap import LeafMap, Source, sources_of
+from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
-from reshard.convert.mapfile import read_map
-from reshard.errors import TreeMismatchError
+from reshard.convert.mapfile import config_numbers, read_map
+from reshard.convert.optimizer import followers
+from reshard.convert.stacking import OPTIMIZERS
+from reshard.errors import CorruptCheckpointError, TreeMismatchError
+from reshard.loader.json_documents import read_json
 from reshard.tree import Path, check_lists, format_path, with_positions
 
 
 def remap(
-    ckpt: Checkpoint, map_file: str | os.PathLike[str], *, reverse: bool = False
+    ckpt: Checkpoint,
+    map_file: str | os.PathLike[str],
+    *,
+    reverse: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """The tree that a map file makes of a checkpoint, without a model. Reads no array.
 
@@ -24,6 +34,8 @@ def remap(
       ckpt: the checkpoint.
       map_file: TOML; see `reshard help maps`.
       reverse: whether the map is used in the opposite direction.
+      config: a Hugging Face configuration, whose numbers the map's expressions may name. By default
+        that of the file `config.json` in the checkpoint's directory, if there is one.
 
     Raises:
       ArgumentError: the file is no map.
@@ -36,7 +48,11 @@ def remap(
       >>> [*reshard.remap(ckpt, "map.toml")]
       [('params', 'block_0', 'kernel'), ('params', 'block_1', 'kernel')]
     """
-    rules = dataclasses.replace(read_map(map_file), keeps=True)
+    if config is None:
+        root = ckpt.source.root
+        with contextlib.suppress(CorruptCheckpointError):
+            config = read_json((root if root.is_dir() else root.parent) / "config.json")
+    rules = dataclasses.replace(read_map(map_file, config_numbers(config or {})), keeps=True)
     old: dict[Path, Path] = {tuple(map(str, path)): path for path in ckpt}
     leaves: dict[Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
     shapes = {p: x.shape if isinstance(x, ArrayHandle) else () for p, x in leaves.items()}
@@ -46,6 +62,12 @@ def remap(
         problems += ["a list and a dict in one place have keys of the same text"]
     if problems:
         raise TreeMismatchError(f"{rules.name}: the map does not make a tree", problems)
+    if differing := result.map.not_zero(leaves):
+        constants = result.map.must_be_zero
+        raise TreeMismatchError(
+            f"{rules.name}: leaves that the map leaves out are not what it would fill them with",
+            [f"{format_path(path)}: not {constants[path].fill}" for path in differing],
+        )
     made: dict[Path, Leaf] = {}
     for path, leaf in result.map.bind(leaves).items():
         was = next(iter(sources_of(result.map.values[path])), path)
@@ -68,3 +90,23 @@ def _problems(
             if isinstance(value, Source) and not isinstance(leaves[value.path], ArrayHandle):
                 kind = type_name(leaves[value.path])
                 yield f"{format_path(value.path)}: {call.operation} is for arrays, not for {kind}"
+    yield from _stateful(found)
+
+
+def _stateful(found: LeafMap) -> Iterator[str]:
+    """Optimizer state of parameters that a rule computes, compares or leaves out as a constant."""
+    changed = dict(found.must_be_zero)
+    for call in found.calls():
+        if not isinstance(call.operation, Moving):
+            changed |= dict.fromkeys(LeafMap({(): Output(call, 0)}).sources())
+    state = [path for path in found.sources() if not OPTIMIZERS.isdisjoint(map(str, path))]
+    parameters = {**found.sources(), **found.must_be_zero}
+    for path in state:
+        parameters.pop(path)
+    owners = followers(dict.fromkeys(parameters, ()), dict.fromkeys(state)) if changed else {}
+    for path, owner in owners.items():
+        if owner in changed:
+            yield (
+                f"{format_path(path)}: it is optimizer state of {format_path(owner)}, whose values "
+                "a rule changes: it cannot follow, so drop it"
+            )

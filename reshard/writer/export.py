@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from reshard import errors, tree, units
-from reshard.arrays import dtypes
+from reshard import errors, loader, tree, units
+from reshard.arrays import derived, dtypes
 from reshard.arrays.handle import ArrayHandle, array_text, check_names, stored_name
 from reshard.checkpoint import Checkpoint, name_clashes
 from reshard.engine.budget import check_fits
-from reshard.loader import detection
-from reshard.loader import open as open_checkpoint
 from reshard.loader.json_documents import read_json
 from reshard.loader.safetensors import INDEX, UNFINISHED
 from reshard.storage import disk, location
@@ -30,7 +28,7 @@ from reshard.writer import commit, job, planning, safetensors, siblings
 # What is copied beside the weights: names that end, or begin, so.
 _ENDS = (".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt")
 _BEGINS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_NOT_COPIED = (".index.json", detection.RECORD_FILE)
+_NOT_COPIED = (".index.json", loader.detection.RECORD_FILE)
 _CONFIG = "config.json"
 # Leaves that are named one by one in a hint.
 _NAMED = 8
@@ -58,6 +56,11 @@ class Export:
         """Bytes of all files with tensors."""
         return sum(file.nbytes for file in self.files)
 
+    @property
+    def rounded(self) -> derived.Rounded:
+        """The arrays that a map computes and rounds."""
+        return derived.rounded(handle for file in self.files for handle, _ in file.tensors)
+
     def document(self) -> dict[str, Any]:
         """What `reshard export --json` prints."""
         return {
@@ -72,6 +75,7 @@ class Export:
                 for file in self.files
             ],
             "copied": list(self.copied),
+            **({"rounded": self.rounded._asdict()} if self.rounded.arrays else {}),
         }
 
     def __repr__(self) -> str:
@@ -79,6 +83,7 @@ class Export:
         files = units.count_of(len(self.files), "file")
         lines = [f"{arrays}, {units.format_bytes(self.nbytes)} in {files}"]
         lines += [f"copy     {', '.join(self.copied)}"] * bool(self.copied)
+        lines += [f"rounded  {self.rounded}"] * bool(self.rounded.arrays)
         return "\n".join(lines)
 
 
@@ -230,8 +235,8 @@ def _unlike(ckpt: Checkpoint, like: location.Location | None) -> errors.ReshardE
     if not like.is_dir():
         return errors.CheckpointNotFoundError(f"there is no directory `{like}`")
     shapes: dict[str, tuple[int, ...] | None] = {}
-    if any(name.endswith(detection.SAFETENSORS) for name in like.names()):
-        found = open_checkpoint(like)
+    if any(name.endswith(loader.detection.SAFETENSORS) for name in like.names()):
+        found = loader.open(like)
         shapes = {stored_name(handle.path): handle.shape for handle in found.arrays}
     elif (document := read_json(like / INDEX)) is not None:
         shapes = dict.fromkeys(document.get("weight_map", ()))
@@ -329,7 +334,7 @@ def _to_disk(
 
 def _documents(plan: Export, written: Mapping[str, Any]) -> dict[str, bytes]:
     """What is made beside the weights, the index last."""
-    documents = {detection.RECORD_FILE: digest_record.Record(written, {}, {}, {}).dump()}
+    documents = {loader.detection.RECORD_FILE: digest_record.Record(written, {}, {}, {}).dump()}
     if len(plan.files) > 1:
         documents[INDEX] = safetensors.index(plan.files)
     return documents

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from reshard.arrays import derived
 from reshard.arrays.boxes import grid_size
-from reshard.arrays.derived import from_memory, stored_values
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
@@ -106,7 +106,9 @@ class ItemPlan:
         of values `in_memory`, or all others."""
         handles = {handle.path: handle for handle in self.handles}
         groups = [[(handles[a.layout.path], a) for a in group] for group in co_read(self.arrays)]
-        return [BoxRange(group) for group in groups if from_memory(group[0][0]) == in_memory]
+        return [
+            BoxRange(group) for group in groups if derived.from_memory(group[0][0]) == in_memory
+        ]
 
     def metadata(self) -> dict[str, bytes]:
         """Metadata of arrays, by their keys, that are not copied as they are."""
@@ -123,7 +125,7 @@ class ItemPlan:
 
     def values(self, handle: ArrayHandle) -> list[StoredValue]:
         """The stored values that an array consists of in the destination as they are."""
-        return stored_values(handle, self.format.encoding(handle)) or []
+        return derived.stored_values(handle, self.format.encoding(handle)) or []
 
     def directory(self, root: Location) -> Location:
         """Its directory below the destination's root."""
@@ -305,6 +307,11 @@ class Plan:
         batch = max(in_flight(self.max_memory, cores(), 0, _is_remote(self)) // WINDOW, 1)
         return 3 * math.ceil(sum(a.decoded_bytes for a in item.arrays) / batch)
 
+    @functools.cached_property
+    def rounded(self) -> derived.Rounded:
+        """The arrays that a map computes and rounds."""
+        return derived.rounded(handle for item in self.items for handle in item.handles)
+
     @property
     def decoded_bytes(self) -> int:
         """Decoded bytes of all arrays of the destination."""
@@ -366,6 +373,7 @@ class Plan:
             "done": False,
             **{name: getattr(self, name) for name in counts},
             **({} if self.network is None else {"network": self.network._asdict()}),
+            **({"rounded": self.rounded._asdict()} if self.rounded.arrays else {}),
             "read_amplification": _before_and_after(self.amplification),
             "bytes_per_device": _before_and_after(self.bytes_per_device),
             "peak_memory": self.peak_memory,
@@ -419,6 +427,7 @@ class Plan:
             ),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
             *self._per_step(),
+            *[f"rounded  {self.rounded}"] * bool(self.rounded.arrays),
         ]
         split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
