@@ -58,14 +58,6 @@ def node_read(
     return lambda: found.value if (found := read.result()).state == "value" else None
 
 
-def coordinator() -> Any:
-    """The client of the coordination service of `jax.distributed`, None before that is initialised:
-    no release of JAX has a public name for it."""
-    from jax._src import distributed
-
-    return distributed.global_state.client
-
-
 def axis_name_keys() -> tuple[str, ...]:
     """Metadata of an NNX variable that names the axes of its array: flax before 0.12.4 takes no
     notice of `out_sharding`."""

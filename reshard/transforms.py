@@ -4,7 +4,6 @@ A transform changes what a checkpoint says about its leaves (path, dtype, shardi
 array; the planner and the writer execute it.
 """
 
-import collections
 import dataclasses
 import itertools
 import re
@@ -34,7 +33,6 @@ from reshard.sharding.mesh import (
     spec_problems,
     spec_text,
 )
-from reshard.sharding.optimizer_state import Parameters, below_params
 from reshard.sharding.rules import match_specs
 from reshard.tree import Path, format_path, natural
 from reshard.units import count_leaves
@@ -222,7 +220,11 @@ def to_mesh(
         misfits.sort(key=lambda misfit: natural(misfit.array.path))
         raise ShardingError(
             f"specs that do not fit the mesh `{new_mesh}`",
-            _problems(ckpt, misfits),
+            [
+                f"{format_path(array.path)}  {array.dtype.name}{list(array.shape)}: {problem}"
+                for array, _, problems, _ in misfits
+                for problem in problems
+            ],
             _axis_hints(sizes, misfits, new_mesh, axes) + _spec_hints(ckpt, misfits, new_mesh),
         )
     notes += [_replicated_note(replicated)] if replicated else []
@@ -287,26 +289,6 @@ class _Misfit(NamedTuple):
     given: bool
 
 
-def _problems(ckpt: Checkpoint, misfits: Sequence[_Misfit]) -> list[str]:
-    """A line for each problem. Those of a parameter stand for its optimizer state, too."""
-    paths = {array.path for array in ckpt.arrays}
-    marked = below_params(paths) or below_params(paths, "model")
-    parameters = Parameters(marked, paths - marked)
-    by_path = {misfit.array.path: misfit for misfit in misfits}
-    lines: dict[Path, list[str]] = {}
-    followers: collections.Counter[Path] = collections.Counter()
-    for path, (array, _, problems, _) in by_path.items():
-        owners = () if path in marked else parameters.followed_by(path)
-        owners = [p for p in owners if p in by_path and by_path[p].problems == problems]
-        followers.update(owners[:1])
-        if not owners:
-            text = f"{format_path(path)}  {array.dtype.name}{list(array.shape)}: "
-            lines[path] = [text + problem for problem in problems]
-    for path, count in followers.items():
-        lines[path][0] += f"; the same for {count_leaves(count)} of optimizer state"
-    return [line for each in lines.values() for line in each]
-
-
 def _axis_hints(
     sizes: Mapping[str, int], misfits: Sequence[_Misfit], target: Mesh, axes: Mapping[str, str]
 ) -> list[str]:
@@ -318,50 +300,36 @@ def _axis_hints(
         for axis in itertools.chain(*spec)
         if len(spec_problems(shape, target, rename_axes(spec, {axis: ""}))) < count
     }
-    lacking = [axis for axis in sizes if axis in helpful and axis not in target.axis_names]
-    near = {n: get_close_matches(n, lacking, 1, 0.5) for n in target.axis_names if n not in sizes}
+    old = [axis for axis in sizes if axis not in target.axis_names]
+    new = [name for name in target.axis_names if name not in sizes]
+    near = {name: get_close_matches(name, helpful.intersection(old), 1, 0.5) for name in new}
     names = tuple("".join(near.get(name) or name) for name in target.axis_names)
     hints: list[str] = []
     if names != target.axis_names and len({*names}) == len(names):
         hints.append(f"did you mean `{Mesh(names, target.axis_sizes)}`?")
-    renames = _renames(lacking, sizes, target)
-    for axis in sizes:
-        if axis in helpful and axis not in {*axes, *axes.values()}:
-            old, new = tree.as_python(axis), tree.as_python(renames.get(axis))
-            renamed = f"axes={{{old}: {new}}} renames, " if axis in renames else ""
-            hints.append(f'{renamed}axes={{{old}: ""}} replicates what is split over it')
+    renames = dict(zip(old, new, strict=True)) if len(old) == len(new) else {}
+    for axis in (each for each in sizes if each in helpful and each not in axes.values()):
+        text = tree.as_python(axis)
+        renamed = f"axes={{{text}: {tree.as_python(renames.get(axis))}}} renames, "
+        hints.append(
+            renamed * (axis in renames) + f'axes={{{text}: ""}} replicates what is split over it'
+        )
     return hints
-
-
-def _renames(lacking: Sequence[str], sizes: Mapping[str, int], target: Mesh) -> dict[str, str]:
-    """New axes of the mesh for saved ones that it lacks: all of the same sizes, else in order."""
-    old = [axis for axis in sizes if axis not in target.axis_names]
-    new = [name for name in target.axis_names if name not in sizes]
-    if len(old) != len(new):
-        old = [*lacking]
-        new = [name for name in new if target.shape[name] > 1]
-    alike: list[str] = []
-    for axis in old:
-        alike += [n for n in new if n not in alike and target.shape[n] == sizes[axis]][:1]
-    return dict(zip(old, alike if len(alike) == len(old) else new, strict=False))
 
 
 def _spec_hints(ckpt: Checkpoint, misfits: Sequence[_Misfit], target: Mesh) -> list[str]:
     """Specs that fit, each for the shortest ending of a path of which all leaves agree."""
     fitting: dict[Path, str] = {}
+    hints = []
     for array, spec, _, given in misfits:
-        lacking = {axis for entry in spec or () for axis in entry} - {*target.axis_names}
-        if given:  # no hint for saved axes is about it
-            near = (get_close_matches(axis, target.axis_names, 1, 0.5) for axis in lacking)
-            spec = rename_axes(spec or (), dict(zip(lacking, map("".join, near), strict=True)))
-        elif lacking:
-            continue
-        fitting[array.path] = spec_text(fitting_spec(array.shape, target, spec or ()))
+        if {*itertools.chain(*(spec or ()))} <= {*target.axis_names}:
+            fitting[array.path] = spec_text(fitting_spec(array.shape, target, spec or ()))
+        elif given:  # hints about saved axes do not concern it
+            hints.append(f"the mesh has the axes {', '.join(target.axis_names)}")
     texts: dict[str, set[str | None]] = {}
     for array in ckpt.arrays:
         for ending in _endings(array.path):
             texts.setdefault(ending, set()).add(fitting.get(array.path))
-    hints = []
     for array, spec, _, given in misfits:
         if array.path in fitting:
             *shorter, whole = _endings(array.path)

@@ -19,7 +19,7 @@ from reshard.errors import ArgumentError, TreeMismatchError, printable
 Key = str | int
 Path = tuple[Key, ...]
 
-# Keys of a path: whoever walks a tree deeper than this runs out of stack.
+# Keys of a path: code that walks a deeper tree runs out of stack.
 MAX_KEYS = 100
 
 _PLAIN = re.compile(r'[^/"\s\x00-\x1f\x7f]+')
@@ -30,8 +30,8 @@ _COMPONENT = re.compile(r'("(?:[^"\\]|\\.)*"|[^/"]+)(?:/(?!\Z)|\Z)')
 
 @functools.lru_cache(maxsize=1 << 16)
 def format_key(key: Key) -> str:
-    """A key as it is printed: bare, or as a JSON string where it holds `/`, quotes, spaces or what
-    cannot be seen."""
+    """A key as it is printed: bare, or as a JSON string if it holds `/`, quotes, spaces or
+    unprintable characters."""
     text = str(key)
     if _PLAIN.fullmatch(text) and text.isprintable():
         return text
@@ -44,7 +44,7 @@ def format_path(path: Path) -> str:
 
 
 def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[Key, Any]:
-    """Values in dicts inside of one another, by their paths."""
+    """Nested dicts with these values at their paths."""
     root: dict[Key, Any] = {}
     for path, value in leaves:
         node = root
@@ -67,7 +67,7 @@ def _natural(key: str) -> tuple[Any, ...]:
 
 def split_path(text: str) -> tuple[str, ...]:
     """The keys of a printed path, all as `str`: the inverse of `format_path` up to ints. Raises
-    ArgumentError where a component is empty, its quotes do not close, or there are too many."""
+    ArgumentError if a key is empty, its quotes do not close, or there are too many keys."""
     keys, position = [], 0
     while not keys or position < len(text):
         match = _COMPONENT.match(text, position)
@@ -119,9 +119,8 @@ def _key_regex(key: str) -> str:
 
 
 def _spanned(runs: Sequence[str], span: str) -> str:
-    """The regex of runs with a span between each and the next. A run is taken where it comes first,
-    once and for all: what follows it there, or else nowhere. Only the last is looked for from the
-    end."""
+    """The regex of runs with spans between them. Each run is matched where it first occurs, and
+    never again (an atomic group); only the last is searched from the end."""
     first, *inner = runs
     if not inner:
         return first
@@ -176,9 +175,9 @@ def named_in(
     optional: Sequence[str] = (),
     otherwise: Sequence[str] = (),
 ) -> set[Path]:
-    """What globs name, each in the first namespace (pairs of a name and the path that has it) where
-    it names anything. Raises TreeMismatchError with all that name nothing, but for `optional`
-    ones."""
+    """The paths that globs name, each glob in the first namespace (pairs of a name and its path)
+    where it names any. Raises TreeMismatchError with all globs that name no path, except those of
+    `optional`."""
     if not patterns and not optional:
         return set()
     by_text: list[dict[str, list[Path]]] = [collections.defaultdict(list) for _ in namespaces]
@@ -201,8 +200,8 @@ def named_in(
 
 
 def named_by(texts: Collection[str], glob: str) -> list[str]:
-    """Of paths, as `glob_text` has them, those that a glob names: the leaves that it matches, or if
-    there are none, what is in the modules that it matches."""
+    """The paths, as `glob_text` gives them, that a glob names: the leaves that it matches, else all
+    leaves in the modules that it matches."""
     if not _WILD.search(glob):
         text = glob_text(split_path(glob))
         return [text] if text in texts else [each for each in texts if each.startswith(text)]
@@ -212,7 +211,7 @@ def named_by(texts: Collection[str], glob: str) -> list[str]:
 
 
 def passed_over(paths: Iterable[Path], patterns: Sequence[str]) -> list[str]:
-    """What to tell of globs that match leaves and modules: what is in the modules is not meant."""
+    """A note for each glob that matches leaves and modules: it does not select from the modules."""
     texts = [(path, glob_text(path)) for path in paths] if patterns else []
     notes = []
     for pattern in (each for each in patterns if not each.endswith("**")):
@@ -240,6 +239,15 @@ def nearest(name: str, paths: Iterable[Path]) -> list[str]:
     return close
 
 
+def regex_of_glob(glob: str) -> str:
+    """The regex over printed paths that matches as a glob does: `^(.*/)?kernel$` for
+    `**/kernel`."""
+    regexes = {"**/": "(.*/)?", "/**": "/", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|/\*\*\Z|[*?])", glob)
+    regex = "".join(regexes.get(part) or re.escape(part) for part in parts)
+    return f"^{regex}" if glob.endswith("/**") else f"^{regex}$"
+
+
 def nearest_to_regex(pattern: str, paths: Iterable[Path]) -> list[str]:
     """The printed path, if any, that resembles a regex less its operators."""
     return nearest(re.sub(r"[\\^$.*+?()|\[\]{}]", "", pattern), paths)[:1]
@@ -251,16 +259,15 @@ def shell_quoted(text: str) -> str:
 
 
 def as_python(value: Any) -> str:
-    """A value as it is typed in Python: text in double quotes where it has none itself."""
+    """A value as it is typed in Python: text in double quotes if it has none itself."""
     match value:
         case list():
             return f"[{', '.join(map(as_python, value))}]"
         case tuple():
             return f"({', '.join(map(as_python, value))})"
-        case str() if '"' not in value:
-            if "\\" in value and value.isprintable() and not value.endswith("\\"):
-                return f'r"{value}"'
-            return '"' + repr("'" + value)[2:]  # what holds a single quote, and no double ones
+        case str() if value.isprintable() and '"' not in value and not value.endswith("\\"):
+            raw = "r" * ("\\" in value)
+            return f'{raw}"{value}"'
     return repr(value)
 
 
@@ -307,11 +314,10 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
 
 def with_positions(keys: tuple[str, ...], old: Path) -> Path:
     """Keys of a renamed path, with the list positions of the old one in their places: all places
-    where the paths are equally long, else those before and after what was renamed."""
+    if the paths are equally long, else those before and after the renamed keys."""
     new: list[Key] = list(keys)
     shorter = min(len(keys), len(old))
-    ends = range(shorter), range(-1, -1 - shorter, -1)
-    for places in ends:
+    for places in (range(shorter), range(-1, -1 - shorter, -1)):
         for place in places:
             if keys[place] == str(old[place]):
                 new[place] = old[place]
@@ -321,53 +327,47 @@ def with_positions(keys: tuple[str, ...], old: Path) -> Path:
 
 
 def _check_tree(renamed: dict[Path, Path]) -> None:
-    seen: dict[tuple[str, ...], Path] = {}
-    problems, below = [], []
+    """Raises TreeMismatchError for new paths that are equal, or where one is below another."""
+    olds: dict[tuple[str, ...], Path] = {}
+    problems = []
     for old, new in renamed.items():
-        other = seen.setdefault(tuple(map(str, new)), old)
+        other = olds.setdefault(tuple(map(str, new)), old)
         if other is not old:
             problems.append(f"{format_path(other)} and {format_path(old)} -> {format_path(new)}")
     for old, new in renamed.items():
         texts = tuple(map(str, new))
-        for inner in (seen[texts[:n]] for n in range(1, len(texts)) if texts[:n] in seen):
-            below.append(
+        for above in (olds[texts[:n]] for n in range(1, len(texts)) if texts[:n] in olds):
+            problems.append(
                 f"{format_path(old)} -> {format_path(new)}, below the leaf "
-                f"{format_path(inner)} -> {format_path(renamed[inner])}"
+                f"{format_path(above)} -> {format_path(renamed[above])}"
             )
-    if problems or below:
-        raise TreeMismatchError(
-            "several leaves would have the same path after renaming", [*problems, *below]
-        )
+    if problems:
+        raise TreeMismatchError("several leaves would have the same path after renaming", problems)
 
 
 def check_lists(paths: Iterable[Path], before: Iterable[Path] = ()) -> None:
-    """Raises TreeMismatchError unless every list keeps its positions 0..n-1 (a gap would silently
-    shift what follows), or is a dict as well. Containers that have kept all the keys that they had
-    before are not looked at."""
-    children, old = _children_of_lists(paths), _children_of_lists(before)
+    """Raises TreeMismatchError if a list does not keep its positions 0..n-1 (a gap would silently
+    shift what follows), or has dict keys. Containers with the same keys as `before` pass."""
+    children, old = _children(paths), _children(before)
     problems = []
     for container, keys in children.items():
         positions = {key for key in keys if isinstance(key, int)}
         if not positions or keys == old.get(container):
             continue
-        if len(positions) < len(keys):
-            names = ", ".join(sorted(map(format_key, keys - positions))[:3])
-            problems.append(f"{format_path(container)} has list positions and dict keys: {names}")
+        if names := sorted(map(format_key, keys - positions)):
+            text = f"list positions and dict keys: {', '.join(names[:3])}"
+            problems.append(f"{format_path(container)} has {text}")
         elif gaps := sorted({*range(len(keys))} - keys):
             after = min(key for key in positions if key > gaps[0])
-            problems.append(
-                f"{format_path(container)} has position {after} but no position {gaps[0]}"
-            )
+            text = f"position {after} but no position {gaps[0]}"
+            problems.append(f"{format_path(container)} has {text}")
     if problems:
-        raise TreeMismatchError(
-            "a list would lose positions, so later elements would shift",
-            problems,
-            ["drop the whole list, or keep all of it"],
-        )
+        summary = "a list would lose positions, so later elements would shift"
+        raise TreeMismatchError(summary, problems, ["drop the whole list, or keep all of it"])
 
 
-def _children_of_lists(paths: Iterable[Path]) -> dict[Path, set[Key]]:
-    """The keys of every container; of these, `check_lists` looks at those with positions."""
+def _children(paths: Iterable[Path]) -> dict[Path, set[Key]]:
+    """The keys of every container."""
     children: dict[Path, set[Key]] = collections.defaultdict(set)
     for path in paths:
         for depth, key in enumerate(path):

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from typing import Any
-from unittest import mock
 
 import jax
 import layouts
@@ -217,17 +216,6 @@ def mismatched(path: str, everywhere: bool) -> str:
     elif jax.process_index() == 1:
         target = target_of(path, "replicated")
     reshard.restore(path, target, replicas="broadcast")
-    return "restored"
-
-
-def absent(path: str) -> str:
-    """A restore that one process does not take part in."""
-    target = target_of(path, "saved")
-    if jax.process_index() == 1:
-        next(replicas._calls)
-        return "absent"
-    with mock.patch.object(replicas, "_PATIENCE", 1):
-        reshard.restore(path, target, replicas="broadcast")
     return "restored"
 
 

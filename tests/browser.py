@@ -70,7 +70,9 @@ class Chromium:
         tab.resize(width)
         tab.call("Page.navigate", url=file.as_uri())
         until = time.monotonic() + SECONDS
-        while tab.value("document.readyState") != "complete":
+        drawn = "document.readyState === 'complete'"
+        drawn += " && !document.querySelector('#sections:not([data-drawn])')"
+        while not tab.value(drawn):
             assert time.monotonic() < until, "the page does not load"
             time.sleep(0.01)
         return tab

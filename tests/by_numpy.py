@@ -37,10 +37,11 @@ def in_numpy(operation: Any, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
             return [whole]
         case ops.Interleave(axis, parts, block, undo):
             block = one.shape[axis] if block is None else block
-            blocks = np.moveaxis(one, axis, 0).reshape(-1, block, *np.delete(one.shape, axis))
+            first = np.moveaxis(one, axis, 0)
+            blocks = first.reshape(len(first) // block, block, *first.shape[1:])
             places = np.arange(block).reshape(parts, -1).T.ravel()
             places = np.argsort(places) if undo else places
-            return [np.moveaxis(blocks[:, places].reshape(-1, *blocks.shape[2:]), 0, axis)]
+            return [np.moveaxis(blocks[:, places].reshape(first.shape), 0, axis)]
         case ops.Copies(count):
             return [one] * count
         case ops.Crop(widths):

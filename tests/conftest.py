@@ -181,11 +181,12 @@ def stores(_stores):
 @pytest.fixture
 def short_tries(monkeypatch):
     """A store that does not answer is asked again twice, and soon."""
-    from reshard.storage import bucket
+    from reshard.storage import bucket, listing
 
     monkeypatch.setitem(bucket.RETRIES, "max_retries", 2)
     monkeypatch.setitem(bucket.RETRIES, "initial_delay", "10ms")
     bucket._opened.cache_clear()
+    listing._opened.cache_clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

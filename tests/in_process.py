@@ -57,16 +57,11 @@ def refused(directory: pathlib.Path, *words: object) -> str:
     return err
 
 
-@contextlib.contextmanager
-def run_here(model: str, option: str, task: Callable[[Any], Any]) -> Iterator[Callable[[], Any]]:
+def run_here(model: str, option: str, task: Callable[[Any], Any]) -> Any:
     """As `run_in_subprocess`, without a process that imports all libraries of the model."""
     asked = pickle.dumps(task)
-
-    def answer() -> Any:
-        with model_errors(option, model):
-            return pickle.loads(pickle.dumps(pickle.loads(asked)(load_model(model, option))))
-
-    yield answer
+    with model_errors(option, model):
+        return pickle.loads(pickle.dumps(pickle.loads(asked)(load_model(model, option))))
 
 
 @contextlib.contextmanager

@@ -402,6 +402,9 @@ class _ConditionalStore:
     def _write(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
         if self._refused(place, asked):
             return 412, {}, b"{}"
+        if source := handler.headers.get("x-goog-copy-source"):
+            bucket, _, key = urllib.parse.unquote(source).partition("/")
+            body = self._objects[bucket, key][1]
         generation = next(self._generations)
         self._objects[place] = (generation, body)
         headers = {"ETag": str(generation)}

@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 import pytest
 from in_process import refused, reshard_in, shown
 from jobs import RESHARD
+from releases import older
 
 pytestmark = pytest.mark.usefixtures("forked")
 TOPICS = pathlib.Path(__file__).parents[1] / "reshard" / "cli" / "topics"
@@ -445,7 +446,8 @@ def test_a_folder_of_checkpoints_is_no_step_of_several_items(cwd):
 
 def test_what_was_mistyped_has_a_hint(cwd):
     told = refused(cwd, "inspct", "run")
-    assert told.endswith("Error: No such command 'inspct'. Did you mean 'inspect'?\n")
+    assert "Error: No such command 'inspct'." in told
+    assert older("click", "8.5") or told.endswith(" Did you mean 'inspect'?\n")
     assert refused(cwd, "help", "mapz").endswith("\n\nhint: reshard help maps\n")
     hint = f"hint: the nearest is `{cwd}/shapes`\n"
     for path in ("shpes", "shpes/inside/it"):
@@ -455,7 +457,7 @@ def test_what_was_mistyped_has_a_hint(cwd):
     told = refused(cwd, "ckpt", "run/500", "out", "--to", "data=1,modl=8")
     assert "\n\nhint: did you mean `data=1,model=8`?\n" in told
     told = refused(cwd, "ckpt", "run/500", "out", "--to", "dp=2,tp=4", "--spec", ".=pt")
-    assert "\nhint: --spec '(^|/)bias$=tp' fits, if it comes first\n" in told
+    assert told.endswith("\n\nhint: the mesh has the axes dp, tp\n")
     told = refused(cwd, "ckpt", "run/500", "out", "--max-memory", "64m")
     assert told.endswith("\n\nhint: `64MiB`\n")
 
@@ -508,7 +510,7 @@ def test_a_signal_leaves_nothing(large, tmp_path, number, more):
         time.sleep(0.001)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
-    assert err == "\nInterrupted; no partial output was left behind.\n"
+    assert err == "\nInterrupted.\n"
     assert files(tmp_path) <= {"out"}
 
 

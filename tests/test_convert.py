@@ -41,7 +41,7 @@ import reshard
 from reshard.cli.output import as_flags
 from reshard.convert.conversion import conversion
 from reshard.convert.roundtrip import like_recorded
-from reshard.tree import format_path
+from reshard.tree import as_python, format_path
 from reshard.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -1825,7 +1825,7 @@ def test_a_checkpoint_of_the_other_api_is_told_in_a_restore(tmp_path):
         ("linen", of_nnx, params),
     ):
         told = refusal(reshard.restore, path, target).splitlines()
-        hint = f"hint: reshard.restore(reshard.to_{api}(path, model), target)"
+        hint = f"hint: reshard.to_{api}(path, model)"
         assert [line for line in told if line.startswith("hint")] == [hint]
         on_mesh = reshard.target(target, mesh=on)
         (hint,) = refused(reshard.to_mesh, reshard.open(path), on, target=on_mesh).hints
@@ -1838,7 +1838,7 @@ def test_a_checkpoint_of_the_other_api_is_told_in_a_restore(tmp_path):
         (below, modules, ("^params/", "")),
         (save(tmp_path / "weights", {"weights": weights}), params, ("^weights/", "params/")),
     ):
-        hint = f'hint: ckpt = reshard.rename(reshard.open(path), [(r"{rule[0]}", r"{rule[1]}")])'
+        hint = f"hint: reshard.rename(reshard.open(path), {as_python([rule])})"
         assert hint in refusal(reshard.restore, path, target).splitlines()
 
 

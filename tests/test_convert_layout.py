@@ -594,12 +594,6 @@ REASONS = [  # the leaves, the kind, and the reasons
         "collections are at the top: `params`, `batch_stats`",
         "`params/Norm_0` has a name as Linen gives them",
     ),
-    (
-        *("cell/if/kernel head/kernel/value head/bias none:None", "linen-params"),
-        "`cell/if` cannot be an attribute",
-        "`head/kernel/value` is in a box and `cell/if/kernel` is not, where NNX has variables "
-        "throughout",
-    ),
     (  # a list position does not outweigh a name of Linen's
         *("encoder/layer/0/kernel encoder/LayerNorm_0/scale", "linen-params"),
         "`encoder/LayerNorm_0` has a name as Linen gives them",
@@ -607,10 +601,6 @@ REASONS = [  # the leaves, the kind, and the reasons
     (
         *("nnx_aux/model/rngs/key:uint32 nnx_aux/other params/params/w opt_state/#0/w", "maxtext"),
         *("`nnx_aux` is beside `params`, as MaxText's runs of NNX save it", f"`opt_state` {LISTS}"),
-    ),
-    (
-        *("norm/mean norm/var norm/scale value/kernel temperature/value", "nnx-pure-dict"),
-        "`norm` holds parameters and statistics together",
     ),
     (
         "opt_state/1/0/mu/w/value opt_state/1/0/mu/b/value:None step/value:uint32",
@@ -626,20 +616,8 @@ REASONS = [  # the leaves, the kind, and the reasons
         "`drop/rngs` is a stream of random numbers (`key`, `count`)",
     ),
     (
-        *("a/cached_key a/cached_value a/query/kernel", "nnx-pure-dict"),
-        "`a` holds parameters and a cache together",
-    ),
-    (
-        *("a/('kernel', 'u') a/kernel/value", "nnx-state"),
-        "`a/\"('kernel', 'u')\"` is a tuple as a key",
-    ),
-    (
         *("a/_pytree__state:None _pytree__state:None a/w/value step:uint32", "nnx-state"),
         "the tree is a module that was saved itself (`_pytree__state`)",
-    ),
-    (
-        *("drop/key:uint32 drop/count:uint32 sub/params/w", "nnx-pure-dict"),
-        "`drop` is a stream of random numbers (`key`, `count`)",
     ),
     (
         *("model/_pytree__state:None model/w/value", "nnx-model"),
@@ -742,60 +720,64 @@ NEITHER = (
 BARE = "encoder/kernel decoder/kernel"
 VALUES_ONLY = "encoder/kernel/value encoder/bias/value"
 TRACE = "model/w opt_state/trace/w"
-NORM = "Norm_0/mean Norm_0/var Norm_0/scale"
-BOTH = {
-    "linen-params": "`Norm_0` has a name as Linen gives them",
-    "nnx-pure-dict": "`Norm_0` holds parameters and statistics together",
-}
-ALL_NNX = {"nnx-state": "", "nnx-pure-dict": ""}
-EITHER = {"linen-params": "", "nnx-pure-dict": ""}
-BESIDE = {"nnx-model-and-optimizer": "", BELOW_MODEL: ""}
-SEVERAL = [  # the leaves, the API that is converted from, the readings, and hints
-    *((leaves, None, EITHER) for leaves in ("value/kernel", "params cache", BARE)),
+EITHER = ["linen-params", "nnx-pure-dict"]
+STATES = ["nnx-state", "nnx-pure-dict"]
+BOTH = [
+    "Linen: `Norm_0` has a name as Linen gives them",
+    "NNX: `Norm_0` holds parameters and statistics together",
+]
+NAMED = "model/Dense_0/w model/w optimizer/step:uint32 optimizer/opt_state/0/w"
+SEVERAL = [  # the leaves, the API that is converted from, the readings, their proofs, and hints
+    *((leaves, None, EITHER, []) for leaves in ("value/kernel", "params cache", BARE)),
+    *((leaves, None, ["linen-params", "nnx-state"], []) for leaves in (VALUES_ONLY, "l/0/w/value")),
+    ("a/value b", None, ["linen-params", *STATES], []),
+    ("a/value b", "nnx", STATES, []),
+    (
+        *("params/a/key:uint32 params/a/count:uint32", None, ["linen-variables", "nnx-pure-dict"]),
+        [
+            "Linen: collections are at the top: `params`",
+            "NNX: `params/a` is a stream of random numbers (`key`, `count`)",
+        ],
+    ),
+    (
+        *("params/a/key:uint32 params/a/count:uint32 step:int32", None, ["linen-train-state"]),
+        [
+            "Linen: `params` is beside `step`",
+            "NNX: `params/a` is a stream of random numbers (`key`, `count`)",
+        ],
+    ),
     *(
-        (leaves, None, {"linen-params": "", "nnx-state": ""})
-        for leaves in (VALUES_ONLY, "cell/if_/kernel/value", "layers/0/w/value layers/1/w/value")
+        ("Norm_0/mean Norm_0/var Norm_0/scale", api, EITHER, BOTH, *hints)
+        for api, *hints in ((None,), ("linen", 'layout="linen-params"'))
     ),
-    ("layers/0/kernel layers/1/kernel", None, EITHER),
-    # Evidence for both, whatever is converted from.
-    (NORM, None, BOTH),
-    (NORM, "linen", BOTH, 'layout="linen-params"'),
-    (NORM, "nnx", BOTH, 'layout="nnx-pure-dict"'),
-    ("a/value b", None, {"linen-params": "", **ALL_NNX}),
-    ("a/value b", "nnx", ALL_NNX),
-    (
-        *("params/a/mean params/a/var params/a/scale opt_state/#0/a step:int32", None),
-        {
-            "linen-train-state": f"`params` is beside `opt_state`, `step`; `opt_state` {LISTS}",
-            "NNX's": "`params/a` holds parameters and statistics together",
-        },
+    (  # proofs of both
+        *(NAMED, "nnx", ["nnx-model", BELOW_MODEL]),
+        [
+            "Linen: `model/Dense_0` has a name as Linen gives them",
+            "NNX: `optimizer` holds the state and the steps of an optimizer, as `nnx.Optimizer` "
+            "does",
+            f"NNX: `optimizer/opt_state` {KEYS_ONLY}",
+        ],
+        'layout="nnx-model"',
     ),
     (
-        *("model/w", None, {"nnx-model": "", "linen-params": "", BELOW_MODEL: ""}),
+        *("model/w", None, ["nnx-model", "linen-params", BELOW_MODEL], []),
         *('layout="nnx-model"', 'layout="linen-params"', AS_PARAMS),
     ),
+    ("model/w", "linen", ["linen-params", BELOW_MODEL], [], 'layout="linen-params"', AS_PARAMS),
     (
-        *("model/w", "linen", {"linen-params": "", BELOW_MODEL: ""}),
-        *('layout="linen-params"', AS_PARAMS),
+        *(TRACE, None, ["nnx-model-and-optimizer", BELOW_MODEL], []),
+        *('layout="nnx-model-and-optimizer"', AS_PARAMS),
     ),
-    (TRACE, None, BESIDE, 'layout="nnx-model-and-optimizer"', AS_PARAMS),
     (
         *("model/w/value model/b opt_state/0/w/value step:uint32", "nnx"),
-        {"nnx-state below `model`": "", "nnx-pure-dict below `model`": ""},
-        *(apart("model", kind) for kind in ALL_NNX),
+        *(["nnx-state below `model`", "nnx-pure-dict below `model`"], []),
+        *(apart("model", kind) for kind in STATES),
     ),
+    ("model/w lm_head/w", None, [*EITHER, "nnx-model"], []),
     (
-        *("model/layers/0/w/value lm_head/w/value", None),
-        {
-            "linen-params": "",
-            "nnx-state": "",
-            "nnx-model": "`model` is at the top",
-        },
-    ),
-    ("model/w lm_head/w", None, {**EITHER, "nnx-model": "`model` is at the top"}),
-    (
-        *("opt_state/#0/w step:int32", None),
-        {"a Linen train state without `params`": f"`opt_state` {LISTS}", "nnx-optimizer": ""},
+        *("opt_state/#0/w step:int32", None, ["nnx-optimizer"]),
+        [f"Linen: `opt_state` {LISTS}"],
     ),
 ]
 
@@ -803,11 +785,13 @@ SEVERAL = [  # the leaves, the API that is converted from, the readings, and hin
 @pytest.mark.parametrize("case", SEVERAL)
 def test_what_can_be_read_in_several_ways(case):
     """The hints, by default, are the layouts of the readings."""
-    leaves, api, readings, *hints = case
-    lines = [f"  {name}: {why or 'nothing against it'}" for name, why in readings.items()]
-    hints = hints or [f'layout="{name}"' for name in readings if name in KINDS]
-    text = [f"the tree can be read as {' or as '.join(readings)}", *lines, ""]
-    assert refused(made_up(leaves), api=api).splitlines() == [*text, *(f"hint: {h}" for h in hints)]
+    leaves, api, readings, proofs, *hints = case
+    lines = [f"the tree can be read as {' or as '.join(readings)}", *(f"  {p}" for p in proofs), ""]
+    hints = hints or [f'layout="{name}"' for name in readings]
+    assert refused(made_up(leaves), api=api).splitlines() == [
+        *lines,
+        *(f"hint: {h}" for h in hints),
+    ]
 
 
 NET = f'{NEITHER} `net`, `optimizer`\n\nhint: reshard.rename(ckpt, [("^net/", "model/")])'

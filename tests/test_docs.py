@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import tomllib
 from typing import Any, NamedTuple
 
 import in_process

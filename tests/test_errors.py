@@ -184,7 +184,7 @@ HINTS = [
     ),
     (r'specs=[(r"^a\.b$", "data,")] fits', r"--spec '^a\.b$=data,' fits"),
     (r'specs=[(r"^a\.b$", P(...))] says how', r"--spec '^a\.b$=AXIS,' says how"),
-    ('drop=["a/**"] with init=["b"] starts', "--drop 'a/**' with --init 'b' starts"),
+    ('drop=["a/**"] with init=["b"] starts', "--drop 'a/**' with --init b starts"),
     ("drop=[...] with init=[...]", "--drop GLOB with --init GLOB"),
     ("model=...; `source=` tells", "--model MODULE:NAME; --source-model tells"),
     ("map_file=..., which `reshard convert` wrote", "--map FILE, which --emit-map wrote"),
@@ -199,13 +199,13 @@ HINTS = [
     ('rule ("a", "b") splits, ("a", None) not', 'rule ["a", "b"] splits, ["a", []] not'),
     ('reshard.cast(ckpt, "float32", "a/**")', "--dtype 'a/**=float32'"),
     ("reshard.cast(ckpt, ..., ...) casts", "--dtype 'GLOB=DTYPE' casts"),
-    ('reshard.select(ckpt, drop=["it\'s", "b"])', """--drop 'it'"'"'s' --drop 'b'"""),
+    ('reshard.select(ckpt, drop=["it\'s", "b"])', """--drop 'it'"'"'s' --drop b"""),
     (RENAME + " removes it", "--rename '^params/lm_head/=params/head/' removes it"),
     ("""reshard.rename(ckpt, [('/+"$', '"')])""", """--rename '/+"$="'"""),
     ('reshard.to_mesh(ckpt, "data=1,model=8") fits', "--to data=1,model=8 fits"),
-    ('reshard.verify("run/1")', "reshard verify 'run/1'"),
-    ('reshard.verify(reshard.open("run/1", item="state"))', "reshard verify 'run/1' --item state"),
-    ('reshard.commit("run/1") completes it', "reshard commit 'run/1' completes it"),
+    ('reshard.verify("run/1")', "reshard verify run/1"),
+    ('reshard.verify(reshard.open("run/1", item="state"))', "reshard verify run/1 --item state"),
+    ('reshard.commit("run/1") completes it', "reshard commit run/1 completes it"),
     (
         'reshard.rename(reshard.select(ckpt, "a/**"), [("^a/", "")]) with layout="nnx-state"',
         "--select 'a/**' --rename '^a/=' --layout nnx-state",
@@ -271,8 +271,7 @@ def test_flags_of_hints_are_options():
         if isinstance(parameter, click.Option)
         for option in parameter.opts
     }
-    flags = [*output._TYPED.values(), *output._FLAGS.values()]
-    flags += [f"--{name.replace('_', '-')}" for name in output._OPTIONS]
+    flags = [*output._TYPED.values(), *output._BEFORE.values()]
     assert {flag for text in flags for flag in re.findall("--[a-z-]+", text)} <= known
     functions = re.findall(r"reshard\.(\w+)\(", "".join(output._TYPED))
     assert all(hasattr(reshard, name) for name in functions)

@@ -7,11 +7,9 @@ import sys
 
 import layouts
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import reshard
-from reshard.loader import detection
 from reshard.storage import disk
 from reshard.verify.digest_record import FILE
 from reshard.writer import planning
@@ -38,19 +36,6 @@ else:
 with open("/proc/self/status") as file:
     (kib,) = (line.split()[1] for line in file if line.startswith("VmHWM"))
 print(int(kib) << 10)
-"""
-
-ARENAS = """
-import ctypes, sys
-from reshard.cli import main
-libc = ctypes.CDLL(None)
-libc.fdopen.restype = ctypes.c_void_p
-try:
-    main()
-finally:
-    out = ctypes.c_void_p(libc.fdopen(1, b"w"))
-    libc.malloc_info(0, out)
-    libc.fflush(out)
 """
 
 
@@ -162,27 +147,3 @@ def test_the_memory_of_a_process_is_bounded(tmp_path):
             peaks[what, name] = int(shown.stdout)
     for what, result in (("save", 0), ("restore", 64 << 20)):
         assert peaks[what, "large"] - peaks[what, "small"] <= result + 2 * (16 << 20)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="arenas are those of glibc's malloc")
-@pytest.mark.parametrize(
-    ("size", "command"), [(1 << 10, "ckpt"), *((1 << 20, c) for c in ("ckpt", "verify", "diff"))]
-)
-def test_large_arrays_are_read_in_one_arena(tmp_path, size, command):
-    source = tmp_path / "saved"
-    tree = {name: np.full(size, 0.5, "float32") for name in "abcd"}
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(source, tree)
-    large = size == 1 << 20
-    assert [detection.has_large_arrays(path) for path in (source, tmp_path)] == [large, large]
-    others = {"ckpt": [tmp_path / "out"], "diff": [source, "--values"]}.get(command, [])
-    run = [sys.executable, "-c", ARENAS, command, source, *others, "--quiet"]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
-    assert (done.stdout.count("<heap ") == 1) is large
-
-
-def test_what_is_not_there_has_no_large_arrays(tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    for path in (tmp_path / "nothing", tmp_path / "file", "s3://bucket/run", "s3://", ""):
-        assert detection.has_large_arrays(path) is False

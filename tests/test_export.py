@@ -10,6 +10,7 @@ import layouts
 import ml_dtypes
 import numpy as np
 import pytest
+import servers
 from in_process import reshard_in, shown
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -23,9 +24,11 @@ from reshard.errors import (
     CorruptCheckpointError,
     DestinationError,
     DestinationExistsError,
+    ReshardError,
     TreeMismatchError,
     UncommittedCheckpointError,
 )
+from reshard.loader.detection import RECORD
 from reshard.storage import disk
 from reshard.storage.location import parse_location
 from reshard.writer import commit
@@ -234,34 +237,57 @@ def test_a_taken_destination(source, tmp_path, taken):
     else:
         out.symlink_to(tmp_path / "nowhere")
     text = refused(DestinationExistsError, reshard.export, reshard.open(source), out)
-    assert text.startswith(f"`{out}` exists")
+    words = "exists" if taken == "directory" else "is a file or a symbolic link"
+    assert text.startswith(f"`{out}` {words}")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_destination_that_is_taken_meanwhile(source, tmp_path):
-    out = tmp_path / "out"
-    begin = commit.begin
-
-    def begun(*arguments):
-        started = begin(*arguments)
-        out.mkdir()
-        return started
-
-    with mock.patch.object(commit, "begin", begun):
-        refused(DestinationExistsError, reshard.export, reshard.open(source), out)
+def test_an_earlier_export_is_replaced_and_nothing_else(source, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    reshard.export(reshard.open(source), out, file_size="70KiB")
+    ckpt = reshard.select(reshard.open(source), "half")
+    reshard.export(ckpt, out, overwrite=True)
+    assert sorted(p.name for p in out.iterdir()) == ["model.safetensors", "reshard_digests.json"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert list(out.iterdir()) == []
+    other.mkdir()
+    (other / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes())
+    text = refused(DestinationExistsError, reshard.export, ckpt, other, overwrite=True)
+    assert text.startswith(f"`{other}` would be deleted: it is not a checkpoint")
 
 
-def test_a_killed_job_leaves_nothing_that_counts(source, tmp_path):
-    out = tmp_path / "out"
+def test_in_shares(source, tmp_path):
+    """One of the shares is written twice; one is written again, as its file was damaged."""
+    near, out, ckpt = tmp_path / "near", tmp_path / "out", reshard.open(source)
+    reshard.export(ckpt, near, file_size="70KiB")
+    for number in (0, 2, 1, 1):
+        reshard.export(ckpt, out, file_size="70KiB", share=(number, 3))
+    file = next(tmp_path.rglob("ocdbt.process_*/model-00001-of-*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    refused(DestinationError, reshard.commit, out)
+    reshard.export(ckpt, out, file_size="70KiB", share=(0, 3))
+    assert reshard.commit(out) and not reshard.commit(out)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {
+        p.name: p.read_bytes() for p in near.iterdir()
+    }
+
+
+def test_a_killed_job_is_resumed(source, tmp_path):
+    ckpt, out = reshard.open(source), tmp_path / "out"
+    sizes = {"file_size": "70KiB", "workers": 3}
     with layouts.killed_at_the_end():
-        reshard.export(reshard.open(source), out)
-    left = [p.name for p in tmp_path.iterdir()]
-    assert len(left) == 1 and left[0].startswith(".reshard-out.")
-    reshard.export(reshard.open(source), out)
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert reshard.verify(out)
+        reshard.export(ckpt, out, **sizes)
+    text = refused(DestinationExistsError, reshard.export, ckpt, out, **sizes)
+    assert text.startswith("a stopped job left finished parts")
+    file = next(tmp_path.rglob("ocdbt.process_*/model-00002-of-*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    text = refused(CorruptCheckpointError, reshard.export, ckpt, out, resume=True, **sizes)
+    assert text.startswith("written values differ when read back")
+    data[-1] ^= 1
+    file.write_bytes(data)
+    reshard.export(ckpt, out, resume=True, **sizes)
+    assert reshard.verify(out, against=source)
 
 
 def test_a_source_that_is_damaged(source, tmp_path):
@@ -362,23 +388,37 @@ def objects(url):
 
 
 @pytest.mark.parametrize("size", ["5GB", "70KiB"])
-def test_in_a_bucket(source, model, bucket, stores, tmp_path, size):
+def test_in_a_bucket(source, model, bucket, stores, tmp_path, size, monkeypatch):
+    monkeypatch.setattr(commit, "_LARGE", 1 << 12)  # more is copied on the server
     url, ckpt = f"{bucket}/hf", reshard.open(source)
     reshard.export(ckpt, tmp_path / "near", like=model[0], file_size=size)
     stores.reset()
     reshard.export(ckpt, url, like=model[0], file_size=size)
     near = {p.name: p.read_bytes() for p in (tmp_path / "near").iterdir()}
-    assert objects(url) == near
+    found = objects(url)
+    del found[RECORD]
+    assert found == near
     written = [r.key.rpartition("/")[2] for r in stores.requests if r.operation == "write"]
     last = [name for name in written if name in near][-1]
     assert last == ("config.json" if size == "5GB" else INDEX)
     assert reshard.verify(url, against=source)
     text = refused(DestinationExistsError, reshard.export, ckpt, url)
-    assert text.startswith(f"`{url}` holds objects")
-    assert objects(url) == near
+    assert text.startswith(f"`{url}` is complete")
 
 
-def test_what_another_program_writes_meanwhile_stays(source, bucket):
+def test_stopped_in_a_bucket(source, bucket, stores):
+    url, ckpt = f"{bucket}/hf", reshard.open(source)
+    stores.faults = [servers.Fault(f"^write .*/hf/{INDEX}", "cut", times=100)]
+    with pytest.raises(ReshardError):
+        reshard.export(ckpt, url, file_size="70KiB")
+    stores.reset()
+    text = refused(UncommittedCheckpointError, reshard.open, url)
+    assert text.startswith(f"an export to `{url}` has not ended, or was stopped")
+    assert reshard.commit(url)
+    assert reshard.verify(url, against=source)
+
+
+def test_another_program_writes_to_the_bucket_meanwhile(source, bucket):
     url = f"{bucket}/hf"
     place = parse_location(url)
 
@@ -391,23 +431,4 @@ def test_what_another_program_writes_meanwhile_stays(source, bucket):
         pytest.raises(KeyboardInterrupt),
     ):
         reshard.export(reshard.open(source), url)
-    assert [*objects(url)] == ["run/other"]
-
-
-def test_stopped_in_a_bucket(source, bucket):
-    from reshard.loader.safetensors import UNFINISHED
-
-    url, ckpt = f"{bucket}/hf", reshard.open(source)
-    place = parse_location(url)
-    with (
-        mock.patch.object(type(place), "upload", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        reshard.export(ckpt, url)
-    assert objects(url) == {}
-    reshard.export(ckpt, url, file_size="70KiB")
-    (place / UNFINISHED).write(b"{}")  # of a job that was killed
-    text = refused(UncommittedCheckpointError, reshard.open, url)
-    assert text.startswith(f"an export to `{url}` has not ended, or was stopped")
-    text = refused(DestinationExistsError, reshard.export, ckpt, url)
-    assert text.startswith(f"another export writes `{url}`, or was stopped")
+    assert "run/other" in objects(url)

@@ -551,6 +551,7 @@ PROSE = (
     "write to another path",
     "modules are looked for in the current directory",
     "saved axes: ",
+    "the mesh has the axes ",
     "a function that does: ",
     "`to = ",
     "--layout chooses another",

@@ -17,7 +17,7 @@ import reshard
 from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.checkpoint import Checkpoint, Source
 from reshard.restore import matching
-from reshard.restore.matching import Mismatch, TargetLeaf, match
+from reshard.restore.matching import Mismatch, TargetLeaf, match, mismatch_error
 
 STORE: Any = None  # which nothing here reads
 SOURCE = Source(
@@ -306,52 +306,67 @@ def several(texts):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "present", "rules"),
+    ("wanted", "present", "hint"),
     [
-        # A level more, a level less, another name, deep and at the top.
-        ("model/a/w model/a/b model/c/w", "a/w a/b c/w", [("^", "model/")]),
-        ("a/w c/w", "x.y/a/w/value x.y/c/w/value", [(r"^x\.y/", "")]),
-        ("a/c/w a/c/b a/w", "a/d/w a/d/b a/w", [("^a/d/", "a/c/")]),
-        ("a/b/w c/b/w", "a/d/w c/e/w", [("^a/d/", "a/b/"), ("^c/e/", "c/b/")]),
+        # A level was added, removed, or renamed: at the top, deep, in several places.
+        ("model/a/w model/a/b model/c/w", "a/w a/b c/w", '(ckpt, [("^", "model/")])'),
+        ("a/w c/w", "x.y/a/w/value x.y/c/w/value", r'(ckpt, [(r"^x\.y/", "")])'),
+        ("a/c/w a/c/b a/w", "a/d/w a/d/b a/w", '(ckpt, [("^a/d/", "a/c/")])'),
+        (
+            "p/c/w mu/p/c/w x",
+            "p/d/w mu/p/d/w x",
+            '(ckpt, [("^mu/p/d/", "mu/p/c/"), ("^p/d/", "p/c/")])',
+        ),
+        # A model in a train state.
+        (
+            "a/w",
+            "params/a/w mu/params/a/w",
+            '(reshard.select(ckpt, "params/**"), [("^params/", "")])',
+        ),
         # Nothing is guessed: two names, a leaf, parts of a level, two levels, two places.
-        ("router/w diner/w", "inner/w outer/w", []),
-        ("a/weight", "a/weights", []),
-        ("a/w a/b", "c/w", []),
-        ("a/w", "c/w c/b", []),
-        ("a/w", "params/b/w", []),
-        ("a/w", "params/a/w ema/a/w", []),
-        ("model/a/w ema/a/w", "a/w", []),
-        ("a/w", "a/a/w b/a/w", []),
-        # Nor is what is found renamed, nor a level below one named `value`.
-        ("c/w d/w d/b", "c/w c/b", []),
-        ("c/w c/b", "c/w d/w d/b", []),
-        ("a/w", "value/m/a/w", []),
-        # Nor is a leaf brought above or below one that stays.
-        ("b/a a", "b/b/a b/a/b", []),
-        ("b/a/c x/y", "b/b/a/c b/a", []),
-        # All layers may be counted from another number; momentum is no second moment.
-        ("layer_1/w layer_2/w", "layer_0/w layer_1/w", []),
-        ("0/nu/a/w 0/nu/b", "0/trace/a/w 0/trace/b", []),
+        ("router/w diner/w", "inner/w outer/w", None),
+        ("a/b/w c/b/w", "a/d/w c/e/w", None),
+        ("a/weight", "a/weights", None),
+        ("a/w a/b", "c/w", None),
+        ("a/w", "c/w c/b", None),
+        ("a/w", "params/b/w", None),
+        ("a/w", "params/a/w ema/a/w", None),
+        ("model/a/w ema/a/w", "a/w", None),
+        ("a/w", "a/a/w b/a/w", None),
+        # A found leaf keeps its path. Levels below one named `value` are not renamed.
+        ("c/w d/w d/b", "c/w c/b", None),
+        ("c/w c/b", "c/w d/w d/b", None),
+        ("c/w c/b d/w", "c/w e/b d/w", None),
+        ("a/w b", "m/a/w m/b/value a/b b", None),
+        ("a/w", "value/m/a/w", None),
+        ("b/a a", "b/b/a b/a/b", None),
+        ("b/a/c x/y", "b/b/a/c b/a", None),
+        # Layers may be counted from another number. Momentum is not a second moment.
+        ("layer_1/w layer_2/w", "layer_0/w layer_1/w", None),
+        ("0/nu/a/w 0/nu/b", "0/trace/a/w 0/trace/b", None),
     ],
 )
-def test_a_rename_is_of_a_whole_level(wanted, present, rules):
+def test_the_hint_renames_one_whole_level(wanted, present, hint):
     wanted, ckpt = several(wanted), saved(dict.fromkeys(several(present), ((3,), "float32")))
     leaves = [array(path, (3,)) for path in wanted]
-    problems = match(leaves, ckpt)[1]
-    assert matching.renames(problems) == rules
-    assert any(problem.renamed for problem in problems) == bool(rules)
-    if rules:
-        assert match(leaves, reshard.rename(ckpt, rules))[1] == []
-    # One leaf of another shape, and the level has none.
+    assert rename_hints(leaves, ckpt) == ([] if hint is None else ["reshard.rename" + hint])
+    if hint:
+        renamed = eval("reshard.rename" + hint, {"reshard": reshard, "ckpt": ckpt})
+        assert match(leaves, renamed)[1] == []
+    # No hint if a leaf has another shape.
     leaves[0] = array(wanted[0], (4,))
-    assert matching.renames(match(leaves, ckpt)[1]) == rules[1:]
+    assert rename_hints(leaves, ckpt) == []
+
+
+def rename_hints(leaves, ckpt):
+    error = mismatch_error(match(leaves, ckpt)[1], leaves, ckpt, of_nnx=False)
+    return [hint for hint in error.hints if "rename" in hint]
 
 
 def test_a_rename_that_cannot_be_done_is_not_hinted():
     """Clipping has no state, and is an empty leaf of a list."""
     ckpt = saved({("opt", 0): None, ("opt", 1, "mu", "w"): ((3,), "float32")})
-    (lacking, _) = match([array(("opt", "mu", "w"), (3,))], ckpt)[1]
-    assert lacking.renamed is None
+    assert rename_hints([array(("opt", "mu", "w"), (3,))], ckpt) == []
 
 
 NAMES = ["a", "b", "kernel", "x.y", "a b", "a/b", "1", 'q"', "[0]", "value", "\\"]
@@ -363,7 +378,7 @@ NAMED = st.recursive(
 
 
 def relevelled(tree, draw):
-    """The tree with some of its levels added, taken off and renamed."""
+    """The tree with some of its levels added, removed and renamed."""
     if tree is not None:
         tree = {
             draw(st.sampled_from([key, key, *NAMES])): relevelled(below, draw)
@@ -377,21 +392,21 @@ def relevelled(tree, draw):
 
 @settings(deadline=None, max_examples=examples(400))
 @given(NAMED, st.data())
-def test_a_rename_can_be_typed_and_brings_what_it_is_of(tree, data):
+def test_a_hinted_rename_supplies_all_missing_leaves(tree, data):
     wanted, present = paths_of(tree), paths_of(relevelled(tree, data.draw))
-    problems = matched(wanted, present)[1]
+    leaves = [array(path, (3,)) for path in wanted]
     ckpt = saved(dict.fromkeys(present, ((3,), "float32")))
-    if rules := matching.renames(problems):
-        ckpt = reshard.rename(ckpt, rules)
-    missing = [problem for problem in problems if problem.what == "missing"]
-    after = match([array(path, (3,)) for path in wanted], ckpt)[1]
-    assert [problem.path for problem in after if problem.what == "missing"] == [
-        problem.path for problem in missing if not problem.renamed
-    ]
+    found = dict(zip(wanted, match(leaves, ckpt)[0], strict=True))
+    for hint in rename_hints(leaves, ckpt):
+        renamed = eval(hint, {"reshard": reshard, "ckpt": ckpt})
+        after, problems = match(leaves, renamed)
+        assert all(problem.what == "unexpected" for problem in problems)
+        # What was found before is the same leaf.
+        assert all(one in (None, other) for one, other in zip(found.values(), after, strict=True))
 
 
 def test_matching_grows_with_the_leaves():
-    """Ten thousand leaves, none of which is where it is wanted, boxed on one side."""
+    """Ten thousand leaves, boxed on one side."""
     present = [("params", f"layer_{i}", "kernel", "value") for i in range(10_000)]
     wanted = [path[:-1] for path in present]
     assert matched(wanted, present) == (present, [])
@@ -409,4 +424,3 @@ def test_every_missing_leaf_is_named():
     assert [problem.text for problem in unexpected] == [
         f"params/layer_{i}/kernel  float32[3]: not in the target" for i in range(count)
     ]
-    assert not any(problem.renamed for problem in missing)

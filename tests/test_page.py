@@ -7,6 +7,7 @@ import html
 import html.parser
 import json
 import math
+import pathlib
 import re
 import shutil
 import unittest.mock
@@ -154,12 +155,13 @@ def test_the_answers_of_a_plan(planned, run):
     moved = sum(array.moved for array in planned.arrays)
     assert 0 < moved < arrays
     assert found.title == f"{run}/run/1 → {run}/out"
-    went = f"{arrays - moved} rewritten, {moved} copied verbatim."
-    assert found.lead.endswith(f"go from data=2,model=4 to data=1,model=8: {went}")
-    held, load, whole, does = found.facts
-    assert does.answer == "data=2,model=4 → data=1,model=8"
-    went = f"Rewrites {arrays - moved} of {arrays} arrays, copies {moved} verbatim."
-    assert does.details[0] == went
+    counts = f"{arrays - moved} rewritten, {moved} copied verbatim."
+    assert found.lead.startswith(f"Changes the mesh of {arrays} arrays (")
+    assert found.lead.endswith(f": data=2,model=4 → data=1,model=8. {counts}")
+    held, load, whole, cost = found.facts
+    read, written = (format_bytes(n) for n in (planned.bytes_read, planned.bytes_written))
+    assert cost.answer == f"reads {read}, writes {written}"
+    assert cost.details == (f"At most {format_bytes(planned.peak_memory)} of arrays in memory.",)
     old, new = (
         sum(
             math.prod(shard_shape(h.shape, s)) * h.dtype.itemsize
@@ -172,28 +174,28 @@ def test_the_answers_of_a_plan(planned, run):
     assert planned.bytes_per_device == (old, new)
     assert planned.document()["bytes_per_device"] == {"before": old, "after": new}
     assert held == Fact(
-        "How much does a device hold?",
+        "How much memory does a device need?",
         f"{format_bytes(old)} → {format_bytes(new)}",
-        ("All arrays, on the device that holds the most.",),
+        ("Before and after the job, on the device with the most array bytes.",),
         "good" if new < old else "",
     )
     saved = (before - after) * nbytes / 1024
     assert load == Fact(
-        "What does a restore read?",
+        "Is it worth it? What does a restore read?",
         f"{before:.2f} times the bytes that it needs; after the job, exactly the bytes that it "
         "needs",
         (
-            f"On data=1,model=8: {saved:.2f} KiB less than before.",
-            f"That is of {arrays - 2} of {arrays} arrays: of those without a mesh it is not known.",
+            f"On data=1,model=8, a restore reads {saved:.2f} KiB less than before.",
+            "The 2 arrays without a mesh: not known.",
         ),
         "good",
         "amplification",
     )
     replicated = 96 * 80 * 4 + 3 * 160
     assert whole == Fact(
-        "How much is replicated?",
+        "How much of a device's memory is replicated?",
         f"{replicated / new:.0%} of the bytes",
-        ("4 leaves, 30.47 KiB on every device.", "2 arrays without a mesh: not known."),
+        ("4 leaves, 30.47 KiB, in full on every device.", "2 arrays without a mesh: not known."),
         "bad",
     )
 
@@ -255,7 +257,8 @@ def test_what_is_embedded_is_what_the_plan_has(planned):
     data = embedded(to_html(planned))
     assert paths(data) == [format_path(array.layout.path) for array in planned.arrays]
     for (_, _, layout), array in zip(data["leaves"], planned.arrays, strict=True):
-        shape, _, nbytes, load, moved, _, sides = data["layouts"][layout]
+        shape, nbytes, kind = data["layouts"][layout]
+        _, load, moved, _, sides = data["kinds"][kind]
         assert (tuple(shape), nbytes) == (array.layout.shape, array.decoded_bytes)
         known = None if array.layout.path in WITHOUT_MESH else list(array.amplification)
         assert (load, moved) == (known, array.moved)
@@ -271,6 +274,13 @@ def test_what_is_embedded_is_what_the_plan_has(planned):
     ((mesh, parts),) = data["held"][1]
     state = 96 * 10 * 4
     assert (mesh, parts) == ("data=1,model=8", [held - state, state, 0])
+
+
+def test_bytes_before_a_cast_are_those_of_the_saved_dtype(ckpt, run):
+    cast = reshard.cast(reshard.to_mesh(ckpt, "data=1,model=8"), "bfloat16")
+    planned = reshard.plan(cast, run / "out")
+    held = page_of(planned.document()).data["held"]
+    assert tuple(sum(parts) for ((_, parts),) in held) == planned.bytes_per_device
 
 
 def test_layouts_are_written_once_however_many_devices_there_are():
@@ -344,12 +354,12 @@ def test_what_is_not_known_is_not_1(ckpt, run):
     assert found.lead == "2 arrays, 128 B, saved on no mesh, OCDBT, zarr2."
     planned = page_of(reshard.plan(without, run / "out").document())
     assert planned.facts[:2] == (
-        Fact("How much does a device hold?", "not known", ("No array has a mesh.",)),
+        Fact("How much memory does a device need?", "not known", ("No array has a mesh.",)),
         Fact(
             "What does a restore read?", "not known", ("No array has a mesh.",), "", "amplification"
         ),
     )
-    assert [layout[3] for layout in planned.data["layouts"]] == [None, None]
+    assert {kind[1] for kind in planned.data["kinds"]} == {None}
     empty = page_of(fabricated(0, 8))
     assert [fact.answer for fact in empty.facts[1:3]] == ["not known", "nothing"]
     compared = page_of(reshard.diff(ckpt, ckpt, values=False).document())
@@ -401,8 +411,8 @@ def test_a_diff_tells_what_has_no_size(apart, ckpt):
             "What differs?",
             "values differ in 3 arrays, 1 leaf moved",
             (
-                "10 elements of 2 leaves are NaN or infinite on a side.",
-                "7 elements of 1 leaf are equal as numbers, with other bits: 0 and -0.",
+                "10 elements of 2 leaves are NaN or infinite in A or B.",
+                "7 elements of 1 leaf are equal as numbers but not bit for bit (0 and -0).",
             ),
         ),
         Fact(
@@ -415,7 +425,7 @@ def test_a_diff_tells_what_has_no_size(apart, ckpt):
     assert rows == {"w": [3, 0], "z": [0, 7], "all": [7, 0], "old": [None, None]}
     near = page_of(reshard.diff(ckpt, ckpt, values=True, rtol=1e-3).document())
     assert near.facts[2].answer.endswith(" arrays, |A - B| <= 0 + 0.001 * |B|, integers exactly")
-    assert near.lead == "They are equal within |A - B| <= 0 + 0.001 * |B|, integers exactly."
+    assert near.lead.endswith(" are equal within |A - B| <= 0 + 0.001 * |B|, integers exactly.")
     # Where the gap itself is infinite nobody knows how many there are.
     (row,) = [each for each in apart.document()["differences"] if each["path"] == "z"]
     document = apart.document() | {"differences": [row | {"max_abs": "inf"}]}
@@ -424,9 +434,9 @@ def test_a_diff_tells_what_has_no_size(apart, ckpt):
 
 def test_a_page_says_nothing_of_nothing(planned):
     document = planned.document()
-    with_shares = page_of(document | {"shared_bytes": 1024}).facts[3].details[1]
-    assert with_shares.endswith(", and shares 1.00 KiB with the source.")
-    assert "shares" not in page_of(document | {"shared_bytes": 0}).facts[3].details[1]
+    linked = page_of(document | {"shared_bytes": 1024}).facts[3].details
+    assert linked[1:] == ("1.00 KiB are hard-linked, not copied.",)
+    assert len(page_of(document | {"shared_bytes": 0}).facts[3].details) == 1
     # Names as long as a paragraph are no headings.
     text = page(document | {"destination": "d" * 200})
     assert '<strong class="long">1.57 times the bytes' in text
@@ -450,7 +460,7 @@ def test_a_coverage_and_an_array_have_a_page():
         "kernel  [32, 30]: dimension 1 of 30 does not divide by 4 (model)"
     ]
     # Bytes of what does not divide are not known.
-    assert [layout[2] for layout in found.data["layouts"]] == [28, None]
+    assert [layout[1] for layout in found.data["layouts"]] == [28, None]
 
 
 def test_objects_show_themselves_in_a_frame(ckpt, planned, run):
@@ -479,18 +489,29 @@ def test_commands_write_pages(run, tmp_path):
     assert embedded((tmp_path / "d.html").read_text())["kind"] == "diff"
 
 
-def test_a_page_shows_one_step(run, tmp_path):
-    root, file = tmp_path / "root", tmp_path / "page.html"
+def test_each_step_has_a_page_of_its_own(run, tmp_path):
+    root, folder = tmp_path / "root", tmp_path / "pages"
     for step in (1, 2):
         shutil.copytree(run / "run" / "1", root / f"{step}" / "default")
         (root / f"{step}" / "_CHECKPOINT_METADATA").write_text("{}")
+    folder.mkdir()
     job = ("ckpt", root, "out", "--to", "1x8", "--dry-run")
     for words in (("inspect", root), job, ("diff", root, root)):
-        told = refused(tmp_path, *words, "--step", "all", "--html", file)
-        assert told.endswith("Error: --html shows one step: give --step N\n")
-        assert not file.exists()
-        assert reshard_in(tmp_path, *words, "--step", "2", "--html", file)[0] == 0
-        file.unlink()
+        for steps, names in (("all", ["page-1", "page-2"]), ("2", ["page"]), ("latest", ["page"])):
+            file = folder / "page.html"
+            told = shown(tmp_path, *words, "--step", steps, "--html", file)
+            pages = sorted(folder.iterdir())
+            assert [written.stem for written in pages] == names
+            assert [f"wrote {written}" in told for written in pages] == [True] * len(names)
+            for written, step in zip(pages, (1, 2) if steps == "all" else (2,), strict=True):
+                named, text = f"{root}/{step}", written.read_text()
+                named = f"Step {step}" if words[0] == "inspect" else named
+                assert named in text and f"{root}/{3 - step}" not in text
+                written.unlink()
+    # The page of a step that is refused has its number.
+    words = ("--from", "1x7", "--step", "all", "--html", folder / "p.html")
+    assert reshard_in(tmp_path, *job, *words)[0] == 2
+    assert [written.name for written in folder.iterdir()] == ["p-1.html"]
     several = reshard.plan([reshard.open(root, step=step) for step in (1, 2)], tmp_path / "out")
     assert several._repr_html_() is None
     with pytest.raises(reshard.ArgumentError, match="a page shows one step, and the plan has 2"):
@@ -524,7 +545,8 @@ def test_only_a_page_is_replaced(run, tmp_path):
         assert paths(embedded(file.read_text())) == ["rate"]
     assert [*tmp_path.iterdir()] == [file]
     file.write_text("<!doctype html>\nsomething else")
-    assert refused(run, *words).startswith(f"Error: --html {file}: there is another file\n")
+    told = refused(run, *words)
+    assert told.startswith(f"Error: --html {file}: the file exists and is not a page\n")
     assert file.read_text() == "<!doctype html>\nsomething else"
 
 
@@ -541,17 +563,16 @@ def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch
         err = refused(run, *JOBS[command], "--html", file)
         return err.removeprefix(f"Error: --html {file}: ").splitlines()[0]
 
-    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     (tmp_path / "folder").mkdir()
     for module in ("inspect", "options", "job"):
         monkeypatch.setattr(f"reshard.cli.{module}.open_checkpoint", None)
-    for file in ("", "-"):
-        assert told(file) == "this is not the name of a file"
-    assert told("gs://bucket/page.html") == "a page must be a file on this machine"
-    assert told(tmp_path / "none" / "page.html") == f"there is no directory {tmp_path / 'none'}"
-    assert told(tmp_path / "dangling") == "a symbolic link to a missing file"
-    assert told("/proc/page.html") == "/proc cannot be written to"
-    assert not (tmp_path / "nothing").exists()
+    for file in ("", "-", "gs://bucket/page.html"):
+        assert told(file) == "a page must be a file on this machine"
+    for folder in (tmp_path / "none", pathlib.Path("/proc")):
+        said = f"{folder} cannot be written to: No such file or directory"
+        assert told(folder / "page.html") == said
+    for file in (tmp_path / "folder", "/dev/null"):
+        assert told(file) == "it is not a file"
     # A page inside of a checkpoint would be damage to it.
     (tmp_path / "link").symlink_to(run / "run")
     for file in (run / "run" / "1" / "page.html", tmp_path / "link" / "1" / "x.html"):
@@ -793,7 +814,9 @@ def test_a_diff_in_a_browser_tells_what_has_no_size(chromium, apart, ckpt):
         "z": ["7 of 7", "0.000", "0.000", DASH, "7"],
         "old": [DASH] * 5,
     }
-    text = "20 elements differ: 10 NaN or infinite on a side, 7 are 0 and -0."
+    text = (
+        "20 elements differ: 10 are NaN or infinite in A or B, 7 are 0 in one and -0 in the other."
+    )
     assert text in tab.text("#histograms")
     ticks = tab.texts("#histograms figure:first-of-type .tick")
     assert ticks[3] == "0" and all(re.fullmatch(r"[1-9]e[+-]\d+", tick) for tick in ticks[:2])
@@ -867,8 +890,8 @@ TREES = """[...document.querySelectorAll("#conversion .pane")].map((pane) =>
 
 def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned, ckpt):
     document = planned.document() | {"to": "nnx", "model": "lm:training", "rows": ROWS_OF_A_MAP}
-    assert page_of(document).lead.startswith("Linen → NNX, lm:training. 13 arrays, ")
-    assert page_of(document | {"to": "linen", "model": None}).facts[3].answer == "NNX → Linen"
+    assert page_of(document).lead.startswith("Linen → NNX, lm:training. Changes the mesh of 13 ")
+    assert page_of(document | {"to": "linen", "model": None}).lead.startswith("NNX → Linen. ")
     tab = chromium.open(page(document | {"warnings": []}))
     before = [["b/w", "map"], ["a", "path"], ["x", "structure"], ["y", "structure"]]
     before += [['"a/b"', "structure"], ["old", "dropped"]]
@@ -891,7 +914,7 @@ def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned
     assert tab.complaints() == []
     # Leaves that are not decided are in their places, and come first in the table.
     tab = chromium.open(page(ckpt.document() | REFUSED))
-    assert tab.text("#conversion h2") == "3 leaves are not decided"
+    assert tab.text("#conversion h2") == "3 leaves are undecided"
     origins = [row[3] for row in tab.rows("conversion")]
     assert origins == ["▲ ambiguous", "▲ ambiguous", "▲ missing", "path"]
     meaning = "document.querySelector('#conversion .mark').title"

@@ -19,7 +19,8 @@ MUTANTS = {
     "markers are not the last": (
         "bucket",
         "    with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:\n        items",
-        '    for path, content in record["markers"]:\n        _fix(destination, path, content)\n'
+        '    for path, content in record["markers"]:\n'
+        "        _fix(destination, path, content, there)\n"
         "    with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:\n        items",
     ),
     "what the record names is deleted": (

@@ -802,12 +802,11 @@ def test_renamed_leaves_and_the_hint_that_brings_them_back(plain, target):
     target["params"]["trunk"] = target["params"].pop("head")
     assert refused(path, target) == (
         f"`{path}` {HEAD}: 2 missing from it, 2 that the target lacks\n"
-        "  params/trunk/bias  bfloat16[32]: missing; the nearest is params/head/bias\n"
-        "  params/trunk/kernel  float32[16, 32]: missing; the nearest is params/head/kernel\n"
+        "  params/trunk/bias  bfloat16[32]: missing\n"
+        "  params/trunk/kernel  float32[16, 32]: missing\n"
         "  params/head/bias  bfloat16[32]: not in the target\n"
         "  params/head/kernel  float32[16, 32]: not in the target\n\n"
-        "hint: ckpt = reshard.rename(reshard.open(path), "
-        '[(r"^params/head/", r"params/trunk/")])'
+        'hint: reshard.rename(reshard.open(path), [("^params/head/", "params/trunk/")])'
     )
     ckpt = reshard.rename(reshard.open(path), [(r"^params/head/", r"params/trunk/")])
     params = dict(tree["params"])
@@ -875,7 +874,7 @@ def test_a_model_beside_its_optimizer_is_selected_and_renamed(key, tmp_path):
     text = refused(path, params)
     hint = next(line for line in text.splitlines() if "rename" in line)
     chosen = f'reshard.select(reshard.open(path), "{key}/**")'
-    assert hint == f'hint: ckpt = reshard.rename({chosen}, [(r"^{key}/", r"")])'
+    assert hint == f'hint: reshard.rename({chosen}, [("^{key}/", "")])'
     ckpt = reshard.rename(reshard.select(reshard.open(path), f"{key}/**"), [(f"^{key}/", "")])
     layouts.assert_same_tree(reshard.restore(ckpt, params), params)
     # A tree of which that key is a part needs no new names.

@@ -17,7 +17,7 @@ from sampling import examples
 from reshard.errors import ShardingError
 from reshard.sharding.mesh import normalize_spec
 from reshard.sharding.rules import match_specs, parse_rules, resolve_names
-from reshard.tree import format_path
+from reshard.tree import format_path, match_globs, regex_of_glob
 
 LEAVES = [
     ("params", "dense", "kernel"),
@@ -85,12 +85,26 @@ def test_match_specs_by_going_through_all(paths, rules):
             "  `(` is not a regex: missing ), unterminated subpattern at position 0\n"
             "  `[a` is not a regex: unterminated character set at position 0",
         ),
+        (  # a glob
+            [("**/kernel", "data"), ("params/den?e/**", "")],
+            "the spec rules cannot be read\n"
+            "  `**/kernel` is not a regex: nothing to repeat at position 0\n"
+            "  `params/den?e/**` is not a regex: multiple repeat at position 14\n\n"
+            "hint: as a regex, the glob `**/kernel` is `^(.*/)?kernel$`\n"
+            "hint: as a regex, the glob `params/den?e/**` is `^params/den[^/]e/`",
+        ),
     ],
 )
 def test_every_regex_that_matches_nothing_or_does_not_compile_is_named(rules, text):
     with pytest.raises(ShardingError) as caught:
         match_specs(LEAVES, rules)
     assert str(caught.value) == text
+
+
+def test_the_regex_of_a_glob_matches_the_same_paths():
+    for glob in ("**/kernel", "params/**", "*/den*/kernel", "**/den?e/**", "params/dense/kernel"):
+        regex = re.compile(regex_of_glob(glob))
+        assert {p for p in LEAVES if regex.search(format_path(p))} == match_globs(LEAVES, [glob])
 
 
 # Logical names: the forms of rules.

@@ -639,8 +639,13 @@ def test_all_steps_of_a_root_of_one_have_the_form_of_several(three, tmp_path, ru
         assert [one["step"] for one in found["steps"]] == [10]
     shutil.rmtree(root / "10" / "default" / "w")
     status, out, err = run("digest", root, "--step", "all", "--json")
-    assert (status, json.loads(out)) == (2, {"steps": []})
-    assert err.startswith(f"Error: `{root}/10/default` is damaged: ")
+    assert status == 2
+    told = f"`{root}/10/default` is damaged: "
+    assert err.startswith(f"Error: {told}")
+    [failed] = json.loads(out)["steps"]  # a document as that of one step, and its number
+    assert failed["problems"][0].startswith(told)
+    alone = json.loads(run("digest", root, "--step", 10, "--json")[1])
+    assert failed == {"step": 10} | alone
 
 
 def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
@@ -668,7 +673,9 @@ def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
     assert err == missing
     # Errors of other commands: those of all steps, and what can be read.
     status, out, err = run("digest", root, "--step", "1,2,10", "--json")
-    assert (status, [one["step"] for one in json.loads(out)["steps"]]) == (2, [10])
+    documents = json.loads(out)["steps"]
+    assert (status, [one["step"] for one in documents]) == (2, [1, 2, 10])
+    assert ["problems" in one for one in documents] == [True, True, False]
     assert err.startswith(f"Error: step 1: `{root}/1` is damaged\n")
     assert err.endswith(missing)
     assert run("inspect", root, "--step", "1,2")[::2] == (2, missing)
@@ -750,7 +757,7 @@ def test_a_job_records_and_reads_back(copied, tmp_path, run):
     shutil.rmtree(out)
     reshard.digest(path, write=True)
     corrupt(path)
-    call, typed = f'reshard.verify("{path}")', f"reshard verify '{path}'"
+    call, typed = f'reshard.verify("{path}")', f"reshard verify {path}"
     told = "written values differ when read back\n"
     told += "  w: its values differ from the written ones\n\n"
     assert run(*arguments, "--verify") == (2, "", f"Error: {told}hint: {typed}\n")

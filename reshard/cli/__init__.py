@@ -6,7 +6,6 @@ Commands are imported when they run, so that `reshard --help` needs click alone.
 import importlib
 import signal
 import sys
-from difflib import get_close_matches
 from types import FrameType
 
 import click
@@ -24,33 +23,24 @@ _COMMANDS = {
     "verify": "Check that a checkpoint is complete, undamaged and unchanged.",
 }
 _LIBRARIES = ("jax", "flax", "orbax-checkpoint", "tensorstore")
-# How the arguments of a command begin that writes a checkpoint.
-_WRITERS = (["ckpt"], ["convert"], ["export"])
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Commands(click.Group):
-    """Commands by name, each in a module of its own."""
+    """Commands that are imported when they run. Help lists the short texts of `_COMMANDS`."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            near = get_close_matches(cmd_name, _COMMANDS, 1)
-            if near and not ctx.resilient_parsing:  # click itself does so from 8.5 on
-                ctx.fail(f"No such command '{cmd_name}'. Did you mean '{near[0]}'?")
-            return None
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, found, rest = super().resolve_command(ctx, args)
+        if found is None:
+            return name, found, rest
         # An interrupt inside the import of a library would surface as an error of that library.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            return importlib.import_module(f"reshard.cli.{cmd_name}").command
+            return name, importlib.import_module(f"reshard.cli.{name}").command, rest
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(_COMMANDS.items()))
 
 
 def _versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
@@ -64,7 +54,11 @@ def _versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
     ctx.exit()
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["--help", "-h"]})
+@click.group(
+    cls=_Commands,
+    commands=[click.Command(name, short_help=text) for name, text in _COMMANDS.items()],
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 @click.option(
     "--version",
     is_flag=True,
@@ -92,8 +86,7 @@ def main() -> None:
     if buckets and sys.stderr is sys.__stderr__:
         from reshard.storage import disk
 
-        # TensorStore logs line by line where it looks for credentials in vain; what it cannot do
-        # comes as an error.
+        # TensorStore logs each place without credentials. Its errors are exceptions.
         sys.stderr = disk.own_stderr()
     try:
         command.main(standalone_mode=False)
@@ -101,14 +94,10 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt) as error:
-        for each in _SIGNALS:  # what is left of the process takes no notice
+        for each in _SIGNALS:  # the process ends already
             signal.signal(each, signal.SIG_IGN)
-        left = _notes(error)
-        if not left and sys.argv[1:2] in _WRITERS:
-            left = "no partial output was left behind."
-            if any(word.startswith("--shard") for word in sys.argv):
-                left = "the same command writes the share again."
-        click.echo(f"Interrupted; {left}" if left else "Interrupted.", err=True)
+        notes = _notes(error)
+        click.echo(f"Interrupted; {notes}" if notes else "Interrupted.", err=True)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of a pipe has gone; Python must not complain about it when it exits.
@@ -122,25 +111,21 @@ def main() -> None:
             raise
         message = error.render(10, as_flags) if isinstance(error, ReshardError) else str(error)
         click.echo(f"Error: {message or 'out of memory'}", err=True)
-        if kept := _notes(error):
-            click.echo(kept, err=True)
+        if notes := _notes(error):
+            click.echo(notes, err=True)
         sys.exit(2)
 
 
 def _notes(error: BaseException) -> str:
     """The notes of a job in an error or in its cause, without those of other libraries."""
-    notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
     from reshard.cli.output import as_flags
 
+    notes = [*getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())]
     return "\n".join(note for note in map(as_flags, notes) if "--resume" in note)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Ends a job, so that what was begun is removed. More of these signals do not disturb that."""
-    for each in _SIGNALS:
-        signal.signal(each, _pass)
+    """Ends a job, which then removes its files. Further signals do not disturb that."""
+    for each in _SIGNALS:  # not SIG_IGN: Python complains about a signal while that is set
+        signal.signal(each, lambda number, frame: None)
     raise KeyboardInterrupt
-
-
-def _pass(number: int, frame: FrameType | None) -> None:
-    """Not SIG_IGN: Python complains about a signal that comes while that is set."""

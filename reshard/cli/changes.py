@@ -6,42 +6,42 @@ from collections.abc import Sequence
 import click
 
 from reshard.checkpoint import Checkpoint
+from reshard.cli import options
 from reshard.cli.model_argument import look_here
-from reshard.cli.options import SELECTION, Flags, flag, options, value, values
 from reshard.errors import ReshardError, ShardingError, raise_all
 from reshard.sharding.mesh import parse_mesh
 from reshard.transforms import cast, rename, select
 
-CHANGES = options(
-    SELECTION,
-    values("--rename", "REGEX=REPL", "Rename leaves: re.sub on the printed path, in order."),
-    values(
+CHANGES = options.all_of(
+    options.SELECTION,
+    options.values("--rename", "REGEX=REPL", "Rename leaves: re.sub on printed paths, in order."),
+    options.values(
         "--unstack",
         "PATH=LAYER[@AXIS]",
         "Split stacked layers into their own arrays: 'params/layers=params/layer_{}@1'. `{}` is "
         "the number of a layer. The default axis is 0.",
     ),
-    values(
+    options.values(
         "--stack",
         "LAYER=PATH[@AXIS]",
         "Stack layers along a new axis: 'params/layer_{}=params/layers@1'. `{:24}`, `{1:24:2}` and "
         "`{3,5}` take some layers. `{%6}` in PATH is the position in a cycle of six layers.",
     ),
-    values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays, rounding to nearest even."),
+    options.values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays to nearest even."),
 )
 
-MAP = options(
-    value(
+MAP = options.all_of(
+    options.value(
         "--map map_file",
         "FILE",
         "TOML with rules that make another tree: `reshard help maps`. Every leaf needs a rule.",
         type=click.Path(exists=True, dir_okay=False),
     ),
-    flag("--reverse", "Use the map in the opposite direction."),
+    options.flag("--reverse", "Use the map in the opposite direction."),
 )
 
 
-def remapped(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
+def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
     """After the changes, and then --map."""
     if flags["reverse"] and flags["map_file"] is None:
         raise click.UsageError("--reverse requires --map FILE")
@@ -54,7 +54,7 @@ def remapped(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
     return remap(ckpt, flags["map_file"], reverse=flags["reverse"])
 
 
-def prepared(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
+def prepared(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
     """After --from and each option from --select to --dtype, as far as they are in `flags`."""
     if flags["saved"] is not None:
         _check_saved(ckpt, flags["saved"])
@@ -69,7 +69,7 @@ def prepared(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
     return ckpt
 
 
-def _stacked(ckpt: Checkpoint, flags: Flags) -> Checkpoint:
+def _stacked(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
     """After --unstack and --stack. Reports the problems of all of them."""
     found: list[ReshardError] = []
     for name in ("unstack", "stack"):

@@ -5,18 +5,18 @@ from typing import Any
 import click
 
 from reshard.checkpoint import Checkpoint
+from reshard.cli import options
 from reshard.cli.changes import MAP, remapped
 from reshard.cli.job import job_options, laid_out, run
-from reshard.cli.options import value
 
 
 @click.command("ckpt")
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
-@value(
+@options.value(
     "--to --mesh mesh", "MESH", "The new mesh: 1x8, or data=1,model=8. By default, the saved mesh."
 )
-@value(
+@options.value(
     "--model",
     "MODULE:NAME",
     "Shard the checkpoint as this model is annotated. Fail if their leaves differ. NAME is "

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.options import ANSWER, wants_text
+from reshard.cli import options
 from reshard.cli.working import progress_bar, warnings_told
 from reshard.storage.machine import tune_memory
 from reshard.writer.save import commit
@@ -12,7 +12,7 @@ from reshard.writer.save import commit
 
 @click.command("commit")
 @click.argument("dst", type=click.Path())
-@ANSWER
+@options.ANSWER
 def command(dst: str, **flags: Any) -> None:
     """Make checkpoint DST of the shares that `ckpt --shard` or `convert --shard` has written.
 
@@ -27,5 +27,5 @@ def command(dst: str, **flags: Any) -> None:
     with warnings_told(), progress_bar(flags) as progress:
         committed = commit(dst, progress=progress)
     document = {"destination": dst, "done": True, "committed": committed}
-    if wants_text(flags, lambda: document):
+    if options.wants_text(flags, lambda: document):
         click.echo(f"committed {dst}" if committed else f"{dst} is complete already")

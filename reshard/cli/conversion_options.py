@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.checkpoint import Checkpoint
-from reshard.cli import subprocess_model
+from reshard.cli import options, subprocess_model
 from reshard.cli.model_argument import load_model, look_here, model_errors
-from reshard.cli.options import Flags, options, value, values
 from reshard.convert.layout import KINDS
 
 # Imported where they are used: to import them takes as long as to read a small checkpoint.
@@ -19,28 +18,28 @@ if TYPE_CHECKING:
     from reshard.convert.model_run import Run
     from reshard.convert.outputs import OutputComparison
 
-conversion_options = options(
-    value(
+conversion_options = options.all_of(
+    options.value(
         "--model",
         "MODULE:NAME",
         "The model to convert to. For NNX, a class or a function that returns the model, or a dict "
         "of `model` and `optimizer`. For Linen, a function that returns variables or a TrainState. "
         "This runs the code of MODULE, which may be a file: path/to/train.py:NAME.",
     ),
-    value(
+    options.value(
         "--source-model",
         "MODULE:NAME",
         "The model of the checkpoint to convert. It supplies the classes and the order of modules. "
         "This runs the code of MODULE, in a process of its own.",
     ),
-    value(
+    options.value(
         "--map map_file",
         "FILE",
         "TOML with rules from leaf to leaf, which have precedence over names and order.",
         type=click.Path(exists=True, dir_okay=False),
     ),
-    values("--init", "GLOB", "Leaves that keep the model's own initial value, which is computed."),
-    value(
+    options.values("--init", "GLOB", "Leaves that get the model's own initial value."),
+    options.value(
         "--layout",
         "KIND",
         f"Layout of the checkpoint to convert, if it is not detected: {', '.join(KINDS)}.",
@@ -49,24 +48,21 @@ conversion_options = options(
 )
 
 
-def converter(to: str, flags: Flags) -> Callable[..., "Conversion"]:
-    """A function that converts checkpoints to the API `to`, by the values of these options. The
-    models are loaded once, for the first checkpoint; the source's in a process of its own."""
+def converter(to: str, flags: options.Flags) -> Callable[..., "Conversion"]:
+    """A function that converts checkpoints to the API `to`, as these options say. The models are
+    loaded once, for the first checkpoint."""
     model, source = flags["model"], flags["source_model"]
 
     @functools.cache
     def models() -> tuple[Any, "TargetTree | None"]:
-        def load() -> Any:
-            return None if model is None else load_model(model, "--model")
-
+        loaded = None if model is None else load_model(model, "--model")
         if source is None:
-            return load(), None
+            return loaded, None
         from reshard.convert.model import target_tree_of
 
         api = "linen" if to == "nnx" else "nnx"
         task = functools.partial(target_tree_of, api=api, role="the model of the source")
-        with subprocess_model.run_in_subprocess(source, "--source-model", task) as told:
-            return load(), told()
+        return loaded, subprocess_model.run_in_subprocess(source, "--source-model", task)
 
     def convert(ckpt: Checkpoint, drop: Sequence[str] = ()) -> "Conversion":
         from reshard.convert.conversion import conversion
@@ -80,8 +76,8 @@ def converter(to: str, flags: Flags) -> Callable[..., "Conversion"]:
     return convert
 
 
-def check_outputs(made: "Conversion", flags: Flags) -> "OutputComparison":
-    """Runs both models of a conversion: that of the source in a process of its own."""
+def check_outputs(made: "Conversion", flags: options.Flags) -> "OutputComparison":
+    """Runs both models of a conversion, that of the source in a process of its own."""
     given = None
     if flags["inputs"] is not None:
         with model_errors("--inputs", flags["inputs"]):
@@ -93,8 +89,7 @@ def check_outputs(made: "Conversion", flags: Flags) -> "OutputComparison":
         task = functools.partial(_run, api, option, name, made.leaves(api), flags["quiet"], asked)
         if api == made.to:
             return task(load_model(name, option))
-        with subprocess_model.run_in_subprocess(name, option, task) as told:
-            return told()
+        return subprocess_model.run_in_subprocess(name, option, task)
 
     runs = {api: functools.partial(run, api) for api in ("linen", "nnx")}
     return made.compare_outputs(runs, given)

@@ -10,11 +10,10 @@ from typing import Any
 import click
 
 from reshard.checkpoint import Checkpoint
-from reshard.cli import output
+from reshard.cli import options, output
 from reshard.cli.changes import prepared
 from reshard.cli.conversion_options import check_outputs, conversion_options, converter
 from reshard.cli.job import job_options, laid_out, run
-from reshard.cli.options import Flags, flag, value, wants_text
 from reshard.convert.by_order import without_notes
 from reshard.convert.conversion import Conversion
 from reshard.errors import DestinationExistsError, ReshardError, TreeMismatchError
@@ -35,10 +34,12 @@ class _Api(click.Choice):
 @click.argument("dst", type=click.Path())
 @click.option("--to", type=_Api(["nnx", "linen"]), required=True, help="The API to convert to.")
 @conversion_options
-@value("--emit-map", "FILE", "Write the complete map of the conversion.")
-@value("--mesh", "MESH", "Also change the mesh: 1x8, or data=1,model=8.")
-@flag("--check", "Run --model and --source-model. Write nothing unless their outputs are equal.")
-@value(
+@options.value("--emit-map", "FILE", "Write the complete map of the conversion.")
+@options.value("--mesh", "MESH", "Also change the mesh: 1x8, or data=1,model=8.")
+@options.flag(
+    "--check", "Run --model and --source-model. Write nothing unless their outputs are equal."
+)
+@options.value(
     "--inputs",
     "MODULE:NAME",
     "A function that returns the arguments for --check: a tuple and a dict (positional and "
@@ -93,8 +94,8 @@ def command(
         ckpt = without_notes(made.checkpoint, made.warnings)  # they go to stderr
         return laid_out(ckpt, mesh, flags["model"] if flags["rules"] else None, flags, "--mesh")
 
-    def answer() -> dict[str, Any]:
-        made = found[0]
+    def answer(number: int) -> dict[str, Any]:
+        made = found[number]
         return {"to": to, "model": flags["model"]} | {
             "layout": made.layout.kind,
             "why": list(made.layout.why),
@@ -142,7 +143,7 @@ def _write_new(file: str, text: str) -> None:
         raise DestinationExistsError(f"--emit-map {file}: the file exists") from error
 
 
-def _checked(made: Conversion, dst: str, flags: Flags) -> Conversion:
+def _checked(made: Conversion, dst: str, flags: options.Flags) -> Conversion:
     """A conversion with a note that its outputs are equal; if they are not, this is the end."""
     compared = check_outputs(made, flags)
     number = made.source.source.number
@@ -151,6 +152,6 @@ def _checked(made: Conversion, dst: str, flags: Flags) -> Conversion:
         return made.compared(compared, step)
     problems = [f"{step}the outputs differ", *compared.problems]
     document = {"destination": dst, "done": False, "problems": problems}
-    if wants_text(flags, lambda: document):
+    if options.wants_text(flags, lambda: document):
         click.echo(f"{step}{compared}\nwrote nothing")
     sys.exit(1)

@@ -5,16 +5,7 @@ from typing import Any
 
 import click
 
-from reshard.cli import output
-from reshard.cli.options import (
-    SELECTION,
-    flag,
-    opened,
-    per_step,
-    reading_options,
-    value,
-    wants_text,
-)
+from reshard.cli import options, output
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.cli.working import working
 from reshard.errors import ReshardError
@@ -27,18 +18,18 @@ _ARGUMENTS = ("values", "rtol", "atol", "layout", "select", "drop", "max_memory"
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
 @click.option("--values/--no-values", default=None, help="Read all arrays; or none.")
-@value(
+@options.value(
     "--rtol",
     "X",
     "With --values: floating-point elements are equal if |A - B| <= atol + rtol * |B|.",
     type=click.FloatRange(min=0),
 )
-@value("--atol", "X", "See --rtol.", type=click.FloatRange(min=0))
-@flag("--layout", "Also compare specs, meshes, chunks and formats.")
-@SELECTION
+@options.value("--atol", "X", "See --rtol.", type=click.FloatRange(min=0))
+@options.flag("--layout", "Also compare specs, meshes, chunks and formats.")
+@options.SELECTION
 @HTML
-@reading_options
-@per_step
+@options.reading_options
+@options.per_step
 def command(a: str, b: str, **flags: Any) -> None:
     """Compare checkpoints A and B, on any meshes and in any chunks and formats.
 
@@ -57,8 +48,8 @@ def command(a: str, b: str, **flags: Any) -> None:
         raise click.UsageError("--rtol and --atol require --values")
     check_page(flags["page_file"], a, b)
     with working(flags) as by:
-        found = diff(*opened(flags, a, b), **given, **by)
-    if wants_text(flags, found.document):
+        found = diff(*options.opened(flags, a, b), **given, **by)
+    if options.wants_text(flags, found.document):
         click.echo(found.report(phrase=output.as_flags))
     write_page(flags, found.document)
     if found.equal is None:

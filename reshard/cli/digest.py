@@ -6,8 +6,7 @@ from typing import Any
 import click
 
 from reshard.checkpoint import describe
-from reshard.cli import output
-from reshard.cli.options import flag, latest_text, opened, per_step, reading_options, wants_text
+from reshard.cli import options, output
 from reshard.cli.working import working
 from reshard.tree import format_path
 from reshard.verify.digest_record import FILE
@@ -16,9 +15,9 @@ from reshard.verify.verification import digest, record
 
 @click.command("digest")
 @click.argument("path", type=click.Path())
-@flag("--write", "Record the digests beside the arrays, in reshard_digests.json.")
-@reading_options
-@per_step
+@options.flag("--write", "Record the digests beside the arrays, in reshard_digests.json.")
+@options.reading_options
+@options.per_step
 def command(path: str, write: bool, **flags: Any) -> None:
     """Read every array and show its digest, which depends on dtype, shape and values alone.
 
@@ -30,12 +29,12 @@ def command(path: str, write: bool, **flags: Any) -> None:
       reshard digest run/1000 --write
       reshard digest run/1000 --json > known.json
     """
-    (ckpt,) = opened(flags, path)
+    (ckpt,) = options.opened(flags, path)
     with working(flags) as by:
         found = digest(ckpt, write=write, max_memory=flags["max_memory"], **by)
-    if wants_text(flags, lambda: json.loads(record(ckpt, found).dump())):
+    if options.wants_text(flags, lambda: json.loads(record(ckpt, found).dump())):
         rows = [(format_path(a.path), describe(a), found[a.path]) for a in ckpt.arrays]
-        click.echo(latest_text(ckpt.source, flags["step"]), nl=False)
+        click.echo(options.latest_text(ckpt.source, flags["step"]), nl=False)
         output.table(("path", "array", "digest"), rows)
         if write:
             click.echo(f"wrote {ckpt.source.store.directory / FILE}")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from reshard.checkpoint import Checkpoint
-from reshard.cli import options, output
+from reshard.cli import options
 from reshard.convert.layout import KINDS, detect
 from reshard.errors import (
     CheckpointNotFoundError,
@@ -50,14 +50,14 @@ def command(path: str, **flags: Any) -> None:
     """
     document = _examined(path, options.places(flags, path)[0])
     if options.wants_text(flags, lambda: document):
-        for line in _lines(document):
-            click.echo(printable(line))
+        for tree in document["trees"] or [document]:
+            click.echo(printable("\n".join(_lines(tree))))
     if status := _STATUS[document["state"]]:
         sys.exit(status)
 
 
 def _examined(path: str, place: dict[str, Any]) -> dict[str, Any]:
-    """The JSON document: the worst state of the trees that are there, and each of them."""
+    """The JSON document: the worst state of the trees at a path, and each tree."""
     try:
         trees = [_tree(open_checkpoint(path, **place))]
     except StoreError:
@@ -67,8 +67,8 @@ def _examined(path: str, place: dict[str, Any]) -> dict[str, Any]:
         items = error.problems if error.hints and error.hints[0].startswith("item=") else ()
         if not items or not isinstance(error, CheckpointNotFoundError):
             return _refused(path, error)
-        trees = [_examined(path, {**place, "item": item}) for item in items]
-        trees = [tree for found in trees for tree in found["trees"] or [found]]
+        found = [_examined(path, {**place, "item": item}) for item in items]
+        trees = [tree for each in found for tree in each["trees"] or [each]]
     state = max((tree["state"] for tree in trees), key=lambda state: _STATUS[state])
     return {"path": path, "state": state, "trees": trees}
 
@@ -79,16 +79,16 @@ def _refused(path: str, error: ReshardError) -> dict[str, Any]:
         state = "uncommitted"
     elif isinstance(error, CorruptCheckpointError):
         state = "damaged"
-    hints = [output.as_flags(hint) for hint in error.hints]
+    document = options.refusal(error, None)
     if any("unknown value type" in problem for problem in error.problems):
-        hints.append("a newer Orbax may have written it: pip install -U orbax-checkpoint reshard")
-    problems = [error.summary, *error.problems]
-    return {"path": path, "state": state, "problems": problems, "hints": hints, "trees": []}
+        hint = "a newer Orbax may have written it: pip install -U orbax-checkpoint reshard"
+        document["hints"].append(hint)
+    return {"path": path, "state": state, **document, "trees": []}
 
 
 def _tree(ckpt: Checkpoint) -> dict[str, Any]:
-    """What is known of a tree from its metadata and the sizes of its files."""
-    source, step = ckpt.source, shlex.quote(str(ckpt.source.path))
+    """The document of a tree, from its metadata and the sizes of its files."""
+    source, document = ckpt.source, ckpt.document()
     try:
         layout = detect(ckpt)
         api = {"api": layout.api, "layout": layout.kind, "why": list(layout.why)}
@@ -96,60 +96,30 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
         api = {"api": None, "layout": None, "why": [error.summary]}
     values = [v for values in source.store.values.values() for v in values.values()]
     files = {v.file for v in values if v.file is not None}
-    problems = list(_problems(ckpt, files))
-    recorded = 0
+    problems, recorded = list(_problems(ckpt, files)), 0
     try:
         record = read_record(source.store.directory / FILE)
         recorded = sum(record is not None and record.digest(a) is not None for a in ckpt.arrays)
     except ReshardError as error:
         problems += [error.summary, *error.problems]
-    devices = max((mesh.size for mesh in ckpt.meshes), default=1)
-    orbax = (
-        f"{version('orbax-checkpoint')} is installed; without a target, it needs {devices} devices"
-    )
-    if source.is_foreign:
-        orbax = (
-            f"{version('orbax-checkpoint')} is installed; reshard ckpt makes a checkpoint for it"
-        )
-    elif str(source.root).startswith("s3://"):
-        orbax = "it cannot read s3://: copy the checkpoint to a disk or to gs://"
-    hints = [f"reshard ckpt {step} DST --to MESH"]
-    if api["api"]:
-        other = "linen" if api["api"] == "nnx" else "nnx"
-        hints.append(f"reshard convert {step} DST --to {other} --model MODULE:NAME")
-    if recorded < len(ckpt.arrays) and not source.is_foreign:
-        hints.insert(0, f"reshard digest {step} --write")
-    if problems:
-        earlier = [n for n in source.steps if n < (source.number or 0)]
-        hints = [f"reshard verify {step}"]
-        hints += [
-            f"reshard doctor {shlex.quote(str(source.root))} --step {n}" for n in earlier[-1:]
-        ]
+    keys = ("kind", "v1", "format", "meshes", "steps", "step", "items", "item", "bytes")
     return {
         "path": str(source.path),
         "state": "damaged" if problems else "complete",
-        "kind": source.kind,
-        "v1": source.v1,
-        "format": source.format,
+        **{key: document[key] for key in keys},
         **api,
-        "meshes": [mesh.shape for mesh in ckpt.meshes],
-        "steps": list(source.steps),
-        "step": source.number,
         "uncommitted": list(source.uncommitted),
-        "items": list(source.items),
-        "item": source.item or None,
         "arrays": len(ckpt.arrays),
-        "bytes": ckpt.nbytes,
         "files": len(files),
         "recorded_digests": recorded,
-        "orbax": orbax,
+        "orbax": _orbax(ckpt),
         "problems": problems,
-        "hints": hints,
+        "hints": _hints(ckpt, api["api"], bool(problems), recorded),
     }
 
 
 def _problems(ckpt: Checkpoint, files: set[str]) -> Iterator[str]:
-    """What is missing or truncated, a line each."""
+    """Each missing or truncated file, a line each."""
     directory = ckpt.source.store.directory
     for file in sorted(files):
         if (directory / file).file_bytes() is None:
@@ -163,35 +133,62 @@ def _problems(ckpt: Checkpoint, files: set[str]) -> Iterator[str]:
             yield f"{format_path(array.path)}: another leaf was saved under the same name"
 
 
-def _lines(document: dict[str, Any]) -> Iterator[str]:
-    for tree in document["trees"] or [document]:
-        yield f"{tree['path']}: {tree['state']}"
-        if "kind" in tree:
-            yield from _facts(tree)
-        problems = tree["problems"]
-        yield from (f"problem  {problem}" for problem in problems[:_SHOWN])
-        if len(problems) > _SHOWN:
-            yield f"problem  ... and {len(problems) - _SHOWN} more"
-        yield from (f"next     {hint}" for hint in tree["hints"])
+def _orbax(ckpt: Checkpoint) -> str:
+    """How the installed Orbax reads a checkpoint."""
+    installed = f"{version('orbax-checkpoint')} is installed; "
+    if ckpt.source.is_foreign:
+        return installed + "reshard ckpt makes a checkpoint for it"
+    if str(ckpt.source.root).startswith("s3://"):
+        return "it cannot read s3://: copy the checkpoint to a disk or to gs://"
+    devices = max((mesh.size for mesh in ckpt.meshes), default=1)
+    return f"{installed}without a target, it needs {devices} devices"
 
 
-def _facts(tree: dict[str, Any]) -> Iterator[str]:
+def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> list[str]:
+    """The commands to run next."""
+    source, path = ckpt.source, shlex.quote(str(ckpt.source.path))
+    if damaged:
+        earlier = [step for step in source.steps if step < (source.number or 0)]
+        root = shlex.quote(str(source.root))
+        return [f"reshard verify {path}"] + [
+            f"reshard doctor {root} --step {step}" for step in earlier[-1:]
+        ]
+    hints = [f"reshard ckpt {path} DST --to MESH"]
+    if recorded < len(ckpt.arrays) and not source.is_foreign:
+        hints.insert(0, f"reshard digest {path} --write")
+    if api:
+        other = "linen" if api == "nnx" else "nnx"
+        hints.append(f"reshard convert {path} DST --to {other} --model MODULE:NAME")
+    return hints
+
+
+def _lines(tree: dict[str, Any]) -> Iterator[str]:
+    yield f"{tree['path']}: {tree['state']}"
+    if "kind" in tree:
+        yield from (f"{name:9}{text}" for name, text in _facts(tree).items() if text)
+    problems = tree["problems"]
+    yield from (f"problem  {problem}" for problem in problems[:_SHOWN])
+    if len(problems) > _SHOWN:
+        yield f"problem  ... and {len(problems) - _SHOWN} more"
+    yield from (f"next     {hint}" for hint in tree["hints"])
+
+
+def _facts(tree: dict[str, Any]) -> dict[str, str]:
+    def listed(name: str, end: str = "") -> str:
+        return ", ".join(map(str, tree[name])) + end if tree[name] else ""
+
     counts = f"{count_of(tree['arrays'], 'array')}, {format_bytes(tree['bytes'])}"
-    yield f"holds    {counts} in {count_of(tree['files'], 'data file')}"
-    yield f"format   {options.kind_text(tree['kind'], tree['v1'])}, {tree['format']}"
-    if tree["api"]:
-        yield f"model    {tree['layout']}: {KINDS[tree['layout']]}"
-    else:
-        yield f"model    not detected: {tree['why'][0]}"
     meshes = [",".join(f"{name}={size}" for name, size in mesh.items()) for mesh in tree["meshes"]]
-    yield f"mesh     {'; '.join(dict.fromkeys(meshes)) or 'none'}"
-    if tree["steps"]:
-        left_out = ", ".join(map(str, tree["uncommitted"]))
-        steps = ", ".join(map(str, tree["steps"]))
-        yield f"steps    {steps}; this is {tree['step']}" + (
-            f"; never committed: {left_out}" if left_out else ""
-        )
-    if tree["items"]:
-        yield f"items    {', '.join(tree['items'])}; this is {tree['item']}"
-    yield f"digests  recorded for {tree['recorded_digests']} of {tree['arrays']} arrays"
-    yield f"orbax    {tree['orbax']}"
+    left_out = listed("uncommitted")
+    left_out = f"; never committed: {left_out}" if left_out else ""
+    kind = KINDS.get(tree["layout"])
+    return {
+        "holds": f"{counts} in {count_of(tree['files'], 'data file')}",
+        "format": f"{options.kind_text(tree['kind'], tree['v1'])}, {tree['format']}",
+        "model": f"{tree['layout']}: {kind}" if kind else f"not detected: {tree['why'][0]}",
+        "mesh": "; ".join(dict.fromkeys(meshes)) or "none",
+        "steps": listed("steps", f"; this is {tree['step']}{left_out}"),
+        "items": listed("items", f"; this is {tree['item']}"),
+        "digests": f"recorded for {tree['recorded_digests']} of {tree['arrays']} arrays",
+        "orbax": tree["orbax"],
+    }

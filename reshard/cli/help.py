@@ -46,7 +46,7 @@ def command(topic: str | None) -> None:
         )
         click.echo(f"Shell completion, a line for ~/.bashrc (zsh: zsh_source): {_COMPLETION}")
     elif topic in commands:
-        found = group.get_command(program, topic)
+        _, found, _ = group.resolve_command(program, [topic])
         click.echo(click.Context(found, info_name=topic, parent=program).get_help())
     elif topic not in texts:
         lists = [f"topics: {', '.join(texts)}", f"commands: {', '.join(commands)}"]

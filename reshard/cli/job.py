@@ -1,38 +1,25 @@
 """Options of the commands that write, and how their job runs and reports."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 from reshard.checkpoint import Checkpoint
-from reshard.cli import output
+from reshard.cli import options, output
 from reshard.cli.changes import CHANGES, pair
 from reshard.cli.model_argument import build_target, marked_output, read_rules
-from reshard.cli.options import (
-    ANSWER,
-    PLACE,
-    WORK,
-    Flags,
-    chosen_steps,
-    flag,
-    options,
-    refusal,
-    value,
-    values,
-    wants_text,
-)
 from reshard.cli.page_file import HTML_OF_PLAN, check_page, write_page
 from reshard.cli.shard import parse_share
 from reshard.cli.working import working
 from reshard.errors import DestinationError, ReshardError
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import has_large_arrays
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
 from reshard.storage.machine import tune_memory
-from reshard.units import format_bytes, parse_bytes
+from reshard.units import format_bytes
 from reshard.writer.plan import Plan
 from reshard.writer.planning import plan
 from reshard.writer.save import save
@@ -40,20 +27,31 @@ from reshard.writer.save import save
 # Options that are arguments of `plan` and `save`, as they are.
 _ARGUMENTS = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
 _ARGUMENTS += ("overwrite", "digest", "verify")
-job_options = options(
-    value("--from saved", "MESH", "Fail unless SRC was saved on this mesh."),
-    values(
+OVERWRITE = options.flag(
+    "--overwrite",
+    "Replace DST when the new checkpoint is complete; ignore the leftovers of unfinished jobs.",
+)
+RESUME = options.flag("--resume", "Use the finished shares of an earlier run of this command.")
+SHARD = options.value(
+    "--shard share",
+    "I/N|auto",
+    "Write only share I of N, numbered from 0. When all shares are written, run `reshard "
+    "commit DST`. `auto` takes the numbers that SLURM or MPI gave this process.",
+)
+job_options = options.all_of(
+    options.value("--from saved", "MESH", "Fail unless SRC was saved on this mesh."),
+    options.values(
         "--axis axes",
         "OLD=NEW",
         "Replace mesh axis OLD of the saved specs by NEW; `OLD=` replicates.",
     ),
-    values(
+    options.values(
         "--spec specs",
         "REGEX=AXES",
         "Partition spec of the leaves whose path matches, for example 'kernel$=data,model'. `,` "
         "separates dimensions, `+` the axes of one dimension. The first match wins.",
     ),
-    value(
+    options.value(
         "--rules",
         "FILE",
         "TOML with `rules` from the model's logical axis names to mesh axes, and `specs` from path "
@@ -61,51 +59,43 @@ job_options = options(
         type=click.Path(exists=True, dir_okay=False),
     ),
     CHANGES,
-    PLACE,
-    value(
+    options.PLACE,
+    options.value(
         "--chunks",
         "shard|keep|SIZE",
         "One chunk per shard, the chunks of SRC, or chunks of at most SIZE.",
         default="shard",
         show_default=True,
     ),
-    value("--format", "zarr2|zarr3", "Version of zarr; as in SRC by default."),
+    options.value("--format", "zarr2|zarr3", "Version of zarr; as in SRC by default."),
     click.option(
         "--ocdbt/--no-ocdbt",
         default=None,
         help="Write an OCDBT database, or plain files; as in SRC by default.",
     ),
-    value(
+    options.value(
         "--codec",
         "CODEC",
         "Compression of chunks: none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in SRC by default.",
     ),
-    value(
+    options.value(
         "--file-size",
         "SIZE",
         "Approximate size of the data files of an OCDBT database; 2GiB by default.",
     ),
-    WORK,
-    flag("--no-link", "Copy data files, do not hard-link them."),
-    flag(
-        "--overwrite",
-        "Replace DST when the new checkpoint is complete; ignore the leftovers of unfinished jobs.",
-    ),
-    flag("--verify", "Read back the new checkpoint before the commit."),
-    flag(
+    options.WORK,
+    options.flag("--no-link", "Copy data files, do not hard-link them."),
+    OVERWRITE,
+    options.flag("--verify", "Read back the new checkpoint before the commit."),
+    options.flag(
         "--digest",
         "Also read arrays that are copied verbatim and have no recorded digest, and record one.",
     ),
-    flag("--resume", "Use the finished shares of an earlier run of this command."),
-    value(
-        "--shard share",
-        "I/N|auto",
-        "Write only share I of N, numbered from 0. When all shares are written, run `reshard "
-        "commit DST`. `auto` takes the numbers that SLURM or MPI gave this process.",
-    ),
-    flag("--dry-run", "Show the plan and stop."),
+    RESUME,
+    SHARD,
+    options.flag("--dry-run", "Show the plan and stop."),
     HTML_OF_PLAN,
-    ANSWER,
+    options.ANSWER,
 )
 
 
@@ -113,35 +103,17 @@ def run(
     src: str,
     dst: str,
     change: Callable[[Checkpoint], Checkpoint],
-    flags: Flags,
-    answer: Callable[[], dict[str, Any]] = dict,
+    flags: options.Flags,
+    answer: Callable[[int], dict[str, Any]] = lambda number: {},
 ) -> None:
-    """Opens, changes, plans, writes and reports; `answer` adds to the JSON document."""
-    tune_memory(parse_bytes(flags["max_memory"]), has_large_arrays(src))
+    """Opens, changes, plans, writes and reports. `answer` adds to the JSON document of the step
+    with this number, of those that are processed."""
+    tune_memory()
     dry_run = flags["dry_run"]
-    share = parse_share(flags["share"], dst)
-    if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
-        raise click.UsageError(
-            "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
-            "share, and a share that was stopped is written again"
-        )
+    share = share_of(flags, dst)
     if flags["page_file"] is not None and not dry_run:
         raise click.UsageError("--html requires --dry-run")
-    check_page(flags["page_file"], src, dst)
-    opened: list[Checkpoint] = []
-    try:
-        which = {name: flags[name] for name in ("item", "concurrency")}
-        for step in chosen_steps(flags, [src], committed=True):
-            opened.append(open_checkpoint(src, step=step, **which))
-        checkpoints = [change(ckpt) for ckpt in opened]
-    except ReshardError as error:
-        document = refusal(error, dst)
-        try:
-            if opened:
-                write_page(flags, lambda: opened[0].document() | document)
-        except DestinationError as unwritten:  # which is not why there is no plan
-            click.echo(f"Warning: {unwritten.summary}", err=True)
-        raise
+    checkpoints = _changed(src, dst, change, flags)
     arguments: dict[str, Any] = {name: flags[name] for name in _ARGUMENTS}
     arguments["link"] = not flags["no_link"]
     if dry_run:
@@ -153,22 +125,68 @@ def run(
     notes = tuple(map(output.note_as_flags, planned.notes))
     planned = dataclasses.replace(planned, notes=notes)
     done = not dry_run and share is None
-    more = answer() if share is None or dry_run else answer() | {"share": [*share]}
 
-    def plan_document() -> dict[str, Any]:
-        return planned.document(output.as_flags) | {"destination": dst, "done": done} | more
+    def document(planned: Plan, number: int = 0) -> dict[str, Any]:
+        made = planned.document(output.as_flags) | {"destination": dst, "done": done}
+        return made | answer(number) | ({"share": [*share]} if share and not dry_run else {})
 
-    if wants_text(flags, plan_document):
+    if options.wants_text(flags, lambda: document(planned)):
         click.echo(planned)
         if done:
             click.echo(_written(planned, dst))
         elif share is not None and not dry_run:
-            told = f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit"
-            click.echo(f"{told} {dst}")
+            click.echo(wrote_share(share, dst))
     if dry_run:
-        write_page(flags, plan_document)
+        for number, item in enumerate(planned.items):
+            one = dataclasses.replace(planned, items=(item,))
+            step = options.for_step(flags, item.ckpt.source.number)
+            write_page(step, functools.partial(document, one, number))
     if dry_run and planned.problems:
         raise ReshardError("the plan cannot be executed", planned.problems, planned.hints)
+
+
+def share_of(flags: options.Flags, dst: str) -> tuple[int, int] | None:
+    """The share that `--shard` names; raises click.UsageError if it is combined with options that
+    concern a whole job."""
+    share = parse_share(flags["share"], dst)
+    if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
+        raise click.UsageError(
+            "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
+            "share, and a share that was stopped is written again"
+        )
+    return share
+
+
+def wrote_share(share: tuple[int, int], dst: str) -> str:
+    return f"wrote share {share[0]} of {share[1]}; when all are written: reshard commit {dst}"
+
+
+def _changed(
+    src: str, dst: str, change: Callable[[Checkpoint], Checkpoint], flags: options.Flags
+) -> list[Checkpoint]:
+    """The checkpoints of all steps, changed. The page of a step that is refused says why."""
+    steps = options.chosen_steps(flags, [src], committed=True)
+    by_step = [options.for_step(flags, step) for step in steps]
+    for each in by_step:
+        check_page(each["page_file"], src, dst)
+    which = {name: flags[name] for name in ("item", "concurrency")}
+    opened: list[Checkpoint] = []
+    changed: list[Checkpoint] = []
+    try:
+        for step in steps:
+            opened.append(open_checkpoint(src, step=step, **which))
+        for ckpt in opened:
+            changed.append(change(ckpt))
+    except ReshardError as error:
+        document = options.refusal(error, dst)
+        try:
+            if len(opened) > len(changed):
+                number = len(changed)
+                write_page(by_step[number], lambda: opened[number].document() | document)
+        except DestinationError as unwritten:  # which is not why there is no plan
+            click.echo(f"Warning: {unwritten.summary}", err=True)
+        raise
+    return changed
 
 
 def _written(planned: Plan, dst: str) -> str:
@@ -179,7 +197,7 @@ def _written(planned: Plan, dst: str) -> str:
 
 
 def laid_out(
-    ckpt: Checkpoint, mesh: str | None, model: str | None, flags: Flags, to: str
+    ckpt: Checkpoint, mesh: str | None, model: str | None, flags: options.Flags, to: str
 ) -> Checkpoint:
     """On the new mesh, given by the option `to`: as the model says, or else as saved."""
     specs, axes, rules = flags["specs"], flags["axes"], flags["rules"]

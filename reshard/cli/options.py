@@ -14,7 +14,7 @@ from reshard.checkpoint import Checkpoint, Source
 from reshard.cli import output
 from reshard.errors import ReshardError
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import has_large_arrays, lacks_item, manager_steps
+from reshard.loader.detection import lacks_item, manager_steps
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
@@ -37,7 +37,7 @@ def flag(names: str, text: str) -> Callable[[F], F]:
     return click.option(*names.split(), is_flag=True, help=text)
 
 
-def options(*of: Callable[[F], F]) -> Callable[[F], F]:
+def all_of(*of: Callable[[F], F]) -> Callable[[F], F]:
     """Adds options to a command, in this order."""
     return lambda command: functools.reduce(lambda made, add: add(made), reversed(of), command)
 
@@ -83,15 +83,15 @@ CONCURRENCY = value(
     default=REQUESTS,
     show_default=True,
 )
-PLACE = options(
+PLACE = all_of(
     value("--step", None, "Steps of a root: N, N,M, N..M or all; the latest by default."),
     value("--item", None, "Item of a step that has several items."),
 )
-SELECTION = options(
+SELECTION = all_of(
     values("--select", "GLOB", "Only these leaves."),
     values("--drop", "GLOB", "Leave these leaves out."),
 )
-WORK = options(
+WORK = all_of(
     value("--max-memory", "SIZE", "Bytes in flight at most.", default="1GiB", show_default=True),
     CONCURRENCY,
     value(
@@ -108,14 +108,14 @@ WORK = options(
         callback=_scheduler,
     ),
 )
-ANSWER = options(as_json, flag("--quiet", "Print nothing but errors and warnings."))
-reading_options = options(PLACE, WORK, ANSWER)
+ANSWER = all_of(as_json, flag("--quiet", "Print nothing but errors and warnings."))
+reading_options = all_of(PLACE, WORK, ANSWER)
 
 
 def chosen_steps(
     flags: Mapping[str, Any], paths: Sequence[str], committed: bool = False
 ) -> Sequence[int | None]:
-    """The steps of these paths that `--step` means, ascending. None is the latest of each."""
+    """The steps of these paths that `--step` names, ascending. None is the latest of each."""
     text = flags["step"]
     if text in (None, "latest"):
         return [None]
@@ -126,9 +126,20 @@ def chosen_steps(
         known = {n for path in paths for n in manager_steps(parse_location(path), committed)}
         within = [n for n in known if text == "all" or steps[0] <= n <= steps[-1]]
         steps = sorted(within) or steps[:1]
-    if len(steps) > 1 and flags.get("page_file") is not None:
-        raise click.UsageError("--html shows one step: give --step N")
     return steps or [None]
+
+
+def may_be_several(flags: Flags) -> bool:
+    """Whether `--step` may name several steps: their answer has a form of its own."""
+    return not re.fullmatch(r"\d+|latest", flags["step"] or "latest")
+
+
+def for_step(flags: Flags, step: int | None) -> Flags:
+    """The flags of one step. If `--step` may name several, the name of its page has the step."""
+    own = flags | {"step": step}
+    if may_be_several(flags) and (file := flags.get("page_file")):
+        own["page_file"] = f"{file.removesuffix('.html')}-{step}.html"
+    return own
 
 
 def per_step(command: Callable[..., None]) -> Callable[..., None]:
@@ -138,38 +149,42 @@ def per_step(command: Callable[..., None]) -> Callable[..., None]:
     def run(**flags: Any) -> None:
         paths = [flags[name] for name in ("path", "against", "a", "b") if flags.get(name)]
         steps = chosen_steps(flags, paths)
-        if re.fullmatch(r"\d+|latest", flags["step"] or "latest"):
+        if not may_be_several(flags):
             return command(**flags | {"step": steps[0]})
         status, meta = 0, click.get_current_context().meta
-        meta["documents"] = []
-        for meta["step"] in steps:
-            name = f"step {meta['step']}" if len(steps) > 1 else ""
+        documents = meta["documents"] = []
+        for step in steps:
+            name = f"step {step}" if len(steps) > 1 else ""
             if name and not flags["as_json"] and not flags.get("quiet"):
                 click.echo(name)
+            count = len(documents)
             try:
-                command(**flags | {"step": meta["step"]})
+                command(**for_step(flags, step))
             except SystemExit as ended:
                 status = max(status, int(ended.code or 0))
             except ReshardError as error:
                 status = 2
-                told = error.render(10, output.as_flags)
-                click.echo(f"Error: {name}: {told}" if name else f"Error: {told}", err=True)
+                if len(documents) == count:
+                    documents.append(refusal(error, None))
+                text = error.render(10, output.as_flags)
+                click.echo(f"Error: {name}: {text}" if name else f"Error: {text}", err=True)
+            documents[count:] = [{"step": step, **each} for each in documents[count:]]
         if flags["as_json"]:
-            click.echo(json.dumps({"steps": meta["documents"]}))
+            click.echo(json.dumps({"steps": documents}))
         sys.exit(status)
 
     return run
 
 
 def wants_text(flags: Mapping[str, Any], document: Callable[[], Mapping[str, Any]]) -> bool:
-    """Whether a command is to print its answer as text. Prints its JSON document, if that is asked
-    for; the documents of several steps become one."""
+    """Whether a command prints its answer as text. With --json, prints the document; `per_step`
+    prints those of several steps."""
     if not flags["as_json"]:
         return not flags.get("quiet")
     meta = click.get_current_context().meta
     meta["answered"] = True
     if "documents" in meta:
-        meta["documents"].append({"step": meta["step"], **document()})
+        meta["documents"].append(document())
     else:
         click.echo(json.dumps(document()))
     return False
@@ -208,7 +223,7 @@ def places(flags: Flags, *paths: str) -> list[dict[str, Any]]:
 
 def opened(flags: Flags, *paths: str) -> list[Checkpoint]:
     """Some checkpoints, whose arrays are read."""
-    tune_memory(large_arrays=any(map(has_large_arrays, paths)))
+    tune_memory()
     at = places(flags, *paths)
     return [open_checkpoint(path, **place) for path, place in zip(paths, at, strict=True)]
 

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 import click
 
-from reshard.tree import shell_quoted
-
 # Longer cells are not padded to: padding all rows to one of them would only take memory.
 _WIDEST = 200
-# What is typed otherwise than by rule, of what hints say.
+# Parts of hints, as they are typed, that the tables below do not give.
 _TYPED = {
     " with ": " ",
     "`model=`": "--model",
@@ -41,29 +39,28 @@ _TYPED = {
     "reshard.to_nnx(ckpt, ...)": "--to nnx",
     "reshard.to_nnx(path, model)": "reshard convert SRC DST --to nnx --model MODULE:NAME",
 }
-# These take values in places of their own, and the others below as `--name VALUE`.
-_FLAGS = {
-    "axes": "--axis {}={}",
-    "cast": "--dtype '{1}={0}'",
-    "commit": "reshard commit '{}'",
-    "drop": "--drop '{}'",
-    "init": "--init '{}'",
-    "open": "reshard verify '{}'",  # whose argument it is
-    "rename": "--rename '{}={}'",
-    "select": "--select '{}'",
-    "specs": "--spec '{}={}'",
-    "to_mesh": "--to {}",
-    "verify": "reshard verify '{}'",
+# Calls and arguments, as what is typed before each of their values.
+_BEFORE = {
+    "axes": "--axis",
+    "cast": "--dtype",
+    "commit": "reshard commit",
+    "open": "reshard verify",  # in a call of `verify`
+    "rename": "--rename",
+    "specs": "--spec",
+    "to_mesh": "--to",
+    "verify": "reshard verify",
 }
-_OPTIONS = ("check", "chunks", "codec", "file_size", "format", "item", "layout", "max_memory")
-_OPTIONS += ("ocdbt", "overwrite", "resume", "step", "values", "workers")
+_SAME = ("check", "chunks", "codec", "drop", "file_size", "format", "init", "item", "layout")
+_SAME += ("max_memory", "ocdbt", "overwrite", "resume", "select", "stack", "step", "unstack")
+_SAME += ("values", "workers")
+_BEFORE |= {name: f"--{name.replace('_', '-')}" for name in _SAME}
 # Python's text, and brackets with up to three levels of others inside.
 _TEXT = r"""(?:"(?:[^"\\\n]|\\.)*"|(?<!\w)'(?:[^'\\\n]|\\.)*')"""
 _BRACKETS = r"(?!)"
 for _ in range(4):
     _BRACKETS = rf"""[\[({{](?:{_TEXT}|{_BRACKETS}|[^][(){{}}"'])*[])}}]"""
-# What may be an argument or a call. Names and values in quotes are looked at, too, so that nothing
-# inside of them is taken for one.
+# What may be an argument or a call. Quoted names and values match too, so that no argument is found
+# inside them.
 _CODE = re.compile(
     rf"`[^`]*`|share=\(i, n\) with i in| with (?=layout=)|{_TEXT}"
     rf"|(?P<code>(?<![\w./,-])\w+=(?:{_TEXT}|{_BRACKETS}|True\b|\d+\b|\.\.\.)"
@@ -77,70 +74,76 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    """Rows as lines, with each column as wide as its cells; some columns end at the right."""
+    """Rows as lines. Each column is as wide as its cells; those of `right` are right-aligned."""
     widths = [min(max(map(len, column)), _WIDEST) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = []
-        for number, (cell, widest) in enumerate(zip(row, widths, strict=True)):
-            cells.append(cell.rjust(widest) if number in right else cell.ljust(widest))
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    aligns = [">" if number in right else "<" for number in range(len(widths))]
+    line = "  ".join(f"{{:{a}{w}}}" for a, w in zip(aligns, widths, strict=True))
+    return [line.format(*row).rstrip() for row in rows]
 
 
 def as_flags(text: str) -> str:
-    """A hint as it is typed on the command line: its arguments and calls as flags."""
-    return _CODE.sub(lambda m: _TYPED.get(m[0]) or _flags(m["code"] or "") or m[0], text)
+    """A hint of the library as it is typed on the command line: its arguments and calls as
+    options."""
+    return _CODE.sub(lambda m: _TYPED.get(m[0]) or _typed(m["code"] or "") or m[0], text)
 
 
 def note_as_flags(note: str) -> str:
-    """A note, with its calls alone as flags: the path of a leaf may look like an argument."""
+    """A note, with only its calls as options: the path of a leaf may look like an argument."""
     return _CODE.sub(lambda m: as_flags(m[0]) if m[0].startswith("reshard.") else m[0], note)
 
 
-def _flags(code: str) -> str:
-    """An argument, a call or a rule as flags; empty for what is none."""
+def _typed(code: str) -> str:
+    """An argument, a call or a rule as it is typed; empty for other code."""
     try:
-        [node] = ast.parse(code).body
-        match node:
-            case ast.Assign([ast.Name(name)], value):
-                return _flag(name, [value])
-            case ast.Expr(ast.Call(ast.Attribute(_, "stack" | "unstack" as name), given, keywords)):
-                return _stacking(name, given[1], {k.arg or "": k.value for k in keywords})
-            case ast.Expr(ast.Call(ast.Attribute(_, name), given, keywords)):
-                inner = [ast.unparse(arg) for arg in given if isinstance(arg, ast.Call)]
-                own = [arg for arg in given if isinstance(arg, ast.Constant | ast.List)]
-                flags = [*map(_flags, inner), *([_flag(name, own)] if own else [])]
-                return " ".join([*flags, *(_flag(k.arg or "", [k.value]) for k in keywords)])
-            case ast.Expr(ast.Tuple()):  # a rule, as it is typed in a file
-                name, axis = ast.literal_eval(node.value)
+        match ast.parse(code).body:
+            case [ast.Assign([ast.Name(name)], value)]:
+                return _option(name, value)
+            case [ast.Expr(ast.Call() as call)]:
+                return _call(call)
+            case [ast.Expr(ast.Tuple() as rule)]:  # in a file
+                name, axis = ast.literal_eval(rule)
                 return json.dumps([name, [] if axis is None else axis], ensure_ascii=False)
     except (SyntaxError, ValueError, KeyError, IndexError):
         pass
     return ""
 
 
-def _stacking(name: str, before: ast.expr, more: dict[str, ast.expr]) -> str:
-    """`stack` or `unstack` as a flag."""
-    axis = f"@{ast.unparse(more['axis'])}" if "axis" in more else ""
-    text = f"{ast.literal_eval(before)}={ast.literal_eval(more['into'])}{axis}"
-    match more.get("indices"):
-        case ast.Call(_, [ast.Constant(count)]):
-            text = text.replace("{}", f"{{:{count}}}")
-        case ast.List(numbers):
-            text = text.replace("{}", "{" + ",".join(map(ast.unparse, numbers)) + "}")
-    return f"--{name} {shell_quoted(text)}"
+def _option(name: str, value: ast.expr) -> str:
+    option = _BEFORE[name]
+    if isinstance(value, ast.Constant) and (value.value is True or value.value is ...):
+        return option
+    return " ".join(f"{option} {shlex.quote(word)}" for word in _words(value))
 
 
-def _flag(name: str, nodes: Sequence[ast.expr]) -> str:
-    found = (each for node in nodes for each in ast.walk(node))
-    values = [each.value for each in found if isinstance(each, ast.Constant)]
-    if name in _OPTIONS:
-        option, value = f"--{name.replace('_', '-')}", values[0]
-        return option if value is True or value is ... else f"{option} {shlex.quote(str(value))}"
-    flag = _FLAGS[name]
-    if "'" not in flag:
-        option, word = flag.split(" ")
-        return f"{option} {shlex.quote(word.format(*values))}"
-    texts = ["AXIS," if value is ... else shell_quoted(str(value))[1:-1] for value in values]
-    return flag.format(*texts) if flag.count("{") > 1 else " ".join(map(flag.format, texts))
+def _words(value: ast.expr) -> list[str]:
+    """The values of an option: the elements of a list, and pairs as `A=B`."""
+    match value:
+        case ast.List(elements):
+            return [word for element in elements for word in _words(element)]
+        case ast.Tuple([one, other]) | ast.Dict([ast.expr() as one], [other]):
+            return ["=".join((*_words(one), *_words(other)))]
+        case ast.Call(ast.Name("P")):
+            return ["AXIS,"]
+    return [str(ast.literal_eval(value))]
+
+
+def _call(call: ast.Call) -> str:
+    """A call, after the calls that it is applied to."""
+    assert isinstance(call.func, ast.Attribute)
+    name, more = call.func.attr, {each.arg or "": each.value for each in call.keywords}
+    inner = [_call(given) for given in call.args if isinstance(given, ast.Call)]
+    given = [arg for arg in call.args if isinstance(arg, ast.Constant | ast.List)]
+    words = [word for arg in given for word in _words(arg)]
+    if name == "cast":
+        words = ["{1}={0}".format(*words)]
+    elif name in ("stack", "unstack"):
+        axis = f"@{ast.unparse(more.pop('axis'))}" if "axis" in more else ""
+        text = f"{words[0]}={ast.literal_eval(more.pop('into'))}{axis}"
+        match more.pop("indices", None):
+            case ast.Call(_, [ast.Constant(count)]):
+                text = text.replace("{}", f"{{:{count}}}")
+            case ast.List(numbers):
+                text = text.replace("{}", "{" + ",".join(map(ast.unparse, numbers)) + "}")
+        words = [text]
+    typed = [f"{_BEFORE[name]} {shlex.quote(word)}" for word in words]
+    return " ".join((*inner, *typed, *(_option(*each) for each in more.items())))

@@ -1,15 +1,14 @@
-"""A model in a process of its own, which answers a task.
+"""A task with the user's model in a process of its own.
 
-The two models of a conversion may be in modules of the same names, for example if a repository was
-migrated in place. One process can import only one module of a name.
+The two models of a conversion may be in modules with the same names, for example if a repository
+was migrated in place. One process can import only one module of a name.
 """
 
-import contextlib
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from reshard.cli.model_argument import load_model, model_errors
@@ -18,56 +17,37 @@ from reshard.errors import ReshardError
 T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def run_in_subprocess(
-    model: str, option: str, task: Callable[[Any], T]
-) -> Iterator[Callable[[], T]]:
-    """Starts a task with a model, named as for `load_model`, in a process of its own. It yields a
-    function that waits for the answer. The task and the answer are pickled. That function raises
-    the errors of the task, and ReshardError if the process ends without an answer."""
-    process = subprocess.Popen(
+def run_in_subprocess(model: str, option: str, task: Callable[[Any], T]) -> T:
+    """Calls a task with a model, named as for `load_model`, in a new process. The task and its
+    result are pickled. Raises the task's ReshardError, or one if the process ends without a
+    result."""
+    ran = subprocess.run(
         [sys.executable, "-P", "-m", "reshard.cli.subprocess_model", model, option],
-        stdin=subprocess.PIPE,
+        input=pickle.dumps(task),
         stdout=subprocess.PIPE,
-        process_group=0,  # an interrupt from the keyboard is for this process alone, which ends it
+        process_group=0,  # only this process gets an interrupt from the keyboard, and kills it
     )
-
-    def answer() -> T:
-        told, _ = process.communicate()
-        if process.returncode:
-            raise ReshardError(
-                f"{option} {model}: its process ended with status {process.returncode}"
-            )
-        found = pickle.loads(told)
-        if isinstance(found, ReshardError):
-            raise found
-        return found
-
-    with process:
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and its status says so
-                asked, process.stdin = process.stdin, None
-                assert asked is not None
-                with asked:
-                    pickle.dump(task, asked)
-            yield answer
-        finally:
-            process.kill()
+    if ran.returncode:
+        raise ReshardError(f"{option} {model}: its process ended with status {ran.returncode}")
+    result = pickle.loads(ran.stdout)
+    if isinstance(result, ReshardError):
+        raise result
+    return result
 
 
 def main() -> None:
-    """The process: writes the answer, or the error of the task."""
+    """The process: writes the result of the task, or its error."""
     model, option = sys.argv[1:]
     del sys.argv[1:]
     task = pickle.load(sys.stdin.buffer)
     with os.fdopen(os.dup(1), "wb") as answer:
-        os.dup2(2, 1)  # what the model's code prints is no answer
+        os.dup2(2, 1)  # prints of the model's code go to stderr
         try:
             with model_errors(option, model):
-                found = task(load_model(model, option))
+                result = task(load_model(model, option))
         except ReshardError as error:
-            found = error
-        pickle.dump(found, answer)
+            result = error
+        pickle.dump(result, answer)
 
 
 if __name__ == "__main__":

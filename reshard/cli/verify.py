@@ -9,16 +9,8 @@ import click
 from reshard import tree
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
-from reshard.cli import output
+from reshard.cli import options, output
 from reshard.cli.conversion_options import conversion_options, converter
-from reshard.cli.options import (
-    latest_text,
-    per_step,
-    places,
-    reading_options,
-    value,
-    wants_text,
-)
 from reshard.cli.working import working
 from reshard.errors import (
     ArgumentError,
@@ -38,15 +30,15 @@ _CONVERSION = ("model", "source_model", "map_file", "init", "layout")
 
 @click.command("verify", context_settings={"allow_extra_args": True})
 @click.argument("path", type=click.Path())
-@value(
+@options.value(
     "--against",
     "OTHER",
     "Compare with another checkpoint, on any mesh and in any format, or with a file of digests: a "
     "checkpoint's reshard_digests.json, or the output of `reshard digest --json`.",
 )
 @conversion_options
-@reading_options
-@per_step
+@options.reading_options
+@options.per_step
 def command(path: str, against: str | None, **flags: Any) -> None:
     """Check that a checkpoint is complete, undamaged and unchanged.
 
@@ -65,13 +57,13 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     asked = any(flags[name] for name in _CONVERSION)
     if asked and against is None:
         raise click.UsageError("--map, --model and other options of a conversion require --against")
-    tune_memory(large_arrays=detection.has_large_arrays(path))
-    mine, *theirs = places(flags, path, *([] if against is None else [against]))
+    tune_memory()
+    mine, *theirs = options.places(flags, path, *([] if against is None else [against]))
     try:
         ckpt = open_checkpoint(path, **mine)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
         problems = [error.summary, *error.problems]
-        if wants_text(flags, lambda: {"path": path, "ok": False, "problems": problems}):
+        if options.wants_text(flags, lambda: {"path": path, "ok": False, "problems": problems}):
             click.echo(error.render(None, output.as_flags))
         sys.exit(1)
     other: Checkpoint | str | None = against
@@ -90,8 +82,8 @@ def command(path: str, against: str | None, **flags: Any) -> None:
         "digests": {tree.format_path(path): digest for path, digest in found.digests.items()},
         "compared": found.compared,
     }
-    if wants_text(flags, lambda: document):
-        click.echo(f"{latest_text(ckpt.source, flags['step'])}{found}")
+    if options.wants_text(flags, lambda: document):
+        click.echo(f"{options.latest_text(ckpt.source, flags['step'])}{found}")
     if not found.ok:
         sys.exit(1)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from reshard.cli import options
 from reshard.cli.model_argument import marked_output
-from reshard.cli.options import Flags
 from reshard.errors import ReshardError, first_line
 from reshard.units import format_bytes, parse_bytes
 
@@ -23,7 +23,7 @@ _OVERHEAD = 512 << 20
 
 
 @contextlib.contextmanager
-def working(flags: Flags) -> Iterator[dict[str, Any]]:
+def working(flags: options.Flags) -> Iterator[dict[str, Any]]:
     """The arguments `workers`, `executor` and `progress` of `save`, `verify` and others. Warnings
     go to stderr meanwhile."""
     with (
@@ -45,7 +45,7 @@ def warnings_told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar(
-    flags: Flags, workers: int | None = None
+    flags: options.Flags, workers: int | None = None
 ) -> Iterator[Callable[[int, int], None] | None]:
     """A callback that draws progress on stderr; None where nobody is looking."""
     if flags["quiet"] or flags["as_json"] or not sys.stderr.isatty():
@@ -63,7 +63,7 @@ def progress_bar(
 
 
 @contextlib.contextmanager
-def _workers(flags: Flags) -> Iterator[dict[str, Any]]:
+def _workers(flags: options.Flags) -> Iterator[dict[str, Any]]:
     dask, workers = flags["dask"], flags["workers"]
     if dask is None:
         yield {"workers": workers}

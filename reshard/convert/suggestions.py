@@ -16,8 +16,9 @@ from reshard.convert.map_writer import NAME, renaming_rules, rules_of, unstackin
 from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.replacement import toml_text
 from reshard.errors import ReshardError
+from reshard.restore.matching import stacking_call
 from reshard.transforms import rename
-from reshard.tree import Path, as_python, format_glob, format_key, format_path, glob_text, named_by
+from reshard.tree import Path, as_python, format_glob, format_path, glob_text, named_by
 
 MAX_GLOBS = 5
 # A number that ends a key: of a member of a list, or of a layer with a name of its own.
@@ -127,7 +128,7 @@ def _levels(layout: Layout) -> Iterator[tuple[Level, tuple[str, str] | None]]:
 
     joined = [key for path in modules for key in path if "/" in key]
     if joined:
-        text = f"keys like {format_key(joined[0])} hold several levels"
+        text = f"keys like {format_path((joined[0],))} hold several levels"
         yield level(text, r'"([^"]*/[^"]*)"', r"\1"), None
     for end in range(1, len(common) + 1):
         name = format_path(common[:end])
@@ -271,11 +272,9 @@ def _stack_calls(
                 _list_of(inner[: len(there)])[0] == there if forth else inner[: len(stack)] == stack
             )
             if begin >= 0 and inside:
-                ends = (as_python(format_path((*name[:begin], *end))) for end in (apart, whole))
-                one, other = ends if forth else [*ends][::-1]
-                verb = "stack" if forth else "unstack"
-                for axis in axes:
-                    calls[f"reshard.{verb}(ckpt, {one}, into={other}, axis={axis})"] = None
+                layers, module = (*name[:begin], *apart), (*name[:begin], *whole)
+                call = ("stack", layers, module) if forth else ("unstack", module, layers)
+                calls |= dict.fromkeys(stacking_call(*call, axis) for axis in axes)
     return list(calls)
 
 

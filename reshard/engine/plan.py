@@ -22,7 +22,14 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
-from reshard.arrays.boxes import Box, Shape, common_multiple, grid_boxes, grid_size
+from reshard.arrays.boxes import (
+    Box,
+    Shape,
+    chunks_together,
+    common_multiple,
+    grid_boxes,
+    grid_size,
+)
 from reshard.engine.budget import in_memory, room
 from reshard.errors import MemoryLimitError
 from reshard.tree import Path, format_path
@@ -163,6 +170,17 @@ class ArrayPlan:
         if self.moved:
             return 0 if self.linked else self.layout.stored_bytes
         return round(self.decoded_bytes * self.layout.encoded_ratio)
+
+    def with_larger_boxes(self, nbytes: int) -> "ArrayPlan":
+        """It with boxes of several chunks, of about so many bytes in flight."""
+        if self.box is None:
+            return self
+        shape, count = self.layout.shape, nbytes // max(self.box_bytes, 1)
+        cell = tuple(max(size, 1) for size in self.box)  # an array may have no elements
+        box = chunks_together(shape, cell, max(count, 1))
+        return dataclasses.replace(
+            self, box=tuple(max(min(*p), 1) for p in zip(box, shape, strict=True))
+        )
 
     def boxes(self, start: int = 0, stop: int | None = None) -> Iterator[Box]:
         """What is read and written at once, in row-major order; all of it, or from one number to

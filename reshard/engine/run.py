@@ -352,7 +352,7 @@ def _begin_worker(among: int, end: "Connection", *shared: Any) -> None:
     os.dup2(2, 1)  # what a function of the user's prints is no answer
     sys.stdout = sys.stderr
     share_cores(among)
-    tune_memory(large_arrays=True)
+    tune_memory()
 
 
 def _end_with(end: "Connection") -> None:

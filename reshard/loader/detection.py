@@ -3,9 +3,7 @@
 Facts about names on disk are those of orbax-checkpoint 0.4.4 to 0.12.8.
 """
 
-import contextlib
 import dataclasses
-import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -16,7 +14,6 @@ from reshard.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    ReshardError,
     UncommittedCheckpointError,
 )
 from reshard.loader.json_documents import read_json
@@ -71,11 +68,6 @@ _SHOWN = 5
 _UNNAMED = ("default", "pytree")
 # Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
 _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
-
-# Arrays are large where what is saved takes so many times the bytes of the documents that list
-# them: a mebibyte and more each. And files that are looked at to know that.
-_LARGE = 1 << 12
-_FILES_TO_JUDGE_BY = 2000
 
 
 def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
@@ -182,18 +174,6 @@ def _is_orbax(name: str) -> bool:
     return name in _ORBAX or name.startswith(PROCESS) or TEMPORARY in name
 
 
-def has_large_arrays(path: str | os.PathLike) -> bool:
-    """Whether what is saved on a disk has few arrays for its bytes, by the first of its files. It
-    can be asked before anything is opened, and does not say what is wrong."""
-    nbytes = described = 0
-    with contextlib.suppress(ReshardError, OSError):
-        root = parse_location(path)
-        for entry in itertools.islice(root.walk(), _FILES_TO_JUDGE_BY) if root.is_local else ():
-            nbytes += entry.nbytes if entry.is_file else 0
-            described += entry.nbytes if entry.path.rpartition("/")[2] == TREE_FILE else 0
-    return 0 < described * _LARGE < nbytes
-
-
 def prefetch_documents(directory: Location) -> None:
     """Asks a bucket at once for all that will be read of an item, or of a step."""
     directory.prefetch(_DOCUMENTS)
@@ -271,9 +251,11 @@ def is_step(directory: Location) -> bool:
 def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
     """Why a new checkpoint, a manager's root of these steps if there are any, may not take the
     place of what is in a directory; None if it may."""
-    if not directory.names():
+    names = directory.names()
+    if not names:
         return None
-    if (directory / TREE_FILE).exists() or (directory / CHECKPOINT_FILE).exists():
+    is_export = RECORD_FILE in names and any(name.endswith(SAFETENSORS) for name in names)
+    if is_export or TREE_FILE in names or CHECKPOINT_FILE in names:
         return "it is one checkpoint, the new one a manager's root" if steps else None
     found = step_directories(directory)
     if not found:
@@ -464,7 +446,8 @@ def is_record_file(path: Location) -> bool:
 def describe_file(path: Location) -> str:
     """What a file is, by its name and its first bytes."""
     # Not of a pipe, which may never say anything.
-    start = path.beginning(8) if path.is_file() else b""
+    entry = path.entry(follow=True)
+    start = path.part(0, min(8, entry.nbytes)) if entry and entry.is_file and entry.nbytes else b""
     if foreign := next((_FOREIGN[magic] for magic in _FOREIGN if start.startswith(magic)), None):
         return foreign
     # A version follows, where an empty msgpack map ends.

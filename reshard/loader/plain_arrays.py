@@ -1,6 +1,6 @@
 """Arrays that lie in files of another format as they are, rows first: safetensors and msgpack.
 
-An array is read as zarr chunks, each of some of its rows: see `reshard.storage.ranges`.
+An array is read as zarr chunks, each of some of its rows: see `reshard.storage.btree`.
 """
 
 import itertools

@@ -13,17 +13,15 @@ from typing import Any
 
 from reshard.checkpoint import Checkpoint, Item
 from reshard.errors import UncommittedCheckpointError
-from reshard.loader.detection import SAFETENSORS
-from reshard.loader.json_documents import parse_json
+from reshard.loader.detection import RECORD, SAFETENSORS
+from reshard.loader.json_documents import parse_json, read_json
 from reshard.loader.orbax import tree_problems
 from reshard.loader.plain_arrays import PlainArray, checkpoint, index_problems
 from reshard.storage.location import Location
-from reshard.tree import Path, natural
+from reshard.tree import Path, as_python, natural
 from reshard.units import format_bytes
 
 INDEX = "model.safetensors.index.json"
-# There while an export to a bucket is not complete.
-UNFINISHED = ".reshard-export"
 # Bytes of a header; more is refused, as safetensors itself does.
 MAX_HEADER = 100_000_000
 # Its names of dtypes, and zarr's.
@@ -49,11 +47,7 @@ def read(item: Item, requests: int) -> Checkpoint:
     """
     root = item.root
     files = [""] if root.is_file() else [n for n in root.names() if n.endswith(SAFETENSORS)]
-    if not root.is_local and (root / UNFINISHED).is_file():
-        raise UncommittedCheckpointError(
-            f"an export to `{root}` has not ended, or was stopped",
-            hints=["wait until it has ended", "delete the unfinished export, and run it again"],
-        )
+    _check_complete(root)
     problems: list[str] = []
     tensors: dict[str, PlainArray] = {}
     for file in files:
@@ -71,6 +65,17 @@ def read(item: Item, requests: int) -> Checkpoint:
     names = sorted(tensors, key=lambda name: natural((name,)))
     leaves = {paths[name]: tensors[name] for name in names}
     return checkpoint(item, "safetensors", leaves, requests, problems)
+
+
+def _check_complete(root: Location) -> None:
+    """Raises UncommittedCheckpointError for an export to a bucket that was stopped: the files that
+    its commit record names as the last ones are missing."""
+    record = None if root.is_local or root.is_file() else read_json(root / RECORD)
+    if record and not all((root / path).is_file() for path, _ in record.get("markers", ())):
+        raise UncommittedCheckpointError(
+            f"an export to `{root}` has not ended, or was stopped",
+            hints=[f"reshard.commit({as_python(str(root))}) completes it"],
+        )
 
 
 def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[str, PlainArray]]:

@@ -1,23 +1,7 @@
-"""What a page shows of the JSON documents of inspect, ckpt, convert, diff and a coverage. Pure.
+"""Facts, lists and data of a page, from the JSON document of inspect, ckpt, convert, diff or a
+coverage. Pure.
 
-Of the documents these keys are read; there may be more:
-
-    inspect    path, format, step, steps, meshes, device_ids, leaves: keys, type, value, shape,
-               dtype, bytes, chunk_shape, mesh, spec, device; and problems and hints, if it could
-               not be used
-    ckpt       source, destination, meshes, device_ids, notes, problems, hints,
-               read_amplification, bytes_per_device, bytes_read, bytes_written, decoded_bytes,
-               shared_bytes, peak_memory, arrays: keys, shape, dtype, bytes, chunk_shape, mesh,
-               spec, moved, bytes_read, bytes_written, read_amplification, saved: chunk_shape,
-               mesh, spec, device
-    convert    the same, and layout, to, model, why, warnings, rows: from, to, operation, origin,
-               problem; rows of a conversion that was refused, too
-    diff       a, b, equal, values, by_digests, compared, not_compared, differences, arrays: keys,
-               bytes
-    coverage   mesh, device_ids, rules, unmatched, problems, hints, device_bytes, leaves: keys,
-               shape, bytes, mesh, spec, source, replicated
-
-What is not known is None, and shown as not known.
+`reshard help page` describes the documents. None is unknown, and is shown as `not known`.
 """
 
 import collections
@@ -32,25 +16,24 @@ from reshard.tree import format_key, natural, split_path
 from reshard.units import count_leaves, count_of, format_bytes, format_load
 
 Document = Mapping[str, Any]
-# Characters of a text of a difference, leaves that a fact names, names of leaves looked for in
-# problems, and leaves of which a page has histograms of their own.
-_MAX_TEXT = 120
-_NAMED = 3
-_MAX_WORDS = 200
-_MAX_HISTOGRAMS = 500
+_MAX_TEXT = 120  # characters of a value that differs
+_MAX_WORDS = 200  # names of leaves that are looked up in problems
+_MAX_HISTOGRAMS = 500  # leaves of a diff with histograms of their own
 _UNKNOWN = "not known"
+_NO = "no mesh"
 _NO_MESH = "No array has a mesh."
+_HOLDS = "How much memory does a device need?"
 _READS = "What does a restore read?"
+_NAME = "amplification"  # of the fact that the script fills in for a checkpoint
 _WHOLE = ("added", "removed", "moved")  # differences of whole leaves
-_OTHERWISE = "other shape or type"
-# Sizes of differences that have colours of their own.
+# Largest differences of the values in a leaf, each with a colour.
 _SIZES = {1e-6: "1e-6", 1e-3: "0.001", 1.0: "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One of the answers that a page begins with; `tone` is `"good"`, `"warn"`, `"bad"` or "", and
-    the script finds it by its `name`."""
+    """One of the first answers of a page. `tone` is `"good"`, `"warn"`, `"bad"` or "". The script
+    finds the fact by its `name`."""
 
     question: str
     answer: str
@@ -61,7 +44,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What a page of one kind shows: `lead` is a sentence, and its script draws `data`."""
+    """The contents of a page: `lead` is its first sentence, and its script draws `data`."""
 
     kind: str
     title: str
@@ -72,7 +55,7 @@ class Page:
 
 
 def page_of(document: Document) -> Page:
-    """What the page of a JSON document shows."""
+    """The page of a JSON document."""
     if "differences" in document:
         return _diff_page(document)
     if "rules" in document:
@@ -90,21 +73,20 @@ def _checkpoint_page(document: Document) -> Page:
     arrays = count_of(leaves.arrays, "array")
     size = format_bytes(leaves.nbytes)
     mesh = leaves.meshes_of(0)
-    lead = f"{arrays}, {size}, saved on {mesh or 'no mesh'}, {document['format']}."
+    lead = f"{arrays}, {size}, saved on {mesh or _NO}, {document['format']}."
     data = _rows(leaves, document) | leaves.data()
     if steps := document.get("steps"):
         latest = f", the latest of {len(steps)}" if [document["step"]] == steps[1:][-1:] else ""
         lead = f"Step {document['step']}{latest}: {lead}"
     facts = (
         _held(leaves.most_held(0)),
-        Fact(_READS, _UNKNOWN, name="amplification"),
+        Fact(_READS, _UNKNOWN, name=_NAME),
         _replicated(leaves),
     )
     if problems:
         failed, *several = problems
         count = count_of(len(several) or 1, "problem")
-        does = Fact("What does the job do?", f"nothing: {count}", (lead,), "bad")
-        facts = does, *facts
+        facts = Fact("What does the job do?", f"nothing: {count}", (lead,), "bad"), *facts
         title = f"{document['path']} → {document['destination']}"
         lead = f"The plan could not be made: {failed}"
         lists = _lists({**document, "problems": several or [failed]})
@@ -117,69 +99,63 @@ def _plan_page(document: Document) -> Page:
     for array in document["arrays"]:
         leaves.add(array["keys"], array, [array["saved"], array])
     verbatim = sum(array["moved"] for array in document["arrays"])
-    rewritten = len(document["arrays"]) - verbatim
-    size = format_bytes(document["decoded_bytes"])
     arrays = count_of(leaves.arrays, "array")
-    old, new = (leaves.meshes_of(side) or "no mesh" for side in (0, 1))
-    where = f"go from {old} to {new}" if old != new else f"stay on {new}"
-    lead = f"{arrays}, {size}, {where}: {rewritten} rewritten, {verbatim} copied verbatim."
-    does = f"{old} → {new}" if old != new else f"stays on {new}"
-    shared = format_bytes(document["shared_bytes"])
-    shared = f", and shares {shared} with the source" if document["shared_bytes"] else ""
+    old, new = (leaves.meshes_of(side) or _NO for side in (0, 1))
+    job = f"Changes the mesh of {arrays}" if old != new else f"Keeps the mesh of {arrays}"
+    lead = (
+        f"{job} ({format_bytes(document['decoded_bytes'])}): {changed(old, new)}. "
+        f"{leaves.arrays - verbatim} rewritten, {verbatim} copied verbatim."
+    )
     kind = "plan"
     if "rows" in document:
         kind, apis = "conversion", ("Linen", "NNX") if document["to"] == "nnx" else ("NNX", "Linen")
-        does = " → ".join(apis) + (f", {document['model']}" if document["model"] else "")
-        lead = f"{does}. {lead}"
-    job = Fact(
-        "What does the job do?",
-        does,
-        (
-            f"Rewrites {rewritten} of {arrays}, copies {verbatim} verbatim.",
-            f"Reads {format_bytes(document['bytes_read'])}, writes "
-            f"{format_bytes(document['bytes_written'])}{shared}.",
-            f"Takes {format_bytes(document['peak_memory'])} of memory at most.",
-        ),
-    )
-    steps = any("step" in array for array in document["arrays"])
-    data = _rows(leaves, document) | leaves.data() | {"steps": steps}
+        model = f", {document['model']}" if document["model"] else ""
+        lead = f"{changed(*apis)}{model}. {lead}"
+    costs = [f"At most {format_bytes(document['peak_memory'])} of arrays in memory."]
+    if document["shared_bytes"]:
+        costs.append(f"{format_bytes(document['shared_bytes'])} are hard-linked, not copied.")
+    read, written = (format_bytes(document[f"bytes_{way}"]) for way in ("read", "written"))
+    cost = Fact("What does the job cost?", f"reads {read}, writes {written}", tuple(costs))
+    data = _rows(leaves, document) | leaves.data()
+    data["steps"] = any("step" in array for array in document["arrays"])
     title = " and ".join(document["source"]) + f" → {document['destination'] or 'a new checkpoint'}"
     held = document["bytes_per_device"].values()
-    facts = _held(*held), _load(document, leaves.meshes_of(1)), _replicated(leaves), job
+    facts = _held(*held), _load(document, leaves.meshes_of(1)), _replicated(leaves), cost
     return Page(kind, title, lead, facts, _lists(document), data)
 
 
+def changed(before: str, after: str) -> str:
+    return after if before == after else f"{before} → {after}"
+
+
 def _held(*nbytes: int | None) -> Fact:
-    """The bytes of a device, or those before and after a job."""
-    before, after = (*nbytes, *nbytes)[:2]
-    texts = [_UNKNOWN if each is None else format_bytes(each) for each in (before, after)]
-    details = "All arrays, on the device that holds the most." if after is not None else _NO_MESH
-    tone = "good" if None not in nbytes and (after or 0) < (before or 0) else ""
-    return Fact("How much does a device hold?", " → ".join(dict.fromkeys(texts)), (details,), tone)
+    """Bytes per device: of a checkpoint, or before and after a job."""
+    texts = [_UNKNOWN if each is None else format_bytes(each) for each in nbytes]
+    when = "Before and after the job, on" if len(nbytes) > 1 else "On"
+    details = _NO_MESH if nbytes[-1] is None else f"{when} the device with the most array bytes."
+    less = None not in nbytes and (nbytes[-1] or 0) < (nbytes[0] or 0)
+    return Fact(_HOLDS, changed(texts[0], texts[-1]), (details,), "good" if less else "")
 
 
 def _load(document: Document, mesh: str) -> Fact:
-    """What a restore reads, before and after; and what that is in bytes."""
+    """Bytes that a restore reads, before and after the job."""
     known = [array for array in document["arrays"] if array["mesh"] is not None]
     total = sum(array["bytes"] for array in known)
     if not total:
         no_mesh = document["arrays"] and not known
         why = _NO_MESH if no_mesh else "There is no byte to read."
-        return Fact(_READS, _UNKNOWN, (why,), "", "amplification")
+        return Fact(_READS, _UNKNOWN, (why,), "", _NAME)
     before, after = (
         sum(array["read_amplification"][side] * array["bytes"] for array in known) / total
         for side in ("before", "after")
     )
     saved = before - after
     much = f"{format_bytes(abs(saved) * total)} {'less' if saved > 0 else 'more'} than before"
-    details = [f"On {mesh}: {'as much as before' if abs(saved) < 0.005 else much}."]
+    details = [f"On {mesh}, a restore reads {'as much as before' if abs(saved) < 0.005 else much}."]
     if len(known) < (arrays := len(document["arrays"])):
-        details.append(
-            f"That is of {len(known)} of {count_of(arrays, 'array')}: of those without a mesh it "
-            f"is {_UNKNOWN}."
-        )
+        details.append(f"The {count_of(arrays - len(known), 'array')} without a mesh: {_UNKNOWN}.")
     tone = "good" if saved >= 0.005 else "bad" if saved <= -0.005 else ""
-    return Fact(_READS, format_load(before, after), tuple(details), tone, "amplification")
+    return Fact(f"Is it worth it? {_READS}", format_load(before, after), (*details,), tone, _NAME)
 
 
 def _coverage_page(document: Document) -> Page:
@@ -192,7 +168,7 @@ def _coverage_page(document: Document) -> Page:
     problems = count_of(len(document["problems"]), "problem")
     facts = (
         Fact(
-            "How much does a device hold?",
+            _HOLDS,
             format_bytes(document["device_bytes"]),
             (f"{count_of(leaves.arrays, 'array')}; specs {by}.",),
         ),
@@ -210,7 +186,7 @@ def _coverage_page(document: Document) -> Page:
         for rule in document["rules"]
     ]
     rules += [
-        f"{name}, which no rule has: {count_leaves(len(paths))}"
+        f"{name}, in no rule: {count_leaves(len(paths))}"
         for name, paths in document["unmatched"].items()
     ]
     lead = f"{count_of(leaves.arrays, 'array')}, {format_bytes(leaves.nbytes)}, on {mesh}."
@@ -237,18 +213,19 @@ def _diff_page(document: Document) -> Page:
         were = "was" if moved == 1 else "were"
         notes.append(f"{count_of(moved, 'moved array')} {were} compared by digests.")
     counted = {
-        "are NaN or infinite on a side": (each.get("non_finite") for each in found),
-        "are equal as numbers, with other bits: 0 and -0": map(_equal_as_numbers, found),
+        "are NaN or infinite in A or B": (each.get("non_finite") for each in found),
+        "are equal as numbers but not bit for bit (0 and -0)": map(_equal_as_numbers, found),
     }
     unmeasured = [
         f"{count_of(sum(some), 'element')} of {count_leaves(len(some))} {what}."
         for what, numbers in counted.items()
         if (some := [*filter(None, numbers)])
     ]
-    unknown = f"No difference was found; whether they are equal is {_UNKNOWN}."
+    pair = f"A ({document['a']}) and B ({document['b']})"
+    unknown = f"No difference was found. Not all contents were compared, so equality is {_UNKNOWN}."
     equal, tone, differs, lead = {
-        True: ("yes", "good", "nothing", f"They are equal{within and f' within {how}'}."),
-        False: ("no", "bad", kinds, f"A, the first, and B, the second, differ: {kinds}."),
+        True: ("yes", "good", "nothing", f"{pair} are equal{within and f' within {how}'}."),
+        False: ("no", "bad", kinds, f"{pair} differ: {kinds}."),
         None: (_UNKNOWN, "", "nothing found", unknown),
     }[document["equal"]]
     facts = (
@@ -261,7 +238,7 @@ def _diff_page(document: Document) -> Page:
 
 
 def _counted(what: str, count: int) -> str:
-    """How many leaves differ in that: `values differ in 2 arrays`."""
+    """A kind of difference with its count: `values differ in 2 arrays`."""
     if what in _WHOLE:
         return f"{count_leaves(count)} {what}"
     in_arrays = what in ("values", "shape", "dtype", "key", "sharding", "chunks")
@@ -271,9 +248,9 @@ def _counted(what: str, count: int) -> str:
 
 
 def _difference(document: Document) -> str:
-    """What a leaf's colour on the page says of it: of values, how large their difference is."""
+    """The kind of a leaf's difference, or the range of the largest |A - B|. Each has a colour."""
     if "max_abs" not in document:
-        return document["what"] if document["what"] in _WHOLE else _OTHERWISE
+        return document["what"] if document["what"] in _WHOLE else "other shape or type"
     size = math.inf if document["non_finite"] else _magnitude(document["max_abs"])
     most = [text for bound, text in _SIZES.items() if size <= bound]
     return f"up to {most[0]}" if most else "over 1, NaN or infinite"
@@ -312,16 +289,16 @@ def _differences(document: Document) -> dict[str, Any]:
 
 
 def _equal_as_numbers(difference: Document) -> int | None:
-    """How many elements differ by 0: 0 and -0. None where that is not known."""
+    """Number of elements that differ by 0, such as 0 and -0. None if unknown."""
     gap = difference.get("max_abs")
-    if "count" not in difference or gap == "inf":  # which no histogram counts
+    if "count" not in difference or gap == "inf":  # no histogram counts infinite gaps
         return None
     sizes = sum(difference["abs_histogram"].values())
     return difference["count"] - difference["non_finite"] - sizes
 
 
 def _bins(found: Sequence[Document], name: str) -> list[list[int]]:
-    """The sum of histograms: pairs of k and how many are 2^k to 2^(k + 1)."""
+    """The sum of histograms: pairs of k and the number of elements from 2^k to 2^(k + 1)."""
     total: collections.Counter[int] = collections.Counter()
     for each in found:
         total.update({int(k): count for k, count in each[name].items()})
@@ -337,13 +314,12 @@ def _text(value: Any) -> str | None:
         return None
     text = ("x".join(map(str, value)) or "()") if isinstance(value, list) else str(value)
     if isinstance(value, float):
-        text = f"{value:.9g}"  # which tells any two float32 apart
+        text = f"{value:.9g}"  # different for any two float32
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
 
 
 def _rows(leaves: Leaves, document: Document) -> dict[str, Any]:
-    """What becomes of the leaves in a conversion: of each row what is said of it, which is written
-    once for all of which it is said, and the places before and after."""
+    """The rows of a conversion. Texts that many rows share are in `told` once."""
     if "rows" not in document:
         return {}
     told: dict[Any, int] = {}
@@ -369,15 +345,15 @@ def _rows(leaves: Leaves, document: Document) -> dict[str, Any]:
 
 
 def _replicated(leaves: Leaves) -> Fact:
-    """How much of what a device holds every device holds in full."""
-    question, total = "How much is replicated?", sum(leaves.replicated)
+    """The share of a device's bytes that every device holds in full."""
+    question, total = "How much of a device's memory is replicated?", sum(leaves.replicated)
     details = [f"{count_of(leaves.without_mesh, 'array')} without a mesh: {_UNKNOWN}."]
     details = details * bool(leaves.without_mesh)
     if not leaves.replicated:
         answer, tone = (_UNKNOWN, "") if details else ("nothing", "good")
         return Fact(question, answer, tuple(details), tone)
     count = count_leaves(len(leaves.replicated))
-    details.insert(0, f"{count}, {format_bytes(total)} on every device.")
+    details.insert(0, f"{count}, {format_bytes(total)}, in full on every device.")
     answer = f"{leaves.share:.0%} of the bytes"
     return Fact(question, answer, tuple(details), leaves.tone)
 
@@ -388,13 +364,13 @@ def _lists(document: Document) -> dict[str, Sequence[str]]:
         "Hints": "hints",
         "Warnings": "warnings",
         "Notes": "notes",
-        "What the source is": "why",
+        "How the layout was detected": "why",
     }
     return {title: document[name] for title, name in names.items() if document.get(name)}
 
 
 def _marked(leaves: Sequence[Document], problems: Sequence[str]) -> Iterator[bool]:
-    """Which leaves problems name: by their path, its end, or that of a module; `*` may be in it."""
+    """Whether a problem names each leaf, by the end of its path or of its module's path."""
     words = [word for line in problems for word in re.findall(r"[^\s,;:`]+", line) if "/" in word]
     globs = [re.escape(word).replace(r"\*", "[^/]*") for word in dict.fromkeys(words)]
     named = re.compile(rf"(?:^|.*/)(?:{'|'.join(globs[:_MAX_WORDS])})(?:/|$)")

@@ -1,7 +1,7 @@
-"""The leaves of a page, so that each key, layout and mesh is written down once. Pure.
+"""The leaves of a page. Each key, layout and mesh is written once. Pure.
 
-However many devices there are, and leaves of one kind, a page stays small: layouts are grouped by
-shape, dtype, spec and chunks, and meshes are sizes of axes.
+The page stays small for any number of devices: a layout is a shape, dtype, spec and chunks, and
+leaves refer to it by number; a mesh is the sizes of its axes.
 """
 
 import collections
@@ -14,21 +14,21 @@ from reshard.report.outline import NUMBERED, folded_name
 from reshard.tree import format_key, natural
 
 Document = Mapping[str, Any]
-# Parts of a state, by a key above them.
+# Parts of a state, by the keys above them.
 PARTS = ("params", "optimizer state", "other")
-# Shares of what a device holds: replicated leaves of as much are a warning, and a waste.
+# Shares of a device's bytes from which replication is shown in amber, and in red.
 _MUCH, _MOST = 0.1, 0.5
-# Ids of more devices are not written down.
-_MAX_IDS = 4096
+_MAX_IDS = 4096  # devices of a mesh whose ids are written
 
 
 class Leaves:
     """The leaves of a page.
 
     Attributes:
-      sides: what the layouts of each leaf are called; the last one is what the page is about.
-      replicated: bytes of each of those that every device holds in full.
-      without_mesh: how many arrays there are of which that is not known.
+      sides: names of the layouts of each leaf, such as before and after; the page is about the
+        last one.
+      replicated: bytes of each leaf that every device holds in full.
+      without_mesh: number of arrays without a mesh.
     """
 
     def __init__(self, sides: Sequence[str], meshes: Sequence[Document], ids: Sequence[Any]):
@@ -42,9 +42,10 @@ class Leaves:
             elif devices == list(range(math.prod(mesh.values()))):
                 devices = None
             known = self._meshes.setdefault(_name(mesh), {"axes": [*mesh.items()], "ids": devices})
-            if known["ids"] != devices:  # two of one shape: which one a leaf is on is not known
+            if known["ids"] != devices:  # two meshes of one shape: ids are ambiguous
                 known["ids"] = False
         self._folders: dict[tuple[str, ...], int] = {(): 0}
+        self._kinds: dict[Any, int] = {}
         self._layouts: dict[Any, int] = {}
         self._placed: dict[Any, int] = {}
         self._leaves: list[list[Any]] = []
@@ -53,19 +54,11 @@ class Leaves:
         ]
 
     def add(self, keys: Sequence[Any], leaf: Document, sides: Sequence[Document], *numbers: int):
-        """Adds a leaf, with where it is laid out how, and numbers of its own."""
-        # Of what has no mesh nobody knows which part a device loads.
+        """Adds a leaf with its layout on each side, and numbers of its own."""
+        # Without a mesh, the part that a device reads is unknown.
         known = leaf.get("mesh") is not None
         amplification = leaf.get("read_amplification") if known else None
-        own = (
-            _frozen(leaf.get("shape")),
-            leaf.get("dtype") or leaf.get("type"),
-            leaf.get("bytes"),
-            tuple(amplification.values()) if amplification else None,
-            leaf.get("moved"),
-            leaf.get("source"),
-        )
-        layouts = tuple(
+        placed = tuple(
             self._placed.setdefault(
                 (
                     None if side.get("mesh") is None else self._mesh(side["mesh"]),
@@ -77,7 +70,16 @@ class Leaves:
             )
             for side in sides
         )
-        layout = self._layouts.setdefault((own, layouts), len(self._layouts))
+        kind = (
+            leaf.get("dtype") or leaf.get("type"),
+            tuple(amplification.values()) if amplification else None,
+            leaf.get("moved"),
+            leaf.get("source"),
+            placed,
+        )
+        own = _frozen(leaf.get("shape")), leaf.get("bytes")
+        own += (self._kinds.setdefault(kind, len(self._kinds)),)
+        layout = self._layouts.setdefault(own, len(self._layouts))
         self._leaves.append([*self.place([*map(format_key, keys)]), layout, *numbers])
         if leaf.get("shape") is not None:
             self._count(keys, leaf["shape"], leaf.get("bytes"), sides)
@@ -93,7 +95,8 @@ class Leaves:
         self.nbytes += nbytes or 0
         for held, side in zip(self._held, sides, strict=True):
             if side.get("mesh") is not None and nbytes is not None:
-                held[_name(side["mesh"]), part_of(keys)] += _shard_bytes(shape, nbytes, side)
+                own = _shard_bytes(shape, side.get("bytes", nbytes), side)
+                held[_name(side["mesh"]), part_of(keys)] += own
         side = sides[-1]
         if side.get("mesh") is None:
             self.without_mesh += 1
@@ -101,7 +104,7 @@ class Leaves:
             self.replicated.append(nbytes or 0)
 
     def place(self, texts: Sequence[str]) -> list[Any]:
-        """A path of printed keys: the number of what holds it, and the last of them."""
+        """A path of printed keys, as the number of its folder and its last key."""
         for end in range(1, len(texts)):
             self._folders.setdefault(tuple(texts[:end]), len(self._folders))
         return [self._folders[tuple(texts[:-1])], texts[-1] if texts else "."]
@@ -110,11 +113,11 @@ class Leaves:
         """The names of a side's meshes; empty without any."""
         names = list(self._meshes)
         placed = list(self._placed)
-        used = dict.fromkeys(placed[layouts[side]][0] for _, layouts in self._layouts)
+        used = dict.fromkeys(placed[sides[side]][0] for *_, sides in self._kinds)
         return "; ".join(names[number] for number in used if number is not None)
 
     def most_held(self, side: int) -> int | None:
-        """Bytes of a side that a device of one mesh holds; None without any."""
+        """Bytes of a side on the device that holds the most. None without a mesh."""
         held = collections.Counter[str]()
         for (name, _), nbytes in self._held[side].items():
             held[name] += nbytes
@@ -122,18 +125,22 @@ class Leaves:
 
     @property
     def share(self) -> float:
-        """How much of what a device holds every device holds in full."""
+        """The share of a device's bytes that every device holds in full."""
         return sum(self.replicated) / (self.most_held(-1) or 1)
 
     @property
     def tone(self) -> str:
-        """Whether that is much: `"warn"` or `"bad"`, or ""."""
+        """`"warn"` or `"bad"` for a large share, or ""."""
         return "bad" if self.share >= _MOST else "warn" if self.share >= _MUCH else ""
 
     def folds(self, leaves: Iterable[tuple[int, str, Any]]) -> list[list[Any]]:
-        """Levels that differ in a number at the end of their name alone, as `inspect --tree` folds
-        them: what they are called together, and each by its number. Of leaves there is the level
-        that they are in, the last key, and a kind, which is equal where leaves are alike."""
+        """Levels that differ only in the number at the end of their names, folded as by
+        `inspect --tree`: the common name, and the folders' numbers.
+
+        Args:
+          leaves: for each leaf the number of its folder, its last key, and a kind, which is equal
+            for leaves that are alike.
+        """
         inside = collections.defaultdict[int, list[tuple[str, str]]](list)
         for level, key, kind in leaves:
             inside[level].append((key, str(kind)))
@@ -151,7 +158,7 @@ class Leaves:
         return [[folded_name(name, [n for n, _ in e]), [at for _, at in e]] for name, e in several]
 
     def data(self) -> dict[str, Any]:
-        """All of them, as JSON has it."""
+        """All leaves as JSON."""
         names = list(self._folders)
         return {
             "folds": self.folds((level, key, kind) for level, key, kind, *_ in self._leaves),
@@ -159,7 +166,8 @@ class Leaves:
             "replicated": self.tone if self.sides else "",
             "meshes": [{"name": name, **mesh} for name, mesh in self._meshes.items()],
             "placed": list(self._placed),
-            "layouts": [[*own, layouts] for own, layouts in self._layouts],
+            "kinds": list(self._kinds),
+            "layouts": list(self._layouts),
             "folders": [[self._folders[keys[:-1]], keys[-1]] for keys in self._folders if keys],
             "leaves": sorted(self._leaves, key=lambda leaf: natural((*names[leaf[0]], leaf[1]))),
             "held": [
@@ -177,7 +185,7 @@ class Leaves:
 
 
 def _parts(side: Document) -> list[int]:
-    """Into how many parts each dimension of a leaf with a mesh is cut."""
+    """The number of parts of each dimension of a leaf with a mesh."""
     return [math.prod(side["mesh"].get(axis, 1) for axis in axes) for axes in side["spec"]]
 
 
@@ -187,7 +195,7 @@ def _shard_bytes(shape: Sequence[int], nbytes: int, side: Document) -> int:
 
 
 def part_of(keys: Sequence[Any]) -> str:
-    """What of a state a leaf is, as far as the keys above it tell."""
+    """The part of a state that a leaf belongs to, by its keys."""
     if "opt_state" in keys or ("optimizer" in keys and "model" not in keys):
         return "optimizer state"
     return "params" if "params" in keys or "model" in keys else "other"

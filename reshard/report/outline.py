@@ -1,5 +1,5 @@
-"""A tree as a terminal shows it: each level with its bytes, levels of one child and siblings that
-are alike in one line each. Pure."""
+"""A tree for the terminal: each level with its bytes. Levels with one child, and siblings that
+are alike, take one line. Pure."""
 
 import dataclasses
 import re
@@ -11,14 +11,14 @@ from reshard.units import format_runs
 
 Document = Mapping[str, Any]
 NUMBERED = re.compile(r"(.*?)(?<!\d)(0|[1-9][0-9]*)", re.DOTALL)
-# What leaves of one kind have in common.
+# Equal for leaves that are alike.
 _KIND = ("type", "shape", "dtype", "chunk_shape", "mesh", "spec", "device", "key_impl", "value")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of an outline: a key, or several (`layers/{0..31}`), of `count` leaves; `leaf` is one,
-    if it is no level."""
+    """A line of an outline: `count` leaves below one key or several (`layers/{0..31}`). `leaf` is
+    one of them, unless the line is a level."""
 
     depth: int
     name: str
@@ -28,20 +28,20 @@ class Row:
     children: tuple["Row", ...] = dataclasses.field(default=(), compare=False)
 
     def alike(self) -> Any:
-        """What it is apart from its name."""
+        """Equal for rows that differ in their names alone."""
         if self.leaf is not None:
             return repr([self.leaf.get(name) for name in _KIND]), self.count
         return tuple((child.name, child.alike()) for child in self.children)
 
 
 def outline(leaves: Sequence[Document]) -> list[Row]:
-    """The lines for leaves, as `reshard inspect --json` has them, in the order of their tree."""
+    """The lines for the leaves of `reshard inspect --json`, in the order of their tree."""
     top = [(tuple(map(format_key, leaf["keys"])) or (".",), leaf) for leaf in leaves]
     return list(_rows(_nodes(top), 0))
 
 
 def _nodes(leaves: Sequence[tuple[tuple[str, ...], Document]]) -> tuple[Row, ...]:
-    """The level of these leaves, by their keys from there on; what is alike in one row."""
+    """The rows of a level, from its leaves with their keys below it."""
     below: dict[tuple[str, bool], list[tuple[tuple[str, ...], Document]]] = {}
     for keys, leaf in leaves:
         below.setdefault((keys[0], len(keys) > 1), []).append((keys[1:], leaf))
@@ -61,7 +61,7 @@ def _nodes(leaves: Sequence[tuple[tuple[str, ...], Document]]) -> tuple[Row, ...
 
 
 def _folded(nodes: Sequence[Row]) -> Iterator[Row]:
-    """The rows, with those that differ in a number at the end of their name alone as one."""
+    """The rows, with one row for those that differ only in the number at the end of their names."""
     groups: dict[Any, list[tuple[int, Row]]] = {}
     for place, node in enumerate(nodes):
         key, slash, rest = node.name.partition("/")
@@ -80,7 +80,7 @@ def _folded(nodes: Sequence[Row]) -> Iterator[Row]:
 
 
 def folded_name(name: str, numbers: Sequence[int]) -> str:
-    """What siblings are called that differ in an ascending number alone: `layer_{0..49}`."""
+    """The common name of siblings with ascending numbers: `layer_{0..49}`."""
     return f"{name}{{{format_runs(numbers, to='..')}}}"
 
 

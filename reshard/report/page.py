@@ -1,5 +1,5 @@
-"""`to_html`: one self-contained page. What it shows is text that its script puts into elements as
-such, never markup; and its policy has the browser fetch nothing and run no other script."""
+"""`to_html`: one self-contained page. Names in a checkpoint become text of elements, never markup.
+The page's policy forbids the browser to fetch anything or to run another script."""
 
 import base64
 import hashlib
@@ -13,14 +13,13 @@ from typing import Any
 from reshard.errors import ArgumentError, printable
 from reshard.report.facts import Fact, Page, page_of
 
-# What a page begins with, and no other file.
+# A file that begins so is a page of `reshard`.
 MARK = '<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="reshard">'
-# Characters of the answer of a fact and of a title, beyond which it is set smaller and cut short.
+# Longer answers and titles, in characters, are smaller and cut at four lines.
 _MAX_ANSWER = 48
 _MAX_TITLE = 100
 _HEIGHT = 720  # of a page in a notebook, in pixels
 _FILES = importlib.resources.files("reshard.report")
-# In this order.
 _SCRIPTS = ("elements", "globs", "leaves", "tables", "treemap", "arrays", "conversion", "sections")
 _KINDS = {
     "checkpoint": "checkpoint",
@@ -35,10 +34,9 @@ _KINDS = {
 def to_html(x: Any) -> str:
     """Return a self-contained HTML page of a checkpoint, a plan, a diff, a coverage or an array.
 
-    The page shows where the bytes are, what every device holds, and what a job changes. No array
-    is read. The page needs no network and no other file, and has everything that `--json` has of
-    partition specs, meshes and chunks. It has at most 1.5 MB for 10,000 leaves, on any number of
-    devices.
+    The page shows where the bytes are, what each device holds, and what a job changes. No array is
+    read. The page needs no network and no other file. For 10,000 leaves it has about 1 MB, on any
+    number of devices.
 
     Raises:
       ArgumentError: the object has no page.
@@ -57,7 +55,7 @@ def to_html(x: Any) -> str:
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The page of a document, as `--json` prints it."""
+    """The page of a document that `--json` prints."""
     if len(steps := {array.get("step") for array in document.get("arrays", ())}) > 1:
         hints = ["reshard.to_html(reshard.plan(ckpt, path)) for each step"]
         raise ArgumentError(f"a page shows one step, and the plan has {len(steps)}", hints=hints)
@@ -67,7 +65,9 @@ def page(document: Mapping[str, Any]) -> str:
     shown = page_of(document)
     style = (_FILES / "page.css").read_text("utf-8")
     parts = [(_FILES / "script" / f"{name}.js").read_text("utf-8") for name in _SCRIPTS]
-    script = "\n".join(['"use strict";\n(() => {', *parts, "})();"])
+    # The browser paints the facts first, since a large page takes longer to draw.
+    after = 'addEventListener("load", () => requestAnimationFrame(() => setTimeout(drawAll)));'
+    script = "\n".join(['"use strict";\nfunction drawAll() {', *parts, "}", after])
     return string.Template((_FILES / "page.html").read_text("utf-8")).substitute(
         mark=MARK,
         style=style,
@@ -86,7 +86,7 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def framed(x: Any) -> str:
-    """The page as a notebook shows it: in a frame of its own, apart from the notebook's."""
+    """The page in a frame, for a notebook."""
     text = html.escape(to_html(x))
     return (
         f'<iframe sandbox="allow-scripts" width="100%" height="{_HEIGHT}" srcdoc="{text}"></iframe>'
@@ -118,7 +118,7 @@ def _long(text: str, most: int) -> str:
 
 
 def _broken(text: str) -> str:
-    """Text whose lines break where a key ends, if they can."""
+    """Text whose lines may break after the `/` of a path."""
     return _escaped(text).replace("/", "/<wbr>")
 
 
@@ -127,11 +127,11 @@ def _escaped(text: str) -> str:
 
 
 def _embedded(shown: Page) -> str:
-    """The data as JSON in which no markup can begin or end."""
+    """The data as JSON without the characters of markup."""
     text = json.dumps({"kind": shown.kind, **shown.data}, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names an element's text."""
+    """The name of an element's text in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -18,15 +18,12 @@ from reshard.arrays.dtypes import kind_of
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint, Leaf
 from reshard.errors import ReshardError, TreeMismatchError
-from reshard.transforms import rename
-from reshard.tree import Key, Path, as_python, format_path
+from reshard.transforms import rename, select
+from reshard.tree import Key, Path, as_python, format_glob, format_path
 
-# Rules, times leaves, that are tried before they are shown: a hint must not take long.
-_MAX_TRIED = 10**7
-# Kinds of a target leaf that are no arrays, and the kinds of dtype that fit them.
+# Python types of target leaves, and the kinds of dtype that fit them.
 _SCALARS = {"int": "iu", "float": "f", "bool": "b"}
-_LACKING = ("missing", "unexpected")
-# Keys of optax's states that are like the parameters: one does not become another.
+# Keys of optax's states that have the parameters' structure: one is never renamed to another.
 _MOMENTS = {"mu", "nu", "trace", "sum_of_squares", "acc_grads", "ema"}
 
 
@@ -61,19 +58,16 @@ class Mismatch:
     """A reason why a target cannot be restored.
 
     Attributes:
-      what: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`; of the target
-        alone, `"kept"`, `"sharding"`, `"x64"`.
-      path: the leaf, as the target calls it (as the checkpoint does, if it is unexpected).
-      copy: for a tied leaf, the path of its second copy.
-      renamed: for a missing one, the beginning of a saved path and of its own, if these differ in
-        one level, and the paths in nothing else.
+      what: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`; for a target
+        that is unusable by itself, `"kept"`, `"sharding"`, `"x64"`.
+      path: the leaf's path in the target; in the checkpoint for an unexpected leaf.
+      copy: the saved path of the second copy of a tied leaf.
     """
 
     what: str
     text: str
     path: Path
     copy: Path | None = None
-    renamed: tuple[Path, Path] | None = None
 
 
 def match(
@@ -83,16 +77,15 @@ def match(
     cast: bool | str = False,
     ignore: bool = False,
 ) -> tuple[list[Path | None], list[Mismatch]]:
-    """The saved path of each leaf of a target, None where it is missing, and all mismatches. `cast`
-    is as of `reshard.restore`; with `ignore`, saved leaves are left out that the target lacks."""
-    saved = _canonical(ckpt)
-    find = _finder(targets, ckpt, saved)
+    """Return the saved path of each target leaf, None if it is missing, and all mismatches.
+
+    `cast` is the argument of `reshard.restore`. `ignore` leaves out unexpected leaves."""
+    find = _finder(targets, ckpt)
     taken: set[Path] = set()
     found: list[Path | None] = []
     problems: list[Mismatch] = []
     for leaf in targets:
-        places = [leaf.path, *leaf.aliases]
-        hits = [find(path) for path in places]
+        hits = [find(path) for path in (leaf.path, *leaf.aliases)]
         present = list(dict.fromkeys(hit for hit in hits if hit is not None and hit not in taken))
         taken.update(present)
         if len(present) > 1:
@@ -100,19 +93,16 @@ def match(
             text = f"{format_path(leaf.path)}: one leaf of the target, saved as {names}"
             problems.append(Mismatch("tied", text, leaf.path, present[-1]))
         found.append(present[0] if present else None)
-    lacking = [leaf for leaf, path in zip(targets, found, strict=True) if path is None]
-    renamed = _renamed(targets, found, ckpt, saved, cast) if lacking else {}
-    containers = {_texts(path[:end]) for path in ckpt for end in range(len(path)) if lacking}
-    for leaf in lacking:
-        path = _texts(leaf.path)
-        text = "the checkpoint has a container there" if path in containers else "missing"
-        if pair := renamed.get(path):
-            text += f"; the nearest is {format_path(pair[0] + path[len(pair[1]) :])}"
-        text = f"{format_path(leaf.path)}  {leaf}: {text}"
-        problems.append(Mismatch("missing", text, leaf.path, renamed=pair))
+    containers = set()
+    if None in found:
+        containers = {_texts(path[:end]) for path in ckpt for end in range(len(path))}
     for leaf, path in zip(targets, found, strict=True):
-        what = None if path is None else _differing_in(leaf, ckpt[path], cast)
-        if path is not None and what is not None:
+        if path is None:
+            inside = _texts(leaf.path) in containers
+            text = "the checkpoint has a container there" if inside else "missing"
+            text = f"{format_path(leaf.path)}  {leaf}: {text}"
+            problems.append(Mismatch("missing", text, leaf.path))
+        elif what := _differing_in(leaf, ckpt[path], cast):
             sides = f"the target has {leaf}, the checkpoint {_describe(ckpt[path])}"
             problems.append(Mismatch(what, f"{format_path(leaf.path)}: {sides}", leaf.path))
     explained = {*found, *(problem.copy for problem in problems)}
@@ -124,8 +114,8 @@ def match(
 
 
 def _canonical(paths: Iterable[Path]) -> dict[Path, Path]:
-    """Each path less its levels named `value` that are the only child of their container; keys are
-    text, since Orbax stores int keys of dicts as text."""
+    """Each path without its levels named `value` that are the only child of their container. Keys
+    become text, because Orbax stores int keys of dicts as text."""
     texts: dict[Path, Path] = {path: _texts(path) for path in paths}
     children = _children(texts.values())
     return {
@@ -143,15 +133,14 @@ def _children(texts: Iterable[Path]) -> dict[Path, set[Key]]:
     return children
 
 
-def _finder(
-    targets: Sequence[TargetLeaf], ckpt: Checkpoint, saved: dict[Path, Path]
-) -> Callable[[Path], Path | None]:
-    """Finds the saved path of a target leaf; `saved` are the canonical paths of all saved ones.
+def _finder(targets: Sequence[TargetLeaf], ckpt: Checkpoint) -> Callable[[Path], Path | None]:
+    """Return a function that finds the saved path of a target leaf.
 
-    Trees of the same leaves are compared less all levels that may be a box's, which is one to one.
-    A part of a tree has fewer siblings to tell such a level by: there a leaf is looked for as it
-    is, then in a box, then less all such levels.
+    If both trees have the same leaves without the levels that may be a box, those paths decide:
+    they are one to one. A part of a tree has fewer siblings that show which levels are boxes. There
+    a leaf is looked up by its own path, then in a box, then without all such levels.
     """
+    saved = _canonical(ckpt)
     present = [path for path, value in ckpt.items() if not _is_empty(value)]
     plain: dict[Path, Path] = {_texts(path): path for path in present}
     children = _children(plain)
@@ -176,87 +165,8 @@ def _finder(
 
 
 def _is_empty(value: Leaf) -> bool:
-    """None and empty containers hold nothing that could be lost or missed."""
+    """Whether a leaf is None or an empty container, which hold no value."""
     return not isinstance(value, ArrayHandle | str)
-
-
-def _renamed(
-    targets: Sequence[TargetLeaf],
-    found: Sequence[Path | None],
-    ckpt: Checkpoint,
-    saved: dict[Path, Path],
-    cast: bool | str,
-) -> dict[Path, tuple[Path, Path]]:
-    """Path of a missing leaf -> the beginnings of its saved path and of its own, where a level was
-    added, taken off or renamed.
-
-    Names alone say so, and in one way only: below both beginnings are the same paths, none of them
-    found before; a level is renamed if it is the only one in its container that is not found, and
-    more than a leaf. That is so of a whole level if all its leaves fit, or of none of it. If the
-    renames cannot be done together, none is told: a list would lose positions, or leaves meet.
-    """
-    wanted = {_texts(leaf.path): leaf for leaf in targets}
-    lacking = {_texts(leaf.path) for leaf, path in zip(targets, found, strict=True) if path is None}
-    places = {saved[path]: path for path, value in ckpt.items() if not _is_empty(value)}
-    left = places.keys() - {saved[path] for path in found if path is not None}
-    olds, news = _below(places), _below(wanted)
-    renamed: dict[Path, tuple[Path, Path]] = {}
-
-    def agree(old: Path, new: Path) -> bool:
-        ends = olds.get(old, set())
-        return (
-            ends == news.get(new)
-            and () not in ends
-            and all(old + end in left and new + end in lacking for end in ends)
-        )
-
-    def fit(old: Path, new: Path) -> bool:
-        pairs = [(wanted[new + end], places[old + end]) for end in olds[old]]
-        return all(
-            _texts(path[: len(old)]) == old and _differing_in(leaf, ckpt[path], cast) is None
-            for leaf, path in pairs
-        )
-
-    def descend(at: Path) -> None:
-        old_keys, new_keys = ({end[:1] for end in below[at] if end} for below in (olds, news))
-        both = old_keys & new_keys
-        ways = [(at + key, at) for key in old_keys] + [(at, at + key) for key in new_keys]
-        spare = [k for k in old_keys if any(at + k + end in left for end in olds[at + k])]
-        unfound = [k for k in new_keys if any(at + k + end in lacking for end in news[at + k])]
-        if len(spare) == len(unfound) == 1 and not _may_be_others(*spare, *unfound, *both):
-            ways.append((at + spare[0], at + unfound[0]))
-        ways = [way for way in ways if agree(*way)]
-        if len(ways) == 1 and fit(*ways[0]):
-            new = ways[0][1]
-            renamed.update({new + end: ways[0] for end in news[new]})
-        for key in () if ways else both:
-            descend(at + key)
-
-    if olds and news:
-        descend(())
-    rules = _rename_rules(renamed.values())
-    try:
-        if rules and len(rules) * len(ckpt) < _MAX_TRIED:
-            rename(ckpt, rules)
-    except ReshardError:
-        return {}
-    return renamed
-
-
-def _below(paths: Iterable[Path]) -> dict[Path, set[Path]]:
-    """How the paths go on below each of their beginnings."""
-    found: dict[Path, set[Path]] = collections.defaultdict(set)
-    for path in paths:
-        for end in range(len(path) + 1):
-            found[path[:end]].add(path[end:])
-    return found
-
-
-def _may_be_others(*keys: Path) -> bool:
-    """Whether the first two keys may be of different things all the same: optimizer state, or
-    layers that may all be counted from another number."""
-    kinds = [re.sub(r"\d+", "#", str(key)) for (key,) in keys]
-    return not _MOMENTS.isdisjoint(kinds[:2]) or kinds[0] == kinds[1] in kinds[2:]
 
 
 def _texts(path: Path) -> Path:
@@ -326,13 +236,20 @@ def keeps_values(old: np.dtype, new: np.dtype) -> bool:
 
 def mismatch_error(
     problems: Sequence[Mismatch],
-    hints: Sequence[str],
     targets: Sequence[TargetLeaf],
     ckpt: Checkpoint,
+    of_nnx: bool,
+    hints: Sequence[str] = (),
+    *,
     given: str = "ckpt",
+    cast: bool | str = False,
 ) -> TreeMismatchError:
-    """The error of all mismatches. Where layers are stacked on one side, its hints are calls on
-    `given` that change that: they may decide the rest."""
+    """The error that lists all mismatches.
+
+    If the trees have another structure, its first hint is the call on `given` that changes that:
+    stack or unstack layers, convert to the other API, or rename one level. The first two may
+    resolve everything else, and are then the only hint. `of_nnx`: the target has NNX variables.
+    """
     words = {
         "missing": "missing from it",
         "unexpected": "that the target lacks",
@@ -347,43 +264,123 @@ def mismatch_error(
     count = collections.Counter(problem.what for problem in problems)
     parts = [f"{count[what]} {text}" for what, text in words.items() if count[what]]
     ordered = [p.text for what in words for p in problems if p.what == what]
-    return TreeMismatchError(
-        f"`{ckpt.source.root}` does not match the target: {', '.join(parts)}",
-        ordered,
-        _stacking_hints(problems, targets, ckpt, given) or hints,
+    calls = _stacking_hints(problems, targets, ckpt, given)
+    if not calls:
+        renames = _rename_hints(targets, ckpt, given, cast)
+        calls = _conversion_hints(problems, of_nnx, bool(renames)) or [*renames, *hints]
+    text = f"`{ckpt.source.root}` does not match the target: {', '.join(parts)}"
+    return TreeMismatchError(text, ordered, calls)
+
+
+def _rename_hints(
+    targets: Sequence[TargetLeaf], ckpt: Checkpoint, given: str, cast: bool | str
+) -> list[str]:
+    """The call that supplies all missing leaves, if the trees differ in one whole level: it was
+    added, removed or renamed. Names must prove it, and the call is tried."""
+    saved = _canonical(ckpt)
+    before = match(targets, ckpt, cast=cast)[1]
+    missing = {_texts(problem.path) for problem in before if problem.what == "missing"}
+    unexpected = {saved[problem.path] for problem in before if problem.what == "unexpected"}
+    tops = [
+        top
+        for top in {path[:1] for path in unexpected if path[1:]}
+        if {path[1:] for path in unexpected if path[:1] == top} == missing
+    ]
+    selected = ckpt
+    if len(tops) == 1 and any(path[:1] != tops[0] for path in unexpected):  # a model in a state
+        glob = f"{format_glob(tops[0])}/**"
+        selected, given = select(ckpt, glob), f"reshard.select({given}, {as_python(glob)})"
+        unexpected = {path for path in unexpected if path[:1] == tops[0]}
+    pairs = _changed_level(unexpected, missing)
+    kept = {_texts(leaf.path) for leaf in targets} - missing
+    if {path[:end] for path in kept for end in range(len(path))} & {new for _, new in pairs}:
+        return []  # not a whole level
+    texts = ([format_path(path) + "/" if path else "" for path in pair] for pair in pairs)
+    rules = [("^" + re.escape(old), new.replace("\\", r"\\")) for old, new in texts]
+    try:
+        after = match(targets, rename(selected, rules), cast=cast)[1] if rules else before
+    except ReshardError:
+        return []
+    if not {problem.text for problem in after} < {problem.text for problem in before}:
+        return []
+    if any(problem.what == "missing" for problem in after):
+        return []
+    return [f"reshard.rename({given}, {as_python(rules)})"]
+
+
+def _changed_level(unexpected: set[Path], missing: set[Path]) -> list[tuple[Path, Path]]:
+    """Beginnings of saved paths, and those of the target's paths, if the two differ in one key that
+    is not a leaf's: only the paths of one side have it, or each side has one of its own."""
+    old_keys, new_keys = (
+        {key for path in paths for key in path} for paths in (unexpected, missing)
     )
+    olds, news = old_keys - new_keys, new_keys - old_keys
+    if len(olds) > 1 or len(news) > 1 or not (olds or news) or len(unexpected) != len(missing):
+        return []
+    if not _MOMENTS.isdisjoint(olds | news):
+        return []
+    if len({re.sub(r"\d+", "#", str(key)) for key in olds | news}) < len(olds | news):
+        return []  # layers may be counted from another number
+    pairs: dict[tuple[Path, Path], None] = {}
+    for path in sorted(unexpected if olds else missing):
+        (at, *more) = [place for place, key in enumerate(path) if key in (olds or news)] or [-1]
+        if more or not 0 <= at < len(path) - 1:
+            return []
+        begin, end = path[:at], path[at + 1 :]
+        old, new = (*begin, *olds), (*begin, *news)
+        if (*old, *end) not in unexpected or (*new, *end) not in missing:
+            return []
+        pairs[old, new] = None
+    return list(pairs)
+
+
+def _conversion_hints(problems: Sequence[Mismatch], of_nnx: bool, renamed: bool) -> list[str]:
+    """The call that converts to the target's API, if the checkpoint is of Flax's other one. Only
+    Linen has a collection `params`, and NNX has all arrays in variables."""
+    missing, unexpected = (
+        [problem.path for problem in problems if problem.what == what and problem.path]
+        for what in ("missing", "unexpected")
+    )
+    wanted, saved = ({str(path[0]) for path in paths} for paths in (missing, unexpected))
+    in_variables = all(path[-1] == "value" for path in unexpected)
+    if of_nnx and wanted and "params" in saved - wanted and not (in_variables and renamed):
+        return ["reshard.to_nnx(path, model)"]
+    if not of_nnx and saved and "params" in wanted - saved and in_variables and not renamed:
+        return ["reshard.to_linen(path, model)"]
+    return []
 
 
 def _stacking_hints(
     problems: Sequence[Mismatch], targets: Sequence[TargetLeaf], ckpt: Checkpoint, given: str
 ) -> list[str]:
-    """Calls that stack or unstack layers, where shapes show that one side has them in one array
-    each. Optimizer state follows its parameters, and has no call of its own."""
+    """The calls that stack or unstack layers, if shapes prove that one side has them in one array
+    each. Optimizer state follows its parameters without a call of its own."""
     shapes = {leaf.path: leaf.shape for leaf in targets}
-    paths = {what: [p.path for p in problems if p.what == what] for what in _LACKING}
-    wanted = {path: shapes[path] for path in paths["missing"]}
-    arrays = {path: ckpt[path] for path in paths["unexpected"]}
-    saved = {path: a.shape for path, a in arrays.items() if isinstance(a, ArrayHandle)}
-    calls = [("unstack", stack, layer, *x) for layer, stack, *x in _stacked(wanted, saved)]
-    calls += [("stack", *pair) for pair in _stacked(saved, wanted)]
+    wanted = {p.path: shapes[p.path] for p in problems if p.what == "missing"}
+    values = {p.path: ckpt[p.path] for p in problems if p.what == "unexpected"}
+    saved = {path: x.shape for path, x in values.items() if isinstance(x, ArrayHandle)}
+    calls = [("unstack", whole, layer, axis) for layer, whole, axis in _stacked(wanted, saved)]
+    calls += [("stack", *found) for found in _stacked(saved, wanted)]
     main = [call for call in calls if not {"params", "model"}.isdisjoint(call[1])] or calls
-    return [
-        f"reshard.{name}({given}, {as_python(format_path(before))}, "
-        f"into={as_python(format_path(after))}, axis={axis})"
-        for name, before, after, axis in main
-    ]
+    return [stacking_call(*call, given) for call in main]
+
+
+def stacking_call(name: str, before: Path, into: Path, axis: int, given: str = "ckpt") -> str:
+    """A call of `reshard.stack` or `reshard.unstack`, as it is typed."""
+    paths = f"{as_python(format_path(before))}, into={as_python(format_path(into))}"
+    return f"reshard.{name}({given}, {paths}, axis={axis})"
 
 
 def _stacked(
     apart: Mapping[Path, Shape], together: Mapping[Path, Shape]
 ) -> Iterator[tuple[Path, Path, int]]:
     """Layers, with `{}` for their number, the module that may be all of them, and its axis."""
-    layers: dict[Path, dict[int, dict[Path, Shape]]] = {}
+    layers: dict[Path, dict[str, dict[Path, Shape]]] = {}
     for path, shape in apart.items():
         for depth, key in enumerate(path):
             if match := re.fullmatch(r"(.*?)(\d+)", str(key)):
                 members = layers.setdefault((*path[:depth], match[1] + "{}"), {})
-                members.setdefault(int(match[2]), {})[_texts(path[depth + 1 :])] = shape
+                members.setdefault(match[2], {})[_texts(path[depth + 1 :])] = shape
     modules: dict[Path, dict[Path, Shape]] = {}
     for path, shape in together.items():
         for end in range(1, len(path) + 1):
@@ -393,50 +390,10 @@ def _stacked(
         near[module].append(module)
         near[module[:-1]].append(module)
     for layer, members in layers.items():
-        first = members.get(0)
-        alike = all(member == first for member in members.values())
-        if (
-            first is None
-            or not alike
-            or sorted(members) != [*range(len(members))]
-            or len(members) < 2
-        ):
+        count, first = len(members), members.get("0", {})
+        if count < 2 or any(members.get(str(n)) != first for n in range(count)):
             continue
-        rank = min(map(len, first.values()))
-        stacks = [
-            {rest: (*x[:axis], len(members), *x[axis:]) for rest, x in first.items()}
-            for axis in range(rank + 1)
-        ]
-        for module in near[layer[:-1]]:
-            yield from ((layer, module, a) for a, x in enumerate(stacks) if x == modules[module])
-
-
-def renames(problems: Sequence[Mismatch]) -> list[tuple[str, str]]:
-    """Renames (regex, replacement) that bring saved leaves where missing ones would be."""
-    return _rename_rules(problem.renamed for problem in problems if problem.renamed is not None)
-
-
-def _rename_rules(pairs: Iterable[tuple[Path, Path]]) -> list[tuple[str, str]]:
-    found = []
-    for pair in dict.fromkeys(pairs):
-        old, new = (format_path(path) + "/" if path else "" for path in pair)
-        found.append(("^" + re.escape(old), new.replace("\\", r"\\")))
-    return found
-
-
-def other_api(problems: Sequence[Mismatch], of_nnx: bool) -> str:
-    """The API of Flax's that a target is of, `"nnx"` or `"linen"`, where the checkpoint is of the
-    other one: Linen's alone has a collection `params`, and NNX's has all arrays in variables. Empty
-    where they may be of one."""
-    missing, unexpected = (
-        [problem.path for problem in problems if problem.what == what and problem.path]
-        for what in ("missing", "unexpected")
-    )
-    wanted, saved = ({str(path[0]) for path in paths} for paths in (missing, unexpected))
-    in_variables = all(path[-1] == "value" for path in unexpected)
-    renamed = any(problem.renamed for problem in problems)
-    if of_nnx and wanted and "params" in saved - wanted and not (in_variables and renamed):
-        return "nnx"
-    if not of_nnx and saved and "params" in wanted - saved and in_variables and not renamed:
-        return "linen"
-    return ""
+        for axis in range(min(map(len, first.values())) + 1):
+            whole = {rest: (*x[:axis], count, *x[axis:]) for rest, x in first.items()}
+            found = (module for module in near[layer[:-1]] if modules[module] == whole)
+            yield from ((layer, module, axis) for module in found)

@@ -1,25 +1,23 @@
-"""What several processes hold, read once: each reads a part, and their devices exchange it.
+"""Arrays that several processes hold: each process reads a part, and their devices exchange it.
 
     read on P("data", "model")        target P(None, "model")
     process 0  | a | b |              process 0  | a | b |
     process 1  | c | d |       ->                | c | d |
                                       process 1  the same
 
-Mesh axes that lie across processes move to where their shards cut no stored chunk. Where there is
-no such place, devices in one place of the axis read, the others give zeros, and all rows are added
-up. All is one jitted function per array, whose output has the target's sharding. It works on
-unsigned integers: XLA changes NaNs of narrow floats even where nothing is computed.
+Mesh axes across processes move to a dimension where their shards cut no stored chunk. If there is
+no such dimension, the devices in one place of the axis read, the others supply zeros, and the sum
+is taken. One jitted function per array does both; its output has the target's sharding. It works on
+unsigned integers, because XLA changes NaNs of narrow floats even where it computes nothing.
 
-A process that does not come would leave the others waiting: before each wave of arrays, all agree
-that nothing has failed.
+A process that failed would leave the others waiting in an exchange. Before each wave of arrays, the
+processes gather a flag that says whether one has failed.
 """
 
 import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +27,6 @@ import numpy as np
 from reshard import errors
 from reshard.arrays import boxes
 from reshard.arrays.boxes import Shape
-from reshard.compat import coordinator
 from reshard.engine.batches import in_groups
 from reshard.engine.budget import IN_FLIGHT_PER_CORE
 from reshard.engine.cost import co_read_groups
@@ -39,110 +36,86 @@ from reshard.restore.device_shards import UNSIGNED, from_bits, local_shards, nam
 from reshard.restore.lazy_jax import jax
 from reshard.sharding.mesh import Spec, normalize_spec
 
-# Waits for all processes, which are to restore the same text; raises what has failed in any.
+# Waits for all processes, which must restore the same text; raises if one has failed.
 Agree = Callable[[str], None]
 
 # Bytes that are exchanged at once, unless `max_memory` says less.
 _WAVE = 4 * IN_FLIGHT_PER_CORE
-# Seconds to wait for the last process to begin; and for a step, which may take as long as it takes.
-_PATIENCE, _FOREVER = 600, 1 << 22
-# Lines of an error that other processes get.
-_MOST_PROBLEMS = 10
 # Dtypes whose elements take less than a byte on a device.
 _NARROW = ("int2", "int4", "uint2", "uint4", "float4", "float6")
 
-_calls = itertools.count()
+
+# The classes of errors. Processes send their numbers, counted from 1.
+_KINDS: list[Any] = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+_KINDS = [kind for kind in _KINDS if issubclass(kind, ReshardError)]
 
 
 @contextlib.contextmanager
 def agreement() -> Iterator[Agree]:
-    """One restore in which all processes of a job take part: it tells the others what fails in
-    this one. ArgumentError if they do not restore the same."""
-    client, key, steps = coordinator(), f"reshard/restore/{next(_calls)}", itertools.count()
-    if client is None:
-        raise ArgumentError(
-            'replicas="broadcast" needs jax.distributed, which is not initialised',
-            hints=["jax.distributed.initialize()"],
-        )
-    over = False  # all know that it has failed
+    """One restore by all processes of a job. If it fails in one process, all processes raise an
+    error of the same class, so that a program that handles it goes on in the same way."""
+    over = False  # all processes know that it has failed
 
-    def agree(what: str, error: Any = None) -> None:
+    def agree(what: str, error: BaseException | None = None) -> None:
         nonlocal over
-        number = next(steps)
-        step, patience = f"{key}/{number}", _FOREVER if number else _PATIENCE
-        client.key_value_set(f"{step}/{jax.process_index():08}", json.dumps((what, error)))
-        try:
-            client.wait_at_barrier(step, patience * 1000)
-        except jax.errors.JaxRuntimeError as error_there:
-            over = True
-            if "DEADLINE_EXCEEDED" not in str(error_there):
-                raise
-            came = {int(name.rpartition("/")[2]) for name, _ in client.key_value_dir_get(step)}
-            raise ReshardError(
-                f"not all processes have begun to restore within {patience} seconds",
-                [f"process {n} is missing" for n in range(jax.process_count()) if n not in came],
-            ) from error_there
-        told = [json.loads(text) for _, text in sorted(client.key_value_dir_get(step))]
-        said, failed = ([each[place] for each in told] for place in (0, 1))
-        over = any(failed) or len(set(said)) > 1
-        # An error that all have, such as another target's, is no error of some processes.
-        if any(failed) and any(document != error for document in failed):
-            raise _failure(failed)
-        if over and not any(failed):
+        kind = type(error) if type(error) in _KINDS else ReshardError
+        flag = 0 if error is None else 1 + _KINDS.index(kind)
+        digest = hashlib.sha256(what.encode()).digest()[:6]
+        rows = _gathered(np.frombuffer(bytes([flag]) + digest, np.uint8))
+        failed = np.flatnonzero(rows[:, 0])
+        digests = [row[1:].tobytes().hex() for row in rows]
+        over = bool(failed.size) or len(set(digests)) > 1
+        if failed.size and error is None:
+            raise _KINDS[rows[failed[0], 0] - 1](
+                f"the restore failed in process {', '.join(map(str, failed))}",
+                hints=["the error that was raised there says why"],
+            )
+        if over and not failed.size:
             raise ArgumentError(
-                "the processes restore different targets",
-                [f"process {number}: {text}" for number, text in enumerate(said)],
+                "the processes restore different targets or checkpoints",
+                [f"process {n}: digest {text}" for n, text in enumerate(digests)],
             )
 
     try:
         yield agree
-    except ReshardError as error:
-        if not over:
-            agree("", _document(error))
-        raise
     except BaseException as error:
         if not over:
-            with contextlib.suppress(ReshardError):
-                agree("", _document(error))
+            agree("", error)
         raise
 
 
-def _document(error: BaseException) -> list[Any]:
-    """An error, as JSON."""
-    if not isinstance(error, ReshardError):
-        return ["ReshardError", f"{type(error).__name__}: {error}".removesuffix(": "), [], []]
-    problems = [*error.problems[:_MOST_PROBLEMS]]
-    if rest := len(error.problems) - len(problems):
-        problems.append(f"... and {rest} more")
-    return [type(error).__name__, error.summary, problems, [*error.hints]]
+def _gathered(row: np.ndarray) -> np.ndarray:
+    """The rows of all processes."""
+    mesh = _process_mesh()
+    shape, split = (jax.process_count(), row.size), named_sharding(mesh, (("process",),))
+    with jax.set_mesh(mesh):
+        rows = jax.make_array_from_callback(shape, split, lambda _: row[None], dtype=row.dtype)
+        return np.asarray(_replicated(mesh)(rows))
 
 
-def _failure(failed: Sequence[Any]) -> ReshardError:
-    """What all processes raise where some have failed."""
-    found = {number: error for number, error in enumerate(failed) if error}
-    name, summary, problems, hints = next(iter(found.values()))
-    if len(found) == 1:
-        summary = f"process {next(iter(found))}: {summary}"
-    else:
-        summary = f"{len(found)} of {len(failed)} processes could not restore"
-        problems = [
-            f"process {number}: {line}"
-            for number, (_, first, lines, _) in found.items()
-            for line in (first, *lines)
-        ]
-    return getattr(errors, name)(summary, problems, hints)
+@functools.cache
+def _process_mesh() -> Any:
+    """A mesh of all devices, those of a process in one row."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    rows = np.array(devices).reshape(jax.process_count(), -1)
+    return jax.sharding.Mesh(rows, ("process", "device"))
+
+
+@functools.cache
+def _replicated(mesh: Any) -> Any:
+    return jax.jit(lambda rows: rows, out_shardings=named_sharding(mesh, ()))
 
 
 class Spread(NamedTuple):
     """How processes read one array together.
 
     Attributes:
-      target: the sharding of what they exchange, as the target's.
-      read: that of what each process reads.
-      rows: the same below a first axis, with a row for each place of the devices that read.
-      count: how many rows there are.
-      elements: what it takes in each process, beyond the result: what it reads, on the host and on
-        its devices, and what they exchange if that is not the result.
+      target: the sharding of the exchanged array, as the target's.
+      read: the sharding of what each process reads.
+      rows: `read` below a first axis, with a row for each place of the devices that read.
+      count: the number of rows.
+      elements: elements in memory of each process, beyond the result: those that it reads, on the
+        host and on its devices, and those that are exchanged if they are not the result.
     """
 
     target: Any
@@ -163,8 +136,8 @@ def read_together(
     progress: Callable[[int], None],
     agree: Agree | None,
 ) -> list[Any]:
-    """As `read_arrays`. Processes that agree read a stored chunk that several of them need in one,
-    where memory has room for the exchange."""
+    """Read arrays like `read_arrays`. If the processes agree, one process reads each stored chunk
+    that several need, where memory allows the exchange."""
     if agree is None:
         return read_arrays(requests, max_memory, progress)
     check_stored(requests)
@@ -184,19 +157,20 @@ def read_together(
     groups = co_read_groups([requests[n].handle for n in shared])
     turns = {shared[place]: turn for turn, group in enumerate(groups) for place in group}
     for wave in in_groups(turns, sizes.__getitem__, limit):
-        # A request fetches what is between two chunks that are near: devices in one place read
-        # arrays that are next to one another.
+        # A request fetches the bytes between two chunks that are near. So the devices in one row
+        # read neighbouring arrays.
         first, last = turns[wave[0]], turns[wave[-1]]
         rows = {n: (turns[n] - first) * spreads[n].count // (last - first + 1) for n in wave}
         mine = [n for n in wave if spreads[n].reads(rows[n], requests[n].handle.shape)]
         parts = [
             dataclasses.replace(requests[n], sharding=spreads[n].read, on_host=True) for n in mine
         ]
-        read = dict(zip(mine, read_arrays(parts, left, progress), strict=True))
+        read = dict(zip(mine, read_arrays(parts, left), strict=True))
         agree("")
         for n in wave:
             found[n] = _exchanged(requests[n], spreads[n], rows[n], read.pop(n, None))
-        progress(sum(_received(requests[n], spreads[n].read if n in mine else None) for n in wave))
+            shards = local_shards(requests[n].handle.shape, requests[n].sharding)
+            progress(shards.elements * requests[n].dtype.itemsize)
     agree("")
     return [found[n] for n in range(len(requests))]
 
@@ -204,29 +178,26 @@ def read_together(
 def _described(
     requests: Sequence[Request], spreads: Mapping[int, Spread], max_memory: int | None
 ) -> str:
-    """What is restored, and in what way, as far as all processes have to agree on it."""
-    digest = hashlib.sha256(repr(max_memory).encode())
+    """All that the processes must have in common, as text."""
+    parts: list[Any] = [max_memory]
     for number, request in enumerate(requests):
-        handle, way = request.handle, None
-        if spread := spreads.get(number):
-            devices = [device.id for device in spread.target.mesh.devices.flat]
-            stored = [data.chunks for _, data in handle.roots()]
-            way = spread, devices, handle.chunk_shape, stored
-        digest.update(repr((handle.path, handle.shape, handle.dtype.name, way)).encode())
-    return f"{len(requests)} arrays of digest {digest.hexdigest()[:12]}"
+        handle, spread = request.handle, spreads.get(number)
+        parts.append((handle.path, handle.shape, handle.dtype.name, spread))
+        if spread:
+            parts.append([device.id for device in spread.target.mesh.devices.flat])
+            parts += [handle.chunk_shape, *(data.chunks for _, data in handle.roots())]
+    return repr(parts)
 
 
 def _spread(request: Request) -> Spread | None:
-    """How processes read an array together; None where each reads what it needs, since that is as
-    little, or its sharding or dtype is not one that they exchange."""
+    """How processes read an array together. None if each reads what it needs: because that is as
+    little, or because arrays of its sharding or dtype are not exchanged."""
     handle, dtype, target = request.handle, request.dtype, request.sharding
     words = UNSIGNED.get(dtype.itemsize)
     if words is None or jax.dtypes.canonicalize_dtype(words) != words or 0 in handle.shape:
         return None
-    if target is None:  # a mesh of all devices, whose names nothing is split over
-        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-        rows = np.array(devices).reshape(jax.process_count(), -1)
-        mesh, spec = jax.sharding.Mesh(rows, ("process", "device")), ()
+    if target is None:
+        mesh, spec = _process_mesh(), ()
     elif (
         isinstance(target, jax.sharding.NamedSharding)
         and dtype.kind != "c"
@@ -242,7 +213,7 @@ def _spread(request: Request) -> Spread | None:
 
 @functools.lru_cache(maxsize=1024)
 def _spread_over(shape: Shape, chunk: Shape, mesh: Any, target: Spec) -> Spread | None:
-    """As `_spread`; models have few shapes and many arrays of each."""
+    """As `_spread`. It is cached, because models have many arrays of each shape."""
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
     if np.unique(processes).size < jax.process_count():
         return None
@@ -288,7 +259,7 @@ def _spread_over(shape: Shape, chunk: Shape, mesh: Any, target: Spec) -> Spread 
 
 
 def _exchanged(request: Request, spread: Spread, row: int, read: Any) -> Any:
-    """An array of which the devices in one row were read, in buffers by their first elements."""
+    """An array, after the devices in one row have read it into buffers by their first elements."""
     shape, dtype = request.handle.shape, request.dtype
     words = UNSIGNED[dtype.itemsize]
 
@@ -300,7 +271,7 @@ def _exchanged(request: Request, spread: Spread, row: int, read: Any) -> Any:
 
     with jax.set_mesh(spread.target.mesh):
         rows = jax.make_array_from_callback((spread.count, *shape), spread.rows, part, dtype=words)
-        array = _summed(spread.target)(rows).block_until_ready()
+        array = _sum_of_rows(spread.target)(rows).block_until_ready()
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     if request.sharding is None:
         return np.array(next(iter(shards.values()))).view(dtype)
@@ -308,13 +279,6 @@ def _exchanged(request: Request, spread: Spread, row: int, read: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _summed(sharding: Any) -> Any:
-    """A function that adds rows up, of which all but one are zeros."""
+def _sum_of_rows(sharding: Any) -> Any:
+    """A function that adds rows, of which all but one are zeros."""
     return jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=sharding)
-
-
-def _received(request: Request, read: Any) -> int:
-    """Bytes that this process holds of an array, less those that it has read on a sharding."""
-    held = local_shards(request.handle.shape, request.sharding).elements
-    known = 0 if read is None else local_shards(request.handle.shape, read).elements
-    return max(held - known, 0) * request.dtype.itemsize

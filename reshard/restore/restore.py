@@ -23,13 +23,7 @@ from reshard.loader import open as open_checkpoint
 from reshard.restore.device_reads import Request
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.lazy_jax import jax
-from reshard.restore.matching import (
-    Mismatch,
-    match,
-    mismatch_error,
-    other_api,
-    renames,
-)
+from reshard.restore.matching import Mismatch, match, mismatch_error
 from reshard.restore.pytrees import (
     MESH_HINT,
     StateLeaf,
@@ -40,7 +34,15 @@ from reshard.restore.pytrees import (
 from reshard.restore.replicas import agreement, read_together
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
-from reshard.tree import Path, format_glob, format_path, match_globs, nested, parse_globs
+from reshard.tree import (
+    Path,
+    as_python,
+    format_glob,
+    format_path,
+    match_globs,
+    nested,
+    parse_globs,
+)
 from reshard.units import parse_bytes
 
 Progress = Callable[[int], None]
@@ -140,8 +142,9 @@ def restore(
                 problems.append(Mismatch(what, f"{format_path(leaf.path)}: {text}", leaf.path))
         if problems:
             given = "ckpt" if checkpoint is ckpt else "reshard.open(path)"
-            hints = _hints(problems, leaves, cast, ckpt, given)
-            raise mismatch_error(problems, hints, targets, ckpt, given)
+            hints = _hints(problems, leaves, cast, given)
+            of_nnx = any(is_variable(leaf.wrapper) for leaf in leaves)
+            raise mismatch_error(problems, targets, ckpt, of_nnx, hints, given=given, cast=cast)
 
         values: list[Any] = [
             leaf.value if path is None or leaf.path in kept else ckpt[path]
@@ -199,33 +202,18 @@ def _on_devices(sharding: Any) -> Any:
 
 
 def _hints(
-    problems: Sequence[Mismatch],
-    leaves: Sequence[StateLeaf],
-    cast: bool | str,
-    ckpt: Checkpoint,
-    given: str,
+    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], cast: bool | str, given: str
 ) -> list[str]:
-    """What to type; `given` is what the caller has typed for the checkpoint."""
+    """What to type; `given` is what the caller typed for the checkpoint."""
     kinds = {problem.what for problem in problems}
-    api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
-    rules, opened = renames(problems), given
-    tops = {problem.path[:1] for problem in problems if problem.what == "unexpected"}
-    match [*{problem.renamed for problem in problems if problem.renamed}]:
-        case [((key,), ())] if tops - {(key,)}:
-            opened = f'reshard.select({given}, "{format_glob((key,))}/**")'
-    typed = ", ".join(f'(r"{old}", r"{new}")' for old, new in rules)
-    hints = [f"reshard.restore(reshard.to_{api}(path, model), target)"] if api else []
-    if typed and not api:
-        hints.append(f"ckpt = reshard.rename({opened}, [{typed}])")
+    hints = []
     if "unexpected" in kinds and "missing" not in kinds:
         hints.append('unexpected="ignore" restores the rest')
-    if "missing" in kinds and not (api or any(leaf.abstract for leaf in leaves)):
+    if "missing" in kinds and not any(leaf.abstract for leaf in leaves):
         path = next(problem.path for problem in problems if problem.what == "missing")
         hints.append(f'keep=("{format_glob(path)}",) keeps its value; globs work')
-    tied = [format_path(problem.copy) for problem in problems if problem.copy]
-    if tied:
-        dropped = ", ".join(f'"{path}"' for path in tied)
-        hints.append(f"ckpt = reshard.select({given}, drop=[{dropped}])")
+    if tied := [format_path(problem.copy) for problem in problems if problem.copy]:
+        hints.append(f"ckpt = reshard.select({given}, drop={as_python(tied)})")
     if "dtype" in kinds and cast != "lossy":
         hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
     if "kept" in kinds:

@@ -8,14 +8,7 @@ from reshard import transforms
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ShardingError
-from reshard.restore.matching import (
-    Mismatch,
-    TargetLeaf,
-    match,
-    mismatch_error,
-    other_api,
-    renames,
-)
+from reshard.restore.matching import Mismatch, TargetLeaf, match, mismatch_error
 from reshard.restore.pytrees import check_state, flatten_state, is_variable
 from reshard.sharding.mesh import Mesh, Spec, normalize_spec, parse_mesh
 from reshard.tree import Path, as_python, format_path, natural
@@ -69,9 +62,8 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     targets = [leaf.target for leaf in leaves]
     found, problems = match(targets, ckpt)
     if problems:
-        api = other_api(problems, any(is_variable(leaf.wrapper) for leaf in leaves))
-        hints = [f"reshard.to_{api}(path, model)"] if api else _match_hints(problems, targets, ckpt)
-        raise mismatch_error(problems, hints, targets, ckpt)
+        of_nnx = any(is_variable(leaf.wrapper) for leaf in leaves)
+        raise mismatch_error(problems, targets, ckpt, of_nnx, _hints(problems, targets))
     parsed = functools.cache(parse_mesh)
     specs: dict[Path, Spec] = {}
     for leaf, path in zip(leaves, found, strict=True):
@@ -89,20 +81,18 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     return specs
 
 
-def _match_hints(
-    problems: Sequence[Mismatch], targets: Sequence[TargetLeaf], ckpt: Checkpoint
-) -> list[str]:
-    """What to type to give a checkpoint the leaves of a target."""
-    hints = [f"reshard.rename(ckpt, {as_python([(old, new)])})" for old, new in renames(problems)]
-    unexpected = (problem.path for problem in problems if problem.what == "unexpected")
-    missing = any(problem.what == "missing" for problem in problems)
-    used = {tuple(map(str, w.path[:end])) for w in targets for end in range(len(w.path) + 1)}
+def _hints(problems: Sequence[Mismatch], targets: Sequence[TargetLeaf]) -> list[str]:
+    """Calls that give a checkpoint the leaves of a target."""
+    unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
+    used = {tuple(map(str, leaf.path[:end])) for leaf in targets for end in range(len(leaf.path))}
+    drop: dict[str, None] = {}
     for path in sorted(unexpected, key=natural):
-        ends = range(1, len(path))
-        top = next((e for e in ends if tuple(map(str, path[:e])) not in used), len(path))
-        pattern = format_path(path[:top]) + ("/**" if top < len(path) else "")
-        if pattern != "params/**" or not missing:  # else the model itself, by other names
-            hints.append(f"reshard.select(ckpt, drop={as_python([pattern])})")
+        ends = (end for end in range(1, len(path)) if tuple(map(str, path[:end])) not in used)
+        end = next(ends, len(path))
+        drop[format_path(path[:end]) + ("/**" if end < len(path) else "")] = None
+    if any(problem.what == "missing" for problem in problems):
+        drop.pop("params/**", None)  # the model itself, under other names
+    hints = [f"reshard.select(ckpt, drop={as_python([pattern])})" for pattern in drop]
     if any(problem.what == "dtype" for problem in problems):
         hints.append("reshard.cast(ckpt, ..., ...) casts")
     return hints

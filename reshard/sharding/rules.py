@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from reshard.errors import ShardingError
 from reshard.sharding.mesh import Spec, normalize_spec
-from reshard.tree import Path, format_path, nearest_to_regex
+from reshard.tree import Path, format_path, nearest_to_regex, regex_of_glob
 
 SEMANTICS = ("linen", "nnx")
 Rule = tuple[str, tuple[str, ...]]
@@ -50,8 +50,10 @@ def match_specs(
             compiled.append((re.compile(pattern), normalize_spec(spec)))
         except (re.error, OverflowError, RecursionError) as error:
             problems.append(f"`{pattern}` is not a regex: {error}")
+            if "*" in pattern:
+                hints.append(f"as a regex, the glob `{pattern}` is `{regex_of_glob(pattern)}`")
     if problems:
-        raise ShardingError("the spec rules cannot be read", problems)
+        raise ShardingError("the spec rules cannot be read", problems, hints)
     first: dict[Path, int] = {}  # the rule of each
     rest = [*enumerate(compiled)]
     for short in (

@@ -112,17 +112,17 @@ class ArrayStore(ZarrVersion):
         """The files, or the one database. What is read of a B-tree stays in memory with it."""
         spec = self.directory.spec
         if self.ranged:
-            found = [
+            ranges = (
                 (f"{name}/{key}", value)
                 for name, values in self.values.items()
                 for key, value in values.items()
-            ]
-            spec = ranges_spec(self.directory, found, self.context)
+            )
+            spec = ranges_spec(self.directory, ranges, self.context)
         elif self.ocdbt:
-            directory = self.directory / self.parts[0]
-            spec = ocdbt_spec(directory, self.manifest)
-            if self.has_many:
-                spec = in_small_nodes(directory, self.values, self.context, self.manifest)
+            spec = ocdbt_spec(self.directory / self.parts[0], self.manifest)
+        if self.ocdbt and self.has_many:
+            what = f"the OCDBT database in `{self.directory}`"
+            spec = in_small_nodes(spec, self.values, self.context, what)
         return ts.KvStore.open(spec, context=self.context).result()
 
     @functools.cached_property

@@ -1,17 +1,24 @@
-"""Bytes of memory that a B-tree node of OCDBT takes when TensorStore decodes it.
+"""The encoding of OCDBT's B-tree nodes, as TensorStore's page on the format describes it.
 
-A node says how long its keys are, and what each shares with the one before: 260 KB of nodes can
-ask for gigabytes of keys, compressed ones for a terabyte, and TensorStore allocates what they ask
-for. So the lengths are read first. Facts about the format are those of TensorStore's page on it.
+`decoded_bytes` bounds the memory that decoding a node takes. A node says how long its keys are, and
+how many bytes each shares with the one before. 260 KB of nodes can ask for gigabytes of keys, and
+compressed ones for a terabyte, and TensorStore allocates what they ask for.
+
+`range_database` makes a database whose values are byte ranges of files that something else wrote.
+TensorStore's page names this use. So it reads the arrays of another format as uncompressed zarr
+chunks, in any store.
 """
 
+import functools
 import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 _NODE, _MANIFEST = 0x0CDB20DE, 0x0CDB3A2A
 _HEADER = struct.Struct(">I8x")
-# Bytes of a node that its lengths are looked for in: a million entries' fit.
+# Bytes of a node in which its lengths must be: enough for a million entries.
 _LENGTHS = 1 << 24
 # Bytes that are decompressed at once.
 _PIECE = 1 << 16
@@ -19,6 +26,19 @@ _PIECE = 1 << 16
 MAX_BTREE = 1 << 30
 # Bytes that an entry takes besides its key.
 _ENTRY = 64
+# The table of the checksum CRC-32C.
+_CRC = [
+    functools.reduce(lambda byte, _: byte >> 1 ^ (0x82F63B78 if byte & 1 else 0), range(8), byte)
+    for byte in range(256)
+]
+
+
+class Range(NamedTuple):
+    """A part of a file, whose path is relative to the database; empty for the database itself."""
+
+    file: str
+    offset: int
+    size: int
 
 
 def decoded_bytes(data: bytes) -> int:
@@ -106,3 +126,55 @@ def _decompressed(frame: bytes) -> tuple[bytes, int]:
     except zstandard.ZstdError as error:
         raise ValueError(f"a node of its B-tree is not compressed with zstd: {error}") from error
     return bytes(start), nbytes
+
+
+def range_database(values: Iterable[tuple[str, Range]], node: str) -> dict[str, bytes]:
+    """The two files of a database of one or more values: its only B-tree node, in a file of the
+    name `node`, and its manifest, under the empty name."""
+    ordered = sorted((key.encode(errors="surrogateescape"), place) for key, place in values)
+    places, count = [place for _, place in ordered], len(ordered)
+    table, ids = _file_table([place.file for place in places])
+    body = b"\0" + table + _numbers([count]) + _keys([key for key, _ in ordered], 0)
+    body += _numbers(place.size for place in places) + b"\1" * count
+    body += _numbers(ids) + _numbers(place.offset for place in places)
+    data = _sealed(_NODE, body)
+    table, ids = _file_table([node])
+    config = bytes(16) + _numbers([0, 0, 1 << 23]) + b"\4\0"
+    nbytes = sum(place.size for place in places)
+    # Of one version: its number, its height, and its root with the statistics of the tree.
+    version = _numbers([1, 1, 0, *ids, 0, len(data), count, len(data), nbytes])
+    return {node: data, "": _sealed(_MANIFEST, config + table + version + bytes(9))}
+
+
+def _file_table(files: Sequence[str]) -> tuple[bytes, list[int]]:
+    """The table of some files, and the number of each of them in it."""
+    names = sorted(set(files))
+    numbers = {name: number for number, name in enumerate(names)}
+    table = _numbers([len(names)]) + _keys([name.encode() for name in names], len(names))
+    return table, [numbers[file] for file in files]
+
+
+def _keys(keys: Sequence[bytes], zeros: int) -> bytes:
+    """Sorted keys, none of which shares bytes with the one before. Some zeros follow their
+    lengths."""
+    return bytes(len(keys) - 1) + _numbers(map(len, keys)) + bytes(zeros) + b"".join(keys)
+
+
+def _numbers(numbers: Iterable[int]) -> bytes:
+    """Each number in groups of seven bits, the lowest first."""
+    encoded = bytearray()
+    for number in numbers:
+        while number >= 0x80:
+            encoded.append(number & 0x7F | 0x80)
+            number >>= 7
+        encoded.append(number)
+    return bytes(encoded)
+
+
+def _sealed(magic: int, body: bytes) -> bytes:
+    """A node or a manifest, uncompressed, with its header and its checksum."""
+    data = struct.pack(">I", magic) + struct.pack("<Q", len(body) + 18) + b"\0\0" + body
+    checksum = 0xFFFFFFFF
+    for byte in data:
+        checksum = _CRC[(checksum ^ byte) & 0xFF] ^ checksum >> 8
+    return data + struct.pack("<I", checksum ^ 0xFFFFFFFF)

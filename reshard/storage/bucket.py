@@ -1,7 +1,7 @@
-"""Objects of buckets on gs and s3, with what `disk` has of files.
+"""Objects of buckets on gs and s3, with the interface of a disk's files.
 
-A directory is what the keys of objects have before a slash: it is there as long as anything is
-below it. TensorStore reads and writes objects; obstore lists them, see `listing`.
+A directory is the part of an object's key before a slash. It exists as long as an object is below
+it. TensorStore reads and writes objects. obstore lists them: see `listing`.
 """
 
 import concurrent.futures
@@ -19,24 +19,20 @@ from reshard.errors import CorruptCheckpointError, StoreError
 from reshard.storage import listing
 from reshard.storage.disk import UNKNOWN, Entry, Location
 from reshard.storage.listing import RETRIES, OnlyTensorStoreError
-from reshard.storage.refusals import translated_errors
+from reshard.storage.store_errors import translated_errors
 
-# Requests at once, unless said otherwise.
+# Requests at once, by default.
 REQUESTS = 128
-# Objects that are deleted at once.
-_DELETIONS = 1000
-# Bytes of a document that may be asked for several times.
-_SMALL = 1 << 16
+# Bytes of a document whose contents are cached, and of one that is read before it is needed.
+_SMALL, _PREFETCHED = 1 << 16, 1 << 26
 # Directories that are listed at once.
 _LISTS = 32
-# Bytes of a document that is read before it is asked for.
-_AHEAD = 1 << 26
 # Bytes of an object that are read at once.
 _BLOCK = 1 << 24
 
 
 def resources(concurrency: int = REQUESTS) -> dict[str, Any]:
-    """What a context says of requests: how many at once, and how often each is tried."""
+    """TensorStore's context resources for requests: how many at once, and the retries of each."""
     each = {"concurrency": {"limit": concurrency}, "retries": RETRIES}
     drivers = ("gcs", "s3", "http")
     return {f"{name}_request_{what}": limit for name in drivers for what, limit in each.items()}
@@ -49,33 +45,33 @@ def _opened(text: str) -> ts.KvStore:
 
 @functools.cache
 def _absent() -> bytes:
-    """The generation of what is not there."""
+    """The generation of an object that does not exist."""
     return ts.KvStore.open("memory://").result().read("x").result().stamp.generation
 
 
 @dataclasses.dataclass(frozen=True)
 class ListingCache:
-    """What has been read below a directory, while nobody needs to know of changes.
+    """Listings and documents below a directory, while nothing there is expected to change.
 
     Attributes:
       top: the directory.
-      children: directory -> what is directly in it, by name.
-      whole: directories of which `children` has all that is below them.
-      documents: object -> a read of it that was begun, or, of a small one, is done.
+      children: directory -> its entries, by name.
+      complete: directories for which `children` has everything below them.
+      documents: object -> its read: one in progress, or a finished one of a small object.
     """
 
     top: str
     children: dict[str, dict[str, Entry]] = dataclasses.field(default_factory=dict)
-    whole: set[str] = dataclasses.field(default_factory=set)
+    complete: set[str] = dataclasses.field(default_factory=set)
     documents: dict[str, ts.Future] = dataclasses.field(default_factory=dict)
 
     def list_below(self, top: "BucketLocation") -> None:
-        """Lists all that is below a directory, unless that is known."""
-        if any(f"{top}/".startswith(f"{known}/") for known in self.whole):
+        """Lists everything below a directory, unless that is cached."""
+        if any(f"{top}/".startswith(f"{listed}/") for listed in self.complete):
             return
-        found = top._below()
+        entries = top._below()
         self.children[top.path] = {}
-        for entry in found:
+        for entry in entries:
             *above, name = entry.path.split("/")
             folder = top.path
             for part in above:
@@ -83,14 +79,14 @@ class ListingCache:
                 folder = f"{folder}/{part}"
                 self.children.setdefault(folder, {})
             _add(self.children[folder], entry._replace(path=name))
-        self.whole.add(top.path)
+        self.complete.add(top.path)
 
     def walk(self, top: str, below: str = "") -> Iterator[Entry]:
-        """All that is known to be below a directory."""
+        """All cached entries below a directory."""
         children = self.children.get(f"{top}/{below}".removesuffix("/"), {})
-        for name, found in sorted(children.items()):
-            yield found._replace(path=below + name)
-            if found.is_dir:
+        for name, entry in sorted(children.items()):
+            yield entry._replace(path=below + name)
+            if entry.is_dir:
                 yield from self.walk(top, f"{below}{name}/")
 
 
@@ -98,15 +94,27 @@ _current_cache = contextvars.ContextVar[ListingCache | None]("cache", default=No
 
 
 def _add(names: dict[str, Entry], entry: Entry) -> None:
-    """An object may have the name of a directory."""
+    """Adds an entry. An object may have the name of a directory."""
     other = names.get(entry.path, entry)
     if other.is_file != entry.is_file:
         entry = (other if other.is_file else entry)._replace(is_dir=True)
     names[entry.path] = entry
 
 
+@contextlib.contextmanager
+def _large_writes(place: "BucketLocation") -> Iterator[None]:
+    """Raises StoreError if a large object cannot be written."""
+    with translated_errors(f"`{place}`", "written"):
+        try:
+            yield
+        except OnlyTensorStoreError as error:
+            hint = "pip install google-auth, or boto3 for s3, which find credentials"
+            text = "uploads in parts need credentials that obstore accepts"
+            raise StoreError(f"`{place}` cannot be written", [text], [hint]) from error
+
+
 class BucketLocation(Location):
-    """An object, or what is below a key."""
+    """An object, or a prefix of the keys of objects."""
 
     is_local: ClassVar[bool] = False
 
@@ -132,11 +140,11 @@ class BucketLocation(Location):
         """The key-value store of the whole bucket."""
         return _opened(json.dumps(self.spec | {"path": ""}))
 
-    # What is there.
+    # Listing.
 
     @property
     def _cache(self) -> ListingCache | None:
-        """What has been read, if that is of this place."""
+        """The cache that this location is in, if any."""
         cache = _current_cache.get()
         return cache if cache is not None and f"{self}/".startswith(f"{cache.top}/") else None
 
@@ -159,13 +167,13 @@ class BucketLocation(Location):
         if cache is None:
             return
         wanted = [self / name for name in unseen]
-        for place in (self / name for name in documents):
-            found = place.entry()
-            if found is not None and found.is_file and found.nbytes <= _AHEAD:
-                wanted.append(place)
-        for place in wanted:
-            if place.path not in cache.documents:
-                cache.documents[place.path] = self._store.read(place._key)
+        for document in (self / name for name in documents):
+            entry = document.entry()
+            if entry is not None and entry.is_file and entry.nbytes <= _PREFETCHED:
+                wanted.append(document)
+        for document in wanted:
+            if document.path not in cache.documents:
+                cache.documents[document.path] = self._store.read(document._key)
         if below:
             cache.list_below(self)
         tops = [top for name in lists if (top := self / name).path not in cache.children]
@@ -174,39 +182,39 @@ class BucketLocation(Location):
                 cache.children[top.path] = children
 
     def _children(self) -> dict[str, Entry]:
-        """What is in a directory, by name."""
+        """The entries of a directory, by name."""
         cache = self._cache
         if cache is None:
             return self._list_children()
         if self.path not in cache.children:
-            found = self.entry() if self.path != cache.top else Entry("", False, True)
-            is_there = found is not None and found.is_dir
-            cache.children[self.path] = self._list_children() if is_there else {}
+            entry = self.entry() if self.path != cache.top else Entry("", False, True)
+            is_dir = entry is not None and entry.is_dir
+            cache.children[self.path] = self._list_children() if is_dir else {}
         return cache.children[self.path]
 
     def _list_children(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+        children: dict[str, Entry] = {}
         for entry in self._below(shallow=True):
-            name, slash, _ = entry.path.partition("/")  # of a server that knows no delimiters
-            _add(found, Entry(name, False, True) if slash else entry)
-        return found
+            name, slash, _ = entry.path.partition("/")  # of a server without delimiters
+            _add(children, Entry(name, False, True) if slash else entry)
+        return children
 
     def _below(self, shallow: bool = False) -> list[Entry]:
-        """The objects below a directory. If `shallow`, only the objects and the directories
-        directly below it."""
+        """All objects below a directory, or if `shallow`, the objects and directories directly
+        below it."""
         with translated_errors(f"the list of `{self}`"):
             try:
-                found = listing.below(*self._parts, shallow)
+                entries = listing.below(*self._parts, shallow)
             except OnlyTensorStoreError:
                 return self._list_keys(shallow)
-            if shallow or all(entry.nbytes for entry in found):
-                return found
-            # Is an empty object `a` the object `a/` that some tools put for a directory?
+            if shallow or all(entry.nbytes for entry in entries):
+                return entries
+            # Is an empty object `a` the object `a/` that some tools make for a directory?
             names = {entry.path for entry in self._list_keys(shallow)}
-            return [entry for entry in found if entry.path in names]
+            return [entry for entry in entries if entry.path in names]
 
     def _list_keys(self, shallow: bool) -> list[Entry]:
-        """As TensorStore lists them: without sizes, and all of them."""
+        """The same by TensorStore, which lists all keys, without sizes."""
         prefix = f"{self._key}/" if self._key else ""
         below = ts.KvStore.KeyRange(prefix, f"{prefix[:-1]}0" if prefix else "")  # "0" is after "/"
         keys = self._store.list(below, len(prefix.encode())).result()
@@ -222,28 +230,28 @@ class BucketLocation(Location):
             return self._object() or self._directory()
         if self.path == cache.top:
             return self._directory() or self._object()
-        found = self.parent._children().get(self.name)
-        return found and found._replace(path="")
+        entry = self.parent._children().get(self.name)
+        return entry and entry._replace(path="")
 
     def _directory(self) -> Entry | None:
         return Entry("", False, True) if self._children() else None
 
     def _object(self) -> Entry | None:
-        """An object; None where there is none."""
+        """The object of this key, or None."""
         if not self._key:
             return None
         with translated_errors(f"`{self}`"):
             try:
                 return listing.entry(*self._parts)
             except OnlyTensorStoreError:
-                asked = self._store.read(self._key, byte_range=slice(0, 0)).result()
-                return Entry("", True, False) if asked.state == "value" else None
+                read = self._store.read(self._key, byte_range=slice(0, 0)).result()
+                return Entry("", True, False) if read.state == "value" else None
 
     def names(self) -> list[str]:
         return sorted(self._children())
 
     def directories(self) -> list[str]:
-        return sorted(name for name, found in self._children().items() if found.is_dir)
+        return sorted(name for name, entry in self._children().items() if entry.is_dir)
 
     def walk(self) -> Iterator[Entry]:
         cache = self._cache or ListingCache(self.path)
@@ -251,51 +259,45 @@ class BucketLocation(Location):
         return cache.walk(self.path)
 
     def _versions(self, files: Sequence[Self]) -> list[str]:
-        asked = [file._store.read(file._key, byte_range=slice(0, 0)) for file in files]
-        found = []
-        for file, future in zip(files, asked, strict=True):
+        reads = [file._store.read(file._key, byte_range=slice(0, 0)) for file in files]
+        versions = []
+        for file, read in zip(files, reads, strict=True):
             with translated_errors(f"`{file}`"):
-                found.append(repr(future.result().stamp.generation))
-        return found
+                versions.append(repr(read.result().stamp.generation))
+        return versions
 
     # Reading.
 
     def read_whole(self) -> bytes | None:
         cache = self._cache
-        known = {} if cache is None else cache.documents
-        future = known.pop(self.path, None) or self._store.read(self._key)
+        documents = {} if cache is None else cache.documents
+        read = documents.pop(self.path, None) or self._store.read(self._key)
         with translated_errors(f"`{self}`"), listing.patience(f"`{self}`"):
-            result = future.result()
+            result = read.result()
         if len(result.value) <= _SMALL:
-            known[self.path] = future
+            documents[self.path] = read
         return result.value if result.state == "value" else None
 
     def blocks(self, nbytes: int = UNKNOWN) -> Generator[bytes, None, None]:
-        size = nbytes
-        if size == UNKNOWN and (found := self.entry()):
-            size = found.nbytes
-        for block in [self.read_whole()] if size <= _BLOCK else self._ranges(size):
-            if block is None:
-                said = "it changed or was removed while it was read"
-                raise StoreError(f"`{self}` cannot be read", [said])
+        size, generations = nbytes, set()
+        if size == UNKNOWN and (entry := self.entry()):
+            size = entry.nbytes
+        for begin in range(0, max(size, 1), _BLOCK):
+            if size <= _BLOCK:
+                block = self.read_whole()
+            else:
+                part = slice(begin, min(begin + _BLOCK, size))
+                with translated_errors(f"`{self}`"):
+                    result = self._store.read(self._key, byte_range=part).result()
+                generations.add(result.stamp.generation)
+                block = result.value if result.state == "value" else None
+            if block is None or len(generations) > 1:
+                reason = "it changed or was removed while it was read"
+                raise StoreError(f"`{self}` cannot be read", [reason])
             if size <= _BLOCK and nbytes not in (UNKNOWN, len(block)):
-                said = f"it has {len(block)} bytes, but had {nbytes} when it was listed"
-                raise StoreError(f"`{self}` cannot be read", [said])
+                reason = f"it has {len(block)} bytes, but had {nbytes} when it was listed"
+                raise StoreError(f"`{self}` cannot be read", [reason])
             yield block
-
-    def _ranges(self, nbytes: int) -> Iterator[bytes | None]:
-        """So many bytes of an object, and None where it has another version than at first."""
-        generations = set()
-        for begin in range(0, nbytes, _BLOCK):
-            part = slice(begin, min(begin + _BLOCK, nbytes))
-            with translated_errors(f"`{self}`"):
-                result = self._store.read(self._key, byte_range=part).result()
-            generations.add(result.stamp.generation)
-            yield result.value if result.state == "value" and len(generations) == 1 else None
-
-    def beginning(self, nbytes: int) -> bytes:
-        found = self.entry()
-        return self.part(0, min(nbytes, found.nbytes)) if found and found.nbytes else b""
 
     def part(self, begin: int, end: int) -> bytes:
         read = self._store.read(self._key, byte_range=slice(begin, end))
@@ -311,8 +313,7 @@ class BucketLocation(Location):
         self.write(b"".join(blocks))
 
     def write(self, data: bytes | None) -> None:
-        """Writes an object, which is durable when the call returns; None deletes it, if it is
-        there."""
+        """Writes an object, durably. None deletes it, if it exists."""
         with translated_errors(f"`{self}`", "deleted" if data is None else "written"):
             self._store.write(self._key, data).result()
 
@@ -322,7 +323,7 @@ class BucketLocation(Location):
     def create(self, data: bytes) -> bool:
         scheme, bucket, key = self._parts
         with translated_errors(f"`{self}`", "written"):
-            # Where TensorStore asks first whether it is there, obstore does not.
+            # On s3, TensorStore sends another request first, and obstore does not.
             with contextlib.suppress(OnlyTensorStoreError):
                 if scheme == "s3":
                     return listing.create(bucket, key, data)
@@ -330,13 +331,13 @@ class BucketLocation(Location):
 
     def upload(self, file: Location) -> None:
         """Writes a file of a disk as an object, however large, in parts."""
-        with translated_errors(f"`{self}`", "written"):
-            try:
-                listing.upload(*self._parts, file)
-            except OnlyTensorStoreError as error:
-                hint = "pip install google-auth, or boto3 for s3, which find credentials"
-                text = "uploads in parts need credentials that obstore accepts"
-                raise StoreError(f"`{self}` cannot be written", [text], [hint]) from error
+        with _large_writes(self):
+            listing.upload(*self._parts, file)
+
+    def copy_on_server(self, new: "BucketLocation") -> None:
+        """Gives an object a second name in its bucket, unless something has that name."""
+        with _large_writes(new):
+            listing.copy(*self._parts, new._key)
 
     def make_directory(self) -> None:
         pass
@@ -344,16 +345,10 @@ class BucketLocation(Location):
     def remove(self) -> None:
         self.write(None)
 
-    def remove_files(self, names: Iterable[str]) -> None:
-        scheme, bucket, above = self._parts
-        keys = [f"{above}/{name}" for name in names]
-        for begin in range(0, len(keys), _DELETIONS):
-            some = keys[begin : begin + _DELETIONS]
-            if scheme == "s3" and listing.delete(bucket, some):  # gs has no such request
-                continue
-            for future in [self._store.write(key, None) for key in some]:
-                with contextlib.suppress(ValueError):
-                    future.result()
+    def remove_files(self, names: Sequence[str]) -> None:
+        for deletion in [self._store.write(f"{self._key}/{name}", None) for name in names]:
+            with contextlib.suppress(ValueError):
+                deletion.result()
 
     def remove_tree(self) -> None:
         self.remove_files([found.path for found in self.walk() if found.is_file])

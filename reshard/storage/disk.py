@@ -1,8 +1,7 @@
-"""Files of a local disk: the only module that touches them; and what no bucket has: links, renames,
-sync, directories.
+"""Files and directories of a local disk. No other module imports `os` for files.
 
-`Location` is a file or a directory; `bucket` has those of buckets. What only Linux has is used
-where it is there: elsewhere, work is slower and no less durable.
+`Location` is a file or a directory. Its subclass for buckets is in `bucket`. System calls that only
+Linux has are used there: elsewhere, jobs are slower and as durable.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import errno
 import hashlib
 import itertools
 import math
-import mmap
 import os
 import secrets
 import shutil
@@ -29,22 +27,19 @@ from reshard.units import format_bytes
 
 AnyPath = str | os.PathLike[str]
 
-# A size or a time that nobody has told.
+# A size or a modification time that a store did not report.
 UNKNOWN = -1
-# Bytes of a JSON document (of a tree of half a million leaves) or of a node of a B-tree. Larger
-# files are not read whole.
+# The most bytes of a JSON document (of half a million leaves) or a B-tree node that is read.
 MAX_DOCUMENT = 1 << 28
-# Directories inside one another that are copied: deleting more could run out of stack.
+# The deepest nesting of directories that is copied: deleting more could run out of stack.
 _MAX_LEVELS = 100
-# Bytes that are copied at once.
-_BLOCK = 1 << 18
-# Bytes of a file that are mapped at once.
-_MAPPED = 16 << 20
-# Characters of a file's name that are repeated in that of a temporary one beside it.
+# Bytes per read of a copy, and bytes of a file that are mapped at once.
+_BLOCK, _MAPPED = 1 << 18, 16 << 20
+# Characters of a file's name that the name of its temporary file repeats.
 _LONG = 100
-# What statfs calls ext2 to ext4, XFS, Btrfs, ZFS, F2FS, overlays and tmpfs.
+# The magic numbers of ext2 to ext4, XFS, Btrfs, ZFS, F2FS, overlays and tmpfs in statfs.
 _LOCAL_DISKS = {0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0xF2F52010, 0x794C7630, 0x01021994}
-# Flags of renameat2, and what it calls the working directory.
+# Flags of renameat2, and its number of the working directory.
 _NO_REPLACE, _EXCHANGE, _HERE = 1, 2, -100
 # Flags of sync_file_range.
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
@@ -54,16 +49,15 @@ is_file, absolute, remove_tree = os.path.isfile, os.path.abspath, shutil.rmtree
 
 
 class Entry(NamedTuple):
-    """What has a name.
+    """A file, a directory, or neither: a link, a pipe or the like.
 
     Attributes:
-      path: its path, below where the walk began.
-      is_file: it is a file.
-      is_dir: it is a directory; what is neither is a link, a pipe or the like. In a bucket, an
-        object may have the name of a directory.
+      path: its path below the directory that was listed.
+      is_file: whether it is a file. In a bucket, an object may have the name of a directory.
+      is_dir: whether it is a directory.
       nbytes: bytes of a file.
-      modified: when it was last changed, in nanoseconds; of an object in a bucket, what no other
-        version of it has. Both may be `UNKNOWN` there.
+      modified: the time of the last change, in nanoseconds. Of an object in a bucket, the identity
+        of its version. There, both may be `UNKNOWN`.
     """
 
     path: str
@@ -75,11 +69,10 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Location:
-    """A file or a directory, whether it is there or not: an absolute path, or of a bucket a URL.
-    `str()` shows it; `/` is what is below."""
+    """An absolute path on a disk, or a URL of a bucket; need not exist. `/` adds a name to it."""
 
     path: str
-    is_local: ClassVar[bool] = True  # on a disk, and not in a bucket
+    is_local: ClassVar[bool] = True  # on a disk
 
     def __str__(self) -> str:
         return self.path
@@ -97,7 +90,7 @@ class Location:
 
     @property
     def parent(self) -> Self:
-        """The directory that it is in; a bucket and the root of a disk are in themselves."""
+        """The directory that contains it. A bucket and the root of a disk are their own parents."""
         if not self.is_local and self.path.count("/") == 2:
             return self
         return type(self)(self.path.rpartition("/")[0] or "/")
@@ -106,7 +99,8 @@ class Location:
         return self.parent / name
 
     def below(self, outer: "Location") -> str | None:
-        """Its path below another location: empty where both are one, None where it is not below."""
+        """Its path relative to another location: empty if they are equal, None if it is not below
+        that location."""
         prefix = outer.path.rstrip("/")
         if self == outer:
             return ""
@@ -114,11 +108,11 @@ class Location:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The key-value store of what is below it."""
+        """The TensorStore spec of the key-value store below it."""
         return {"driver": "file", "path": f"{self.path.rstrip('/')}/"}
 
     def open(self, context: ts.Context | None = None) -> ts.KvStore:
-        """The key-value store of what is below it."""
+        """The key-value store below it."""
         return ts.KvStore.open(self.spec, context=context).result()
 
     def cached_listing(self) -> contextlib.AbstractContextManager[None]:
@@ -142,131 +136,118 @@ class Location:
           unseen: files to read even if nothing has listed them. They may not exist.
         """
 
-    # What is there. Links are followed, but not by `entry` and `walk`.
+    # Listing. Only `exists`, `is_file`, `is_dir` and `entry(follow=True)` follow symbolic links.
 
     def entry(self, follow: bool = False) -> Entry | None:
-        """What has the name; None where nothing has. A symbolic link is itself, or, to `follow` it,
-        what it points to. What may not be looked at is an error, and not nothing."""
+        """The file, directory or link of this name, or None. With `follow`, the target of a link.
+        Raises OSError if it cannot be looked at, for example without permission."""
         try:
             return _entry("", os.stat(self, follow_symlinks=follow))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            if error.errno == errno.ELOOP:  # a link to itself
+            if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):  # a link to itself
                 return None
             raise
 
     def exists(self) -> bool:
-        try:
-            return self.entry(follow=True) is not None
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # nothing has such a name
-                return False
-            raise
+        return self.entry(follow=True) is not None
 
     def is_file(self) -> bool:
-        found = self.entry(follow=True)
-        return found is not None and found.is_file
+        entry = self.entry(follow=True)
+        return entry is not None and entry.is_file
 
     def is_dir(self) -> bool:
-        found = self.entry(follow=True)
-        return found is not None and found.is_dir
+        entry = self.entry(follow=True)
+        return entry is not None and entry.is_dir
 
     def is_symlink(self) -> bool:
         return self.is_local and os.path.islink(self)
 
     def resolved(self) -> Self:
-        """It without symbolic links."""
+        """The same location without symbolic links."""
         return type(self)(os.path.realpath(self)) if self.is_local else self
 
     def names(self) -> list[str]:
-        """Names in a directory, in order."""
+        """Names in a directory, sorted."""
         return sorted(os.listdir(self))
 
     def directories(self) -> list[str]:
-        """Names of directories in a directory, in order; links to some are among them."""
-        with os.scandir(self) as found:
-            return sorted(each.name for each in found if each.is_dir())
+        """Names of directories in a directory, and of links to directories, sorted."""
+        with os.scandir(self) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
 
     def walk(self) -> Iterator[Entry]:
-        """All that is below a directory, each directory before what is in it, in order. Nothing is
-        followed, and what vanishes meanwhile is left out. Not recursive: directories may be nested
-        deeper than Python's stack."""
-        left = [Entry("", False, True)]
-        while left:
-            found = left.pop()
-            if found.path:
-                yield found
-            if found.is_dir:
+        """Everything below a directory, sorted, each directory before its contents. Ignores files
+        that vanish meanwhile. Not recursive: the nesting may be deeper than Python's stack."""
+        pending = [Entry("", False, True)]
+        while pending:
+            entry = pending.pop()
+            if entry.path:
+                yield entry
+            if entry.is_dir:
                 inside = []
-                with (
-                    contextlib.suppress(FileNotFoundError, NotADirectoryError),
-                    os.scandir(os.path.join(self, found.path)) as each,
-                ):
-                    for one in each:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    for name in os.listdir(os.path.join(self, entry.path)):
+                        below = os.path.join(entry.path, name)
                         with contextlib.suppress(FileNotFoundError):
-                            name = os.path.join(found.path, one.name)
-                            inside.append(_entry(name, one.stat(follow_symlinks=False)))
-                left += sorted(inside, reverse=True)
+                            inside.append(_entry(below, os.lstat(os.path.join(self, below))))
+                pending += sorted(inside, reverse=True)
 
     def checked_walk(self) -> Iterator[Entry]:
-        """A file, or a directory and all that is below it, as `walk` has it. Raises
-        FileNotFoundError where there is nothing, and CheckpointFormatError where there is something
-        else in it, or it is nested too deep."""
+        """A file, or a directory and everything below it, as of `walk`. Raises FileNotFoundError if
+        it does not exist. Raises CheckpointFormatError if it contains anything but files and
+        directories, or is nested too deeply."""
         first = self.entry()
         if first is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
-        for found in itertools.chain([first], self.walk() if first.is_dir else ()):
-            if found.path.count("/") >= _MAX_LEVELS:
+        for entry in itertools.chain([first], self.walk() if first.is_dir else ()):
+            if entry.path.count("/") >= _MAX_LEVELS:
                 raise CheckpointFormatError(f"directories below `{self}` are nested too deep")
-            if found.is_file == found.is_dir:
-                raise not_a_file(self / found.path)
-            yield found
+            if entry.is_file == entry.is_dir:
+                raise not_a_file(self / entry.path)
+            yield entry
 
-    def state(self, without: Collection[str]) -> str:
-        """A hash of which files there are, it or below it, of their sizes and when they were last
-        changed; but for those of some names. Where a list does not tell, each file is asked for."""
-        first, untold, lines = self.entry(), [], []
-        for found in [*filter(None, [first]), *self.walk()]:
-            file = self / found.path
-            if (found.is_file or not found.is_dir) and file.name not in without:
-                lines.append(repr((file.path, found.nbytes, found.modified)))
-                untold += [file] if found.modified == UNKNOWN else []
-        text = "\n".join(lines + self._versions(untold))
+    def state(self, ignored: Collection[str]) -> str:
+        """A hash of the names, sizes and modification times of this file, or of all files below
+        this directory, except files with an ignored name."""
+        first, unversioned, lines = self.entry(), [], []
+        for entry in [*filter(None, [first]), *self.walk()]:
+            file = self / entry.path
+            if (entry.is_file or not entry.is_dir) and file.name not in ignored:
+                lines.append(repr((file.path, entry.nbytes, entry.modified)))
+                unversioned += [file] if entry.modified == UNKNOWN else []
+        text = "\n".join(lines + self._versions(unversioned))
         return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
     def _versions(self, files: Sequence[Self]) -> list[str]:
-        """A text for each file, which another version of it does not have."""
+        """The identity of the version of each file that the listing has without one."""
         return []
 
     def file_bytes(self) -> int | None:
-        """Bytes of a file, or None where there is none. Raises CheckpointFormatError where it is
-        something else: what a symbolic link points to may be outside of the checkpoint, and a pipe
-        may never end."""
-        found = self.entry()
-        if found is None:
+        """Bytes of a file, or None if it does not exist. Raises CheckpointFormatError for anything
+        else. The target of a symbolic link may be outside the checkpoint, and a pipe may never
+        end."""
+        entry = self.entry()
+        if entry is None:
             return None
-        if found.is_file:
-            return found.nbytes
-        if found.is_dir:
+        if entry.is_file:
+            return entry.nbytes
+        if entry.is_dir:
             raise CheckpointFormatError(f"`{self}` is a directory, not a file")
         raise not_a_file(self)
 
     # Reading.
 
     def blocks(self, nbytes: int = UNKNOWN) -> Generator[bytes, None, None]:
-        """So many first bytes of a file, or all that it has when it is opened: one that somebody
-        still writes to is not followed. Nor is a symbolic link. In a bucket, raises StoreError
-        where it has not so many bytes, is gone, or another one is in its place by the end."""
+        """The first bytes of a file, or all bytes that it has when it is opened. Bytes that another
+        process appends meanwhile are not read. Does not follow a symbolic link. In a bucket, raises
+        StoreError if the object is shorter, was removed, or is replaced meanwhile."""
         with open(os.open(self, os.O_RDONLY | os.O_NOFOLLOW), "rb") as reader:
             left = os.fstat(reader.fileno()).st_size if nbytes == UNKNOWN else nbytes
             while block := reader.read(min(left, _BLOCK)):
                 left -= len(block)
                 yield block
-
-    def beginning(self, nbytes: int) -> bytes:
-        with open(self, "rb") as file:
-            return file.read(nbytes)
 
     def part(self, begin: int, end: int) -> bytes:
         """The bytes of a file from `begin` to `end`."""
@@ -275,15 +256,16 @@ class Location:
             return file.read(end - begin)
 
     def read_whole(self) -> bytes | None:
-        """A file whole, however large; None where there is none."""
+        """All bytes of a file, however large, or None if it does not exist."""
         try:
-            return self.beginning(-1)
+            with open(self, "rb") as file:
+                return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def read(self) -> bytes | None:
-        """A small file whole, or None where there is none. Raises CorruptCheckpointError if it
-        cannot be read, or is not small, and CheckpointFormatError if it is something else."""
+        """All bytes of a small file, or None if it does not exist. Raises CorruptCheckpointError if
+        it is large or unreadable, and CheckpointFormatError if it is not a file."""
         size = self.file_bytes()
         if size is None:
             return None
@@ -303,30 +285,31 @@ class Location:
 
     def sha256(self) -> str:
         """The SHA-256 of a file."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for block in self.blocks():
-            found.update(block)
-        return found.hexdigest()
+            digest.update(block)
+        return digest.hexdigest()
 
     # Writing.
 
     @contextlib.contextmanager
     def new_file(self) -> Iterator[Callable[[bytes], object]]:
-        """What writes to a new file in the place of what is there: nothing is written through a
-        link or into a pipe of others. In a bucket it is in memory, and written at the end."""
+        """Yields a function that appends to a new file, which replaces what had its name. Nothing
+        is written through a link or into a pipe. In a bucket, the bytes are kept in memory, and
+        written at the end."""
         self.remove()
         with open(self, "xb") as file:
             yield file.write
 
     def write(self, data: bytes) -> None:
-        """Writes a file, in the place of what is there. On a disk it is durable once `sync` has
-        been called."""
+        """Writes a file, which replaces what had its name. On a disk, `sync` makes it durable."""
         with self.new_file() as add:
             add(data)
 
     def create(self, data: bytes) -> bool:
-        """Creates a file if it is absent, whole or not at all. False where it is there; in a bucket
-        also where the answer was lost, so that the file has to be read to know whose it is."""
+        """Creates a file if it is absent, with all of its bytes or not at all. Returns False if it
+        exists. In a bucket, also returns False if the answer to a request was lost: read the file
+        to know who created it."""
         self.parent.make_directory()
         temporary = self.beside(f".{self.name[:_LONG]}.{secrets.token_hex(8)}")
         try:
@@ -356,8 +339,8 @@ class Location:
             )
 
     def replace(self, data: bytes, temporary: str) -> None:
-        """Writes a durable file, whole or not at all: on a disk by way of another name in its
-        directory."""
+        """Writes a durable file, with all of its bytes or not at all: on a disk, under a temporary
+        name in its directory first."""
         new = self.beside(temporary)
         try:
             new.write(data)
@@ -374,83 +357,72 @@ class Location:
         report: Callable[[int], None] = lambda nbytes: None,
         nbytes: int = UNKNOWN,
     ) -> None:
-        """Copies a file, of so many bytes. On a disk it may have got longer: its first bytes are
-        what was there, as of a log that a training still writes. Whatever is at the destination is
-        replaced, and not written to: it may be a link to the source."""
+        """Copies the first bytes of a file, as of `blocks`: a training may still append to a log.
+        Replaces the destination instead of writing to it: it may be a link to the source."""
         with destination.new_file() as add, contextlib.closing(self.blocks(nbytes)) as blocks:
             for block in blocks:
                 add(block)
                 report(len(block))
 
     def make_directory(self) -> None:
-        """Makes a directory. In a bucket, it is there once something is in it."""
+        """Makes a directory. In a bucket, directories exist through their contents alone."""
         os.makedirs(self, exist_ok=True)
 
     def remove(self) -> None:
-        """Deletes a file, if it is there."""
+        """Deletes a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self)
 
     def remove_files(self, names: Sequence[str]) -> None:
-        """Deletes files below it, of a bucket many at once: there, what cannot be deleted stays."""
+        """Deletes files below it. In a bucket, files that cannot be deleted stay."""
         for name in names:
             (self / name).remove()
 
     def remove_tree(self) -> None:
-        """Deletes it, and all that is below it; several times if need be, for a write in flight may
-        land while it is walked. What cannot be deleted stays."""
+        """Deletes it with its contents, as far as possible. Tries again, because a write in flight
+        may finish meanwhile."""
         for _ in range(3):
             shutil.rmtree(self, ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.unlink(self)
 
     def remove_empty(self) -> None:
-        """Deletes directories below it that are empty, and then it, where it is. A bucket has
-        none."""
-        for found in reversed([*self.walk()]):
-            if found.is_dir:
-                remove_empty(self / found.path)
+        """Deletes empty directories below it, and itself if it is empty then."""
+        for entry in reversed([*self.walk()]):
+            if entry.is_dir:
+                remove_empty(self / entry.path)
         remove_empty(self)
 
 
 def write_box(
     file: AnyPath, begin: int, shape: Sequence[int], box: Sequence[slice], values: np.ndarray
 ) -> None:
-    """Writes a box of an array into a file that has the whole array, rows first, from `begin` on.
-    Some processes may write other boxes meanwhile."""
-    descriptor = os.open(file, os.O_RDWR)
-    try:
-        strides = [math.prod(shape[axis + 1 :]) * values.itemsize for axis in range(len(shape))]
-        corner = begin + sum(s * part.start for s, part in zip(strides, box, strict=True))
-        _write_strided(descriptor, corner, strides, values)
-    finally:
-        os.close(descriptor)
+    """Writes a box of an array into a file that holds the array, in row-major order, from byte
+    `begin` on. Other processes may write other boxes meanwhile."""
+    strides = [math.prod(shape[axis + 1 :]) * values.itemsize for axis in range(len(shape))]
+    corner = begin + sum(s * part.start for s, part in zip(strides, box, strict=True))
+    with open(file, "r+b") as target:
+        if _span(values, strides) == values.nbytes:
+            target.seek(corner)
+            target.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+            return
+        while len(values) == 1:
+            values, strides = values[0], strides[1:]
+        rows = max(_MAPPED // strides[0], 1)
+        for first in range(0, len(values), rows):
+            part, offset = values[first : first + rows], corner + first * strides[0]
+            pages = np.memmap(target, np.uint8, "r+", offset, _span(part, strides))
+            np.ndarray(part.shape, part.dtype, pages.data, 0, tuple(strides))[...] = part
 
 
-def _write_strided(descriptor: int, begin: int, strides: Sequence[int], values: np.ndarray) -> None:
-    """Writes values to a file, those that are not in one piece there by way of its pages."""
-    steps = [(size - 1) * stride for size, stride in zip(values.shape, strides, strict=True)]
-    span = sum(steps) + values.itemsize
-    if span == values.nbytes:
-        left = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-        while left:
-            written = os.pwrite(descriptor, left, begin)
-            begin, left = begin + written, left[written:]
-    elif span <= _MAPPED:
-        first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        with mmap.mmap(descriptor, begin + span - first, offset=first) as pages:
-            place = np.frombuffer(pages, np.uint8, span, begin - first)
-            np.ndarray(values.shape, values.dtype, place.data, 0, tuple(strides))[...] = values
-            del place
-    else:
-        axis = next(axis for axis, size in enumerate(values.shape) if size > 1)
-        half = values.shape[axis] // 2
-        for start, part in zip((0, half), np.split(values, [half], axis), strict=True):
-            _write_strided(descriptor, begin + start * strides[axis], strides, part)
+def _span(values: np.ndarray, strides: Sequence[int]) -> int:
+    """Bytes from the beginning of the first value to the end of the last one, with strides."""
+    steps = ((size - 1) * step for size, step in zip(values.shape, strides, strict=True))
+    return sum(steps) + values.itemsize
 
 
 def make_file(file: AnyPath, head: bytes, nbytes: int) -> None:
-    """Makes a file of so many bytes, which begins with `head`."""
+    """Makes a file of `nbytes` bytes that begins with `head`."""
     with open(file, "xb") as new:
         new.write(head)
         new.truncate(nbytes)
@@ -462,7 +434,7 @@ def reader(file: AnyPath) -> BinaryIO:
 
 @contextlib.contextmanager
 def temporary_directory() -> Iterator[Location]:
-    """A directory for temporary files, which is deleted afterwards."""
+    """A directory for temporary files, deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="reshard-") as path:
         yield Location(path)
 
@@ -485,8 +457,8 @@ def _entry(path: str, found: os.stat_result) -> Entry:
 
 
 def rename(path: AnyPath, new: AnyPath) -> None:
-    """Renames a directory. Raises FileExistsError where something has the new name: a plain rename
-    would replace an empty directory."""
+    """Renames a directory. Raises FileExistsError if the new name exists: a plain rename would
+    replace an empty directory."""
     if not _renamed(path, new, _NO_REPLACE):
         if os.path.lexists(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(new))
@@ -494,12 +466,12 @@ def rename(path: AnyPath, new: AnyPath) -> None:
 
 
 def exchange(one: AnyPath, other: AnyPath) -> bool:
-    """Exchanges two names in one step; False where the system cannot."""
+    """Exchanges two names in one step. Returns False if the system cannot."""
     return _renamed(one, other, _EXCHANGE)
 
 
 def _renamed(path: AnyPath, new: AnyPath, flag: int) -> bool:
-    """Calls Linux's renameat2; False where the system or the file system does not know the flag."""
+    """Calls renameat2. Returns False if the system or the file system does not support the flag."""
     if not hasattr(_LIBC, "renameat2"):
         return False
     if not _LIBC.renameat2(_HERE, os.fsencode(path), _HERE, os.fsencode(new), flag):
@@ -516,18 +488,18 @@ def remove_empty(directory: AnyPath) -> None:
 
 
 def own_bytes(directory: Location) -> int:
-    """Bytes that would be free without a directory."""
+    """Bytes that deleting a directory would free."""
     nbytes = 0
-    for each in directory.walk():
+    for entry in directory.walk():
         with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(directory / each.path)
-            nbytes += found.st_blocks * 512 if found.st_nlink == 1 else 0
+            status = os.lstat(directory / entry.path)
+            nbytes += status.st_blocks * 512 if status.st_nlink == 1 else 0
     return nbytes
 
 
 def link(source: AnyPath, destination: AnyPath) -> bool:
-    """A second name for a file; False where the file system or its owner forbids it. Raises
-    FileExistsError where something has the name."""
+    """Makes a hard link. Returns False if the file system or its permissions forbid it. Raises
+    FileExistsError if the destination exists."""
     os.makedirs(os.path.dirname(destination), exist_ok=True)
     try:
         os.link(source, destination, follow_symlinks=False)
@@ -540,29 +512,29 @@ def link(source: AnyPath, destination: AnyPath) -> bool:
 
 def device(destination: AnyPath) -> int:
     """The file system that a destination is on, or will be."""
-    return os.stat(_there(destination)).st_dev
-
-
-def on_local_disk(path: AnyPath) -> bool:
-    """Whether a file system is known to be of this host alone. Linux says of which kind it is."""
-    if not hasattr(_LIBC, "syncfs"):
-        return False
-    found = (ctypes.c_long * 32)()
-    return _LIBC.statfs(os.fsencode(path), found) == 0 and found[0] in _LOCAL_DISKS
+    return os.stat(_nearest_directory(destination)).st_dev
 
 
 def free_bytes(destination: AnyPath) -> int:
-    return shutil.disk_usage(_there(destination)).free
+    return shutil.disk_usage(_nearest_directory(destination)).free
 
 
-def _there(path: AnyPath) -> str:
-    """The nearest directory above a path that is there."""
+def _nearest_directory(path: AnyPath) -> str:
+    """The nearest directory above a path that exists."""
     above = os.path.dirname(path)
-    return above if os.path.exists(above) else _there(above)
+    return above if os.path.exists(above) else _nearest_directory(above)
+
+
+def on_local_disk(path: AnyPath) -> bool:
+    """Whether a path is on a file system that no other host shares. Known on Linux only."""
+    if not hasattr(_LIBC, "syncfs"):
+        return False
+    status = (ctypes.c_long * 32)()
+    return _LIBC.statfs(os.fsencode(path), status) == 0 and status[0] in _LOCAL_DISKS
 
 
 def sync(path: AnyPath) -> None:
-    """Makes a file durable, or the names in a directory."""
+    """Makes the bytes of a file durable, or the names in a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -571,12 +543,11 @@ def sync(path: AnyPath) -> None:
 
 
 class Writeback:
-    """Keeps the disk busy with the data files of a directory while the cores work.
+    """Writes new data files of a directory to the disk while the job computes.
 
-    What is not durable when the job ends must be waited for then; and every page of the page cache
-    that a new file takes is memory that nobody has touched yet, which is what writing costs most.
-    So each file is handed to the disk as soon as it is there, and its pages are given back when
-    the disk has it, to be used for the next ones. Makes nothing durable by itself; see `sync`.
+    Otherwise the job would wait for all of them at its end. And a new file would take new pages
+    of the page cache. The first touch of a page is the largest cost of writing. So the pages of a
+    written file are given back, and used for the next one. Makes nothing durable: see `sync`.
     """
 
     def __init__(self, directory: AnyPath):
@@ -585,46 +556,47 @@ class Writeback:
         self._started: list[int] = []
 
     def advance(self) -> None:
-        """Finishes with the files that the last call started on, and starts on new ones."""
+        """Finishes the files that the last call started, and starts new ones."""
         self.finish()
         if not hasattr(_LIBC, "sync_file_range") or not os.path.exists(self._directory):
             return
         for name in set(os.listdir(self._directory)) - self._seen:
             self._seen.add(name)
-            with contextlib.suppress(FileNotFoundError):  # a lock file, gone with its writer
+            with contextlib.suppress(FileNotFoundError):  # a lock file, removed by its writer
                 descriptor = os.open(os.path.join(self._directory, name), os.O_RDONLY)
-                self._call(descriptor, _WRITE)
                 self._started.append(descriptor)
+                _sync_range(descriptor, _WRITE)
 
     def finish(self) -> None:
-        """Waits for the files that were started on."""
+        """Waits for the files that were started."""
         while self._started:
             descriptor = self._started.pop()
-            self._call(descriptor, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+            _sync_range(descriptor, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
 
-    def _call(self, descriptor: int, flags: int) -> None:
-        whole = ctypes.c_int64(0)
-        _LIBC.sync_file_range(descriptor, whole, whole, flags)
+
+def _sync_range(descriptor: int, flags: int) -> None:
+    _LIBC.sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), flags)
 
 
 def kernel_text(name: str) -> str:
-    """What Linux tells in a file or a link below `/proc`; empty where it does not."""
+    """The text of a file, or the target of a link, below Linux's `/proc`; empty without it."""
     path = f"/proc/{name}"
     try:
         if os.path.islink(path):
             return os.readlink(path)
-        return Location(path).beginning(-1).decode(errors="replace")
+        with open(path, errors="replace") as file:
+            return file.read()
     except OSError:
         return ""
 
 
 def own_stderr() -> TextIO:
-    """Standard error for Python alone: what libraries of this process write there goes nowhere."""
+    """Standard error for Python alone. Anything that libraries of this process write to it is
+    discarded."""
     kept = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     return kept

@@ -1,8 +1,8 @@
-"""Names in a bucket with their sizes, as obstore lists them: TensorStore lists all keys below a
-prefix, without sizes, and so would walk a billion chunks to find the steps of a training.
+"""Requests to buckets through obstore: lists with sizes, conditional creation, uploads in parts.
 
-obstore has the credentials of the environment, or those that an installed `boto3` or `google-auth`
-finds. If a bucket does not accept them, `OnlyTensorStoreError` is raised.
+TensorStore lists all keys below a prefix, without sizes. To find the steps of a training, it would
+list a billion chunks. obstore uses the credentials of the environment, or those that an installed
+`boto3` or `google-auth` finds. If a bucket refuses them, `OnlyTensorStoreError` is raised.
 """
 
 import contextlib
@@ -19,29 +19,29 @@ from typing import Any
 
 from reshard.errors import CheckpointFormatError
 from reshard.storage.disk import Entry, Location, is_file, reader
-from reshard.storage.refusals import status
+from reshard.storage.store_errors import status
 
-# How often a failed request is repeated, and the delays between: 429, 503, broken connections.
+# Retries of failed requests, and the delays between them: 429, 503, broken connections.
 RETRIES: dict[str, Any] = {"max_retries": 5, "initial_delay": "300ms", "max_delay": "5000ms"}
 # Seconds without an answer until a warning is logged.
 _PATIENCE = 1.8
 _log = logging.getLogger("reshard")
 _importing = threading.Lock()
-# Bytes of a part of a file that is written, how many parts there are, and how many at once.
+# Bytes of a part of an upload, the most parts, and the parts that are sent at once.
 _PART, _PARTS, _AT_ONCE = 8 << 20, 5000, 4
-# Answers to unknown credentials, and to a signature for another region.
-_UNKNOWN, _ELSEWHERE = {"401", "403"}, {"301", "307", "400"}
-# Variables of the environment that decide how a bucket is asked begin so.
-_ENVIRONMENT = ("AWS_", "GOOGLE_", "TENSORSTORE_GCS_", "HOME")
+# Statuses for unknown credentials, and for a signature for another region.
+_UNKNOWN, _OTHER_REGION = {"401", "403"}, {"301", "307", "400"}
+# Prefixes of the environment variables that configure requests.
+_VARIABLES = ("AWS_", "GOOGLE_", "TENSORSTORE_GCS_", "HOME")
 
 
 class OnlyTensorStoreError(Exception):
-    """obstore cannot answer: it lacks credentials, or cannot hold the name of an object."""
+    """obstore cannot answer: it has no credentials, or does not support the name of an object."""
 
 
 def _obstore() -> Any:
-    """The library, imported by one thread: its modules import each other, and a second thread would
-    find half of them."""
+    """The library. Only one thread imports it: its modules import each other, and a second thread
+    would see a part of them."""
     with _importing:
         import obstore
         import obstore.exceptions
@@ -50,7 +50,7 @@ def _obstore() -> Any:
 
 
 def below(scheme: str, bucket: str, prefix: str, shallow: bool) -> list[Entry]:
-    """Objects below a prefix; if `shallow`, only the objects and the directories directly below it.
+    """All objects below a prefix, or if `shallow`, the objects and directories directly below it.
     An object `a/` is listed as `a`."""
 
     def ask(store: Any) -> tuple[Sequence[Any], Sequence[str]]:
@@ -75,21 +75,13 @@ def entry(scheme: str, bucket: str, key: str) -> Entry | None:
 
 
 def _entry(found: Any, begin: int) -> Entry:
-    # A list and a single answer differ in quotation marks, and in fractions of a second.
+    # The answers to a list and to a single request differ in quotation marks and fractions.
     version = f"{(found['e_tag'] or '').strip(chr(34))} {int(found['last_modified'].timestamp())}"
     return Entry(found["path"][begin:], True, False, found["size"], version)
 
 
-def delete(bucket: str, keys: Sequence[str]) -> bool:
-    """Deletes objects of s3 in one request. False if some may be left."""
-    with contextlib.suppress(OnlyTensorStoreError, ValueError, OSError):
-        _asked("s3", bucket, "", lambda store: _obstore().delete(store, keys))
-        return True
-    return False
-
-
 def create(bucket: str, key: str, data: bytes) -> bool:
-    """Creates an object of s3 if it is absent, in one conditional request; whether it did."""
+    """Creates an object of s3 if it is absent, in one request. Returns whether it did."""
 
     def ask(store: Any) -> bool:
         try:
@@ -102,7 +94,7 @@ def create(bucket: str, key: str, data: bytes) -> bool:
 
 
 def upload(scheme: str, bucket: str, key: str, file: Location) -> None:
-    """Writes a file of a disk as an object, in parts: it is there whole, or not at all."""
+    """Writes a file of a disk as an object, in parts: with all of its bytes or not at all."""
     size = max(_PART, (file.file_bytes() or 0) // _PARTS)
 
     def ask(store: Any) -> None:
@@ -112,8 +104,18 @@ def upload(scheme: str, bucket: str, key: str, file: Location) -> None:
     _asked(scheme, bucket, key, ask)
 
 
+def copy(scheme: str, bucket: str, key: str, new: str) -> None:
+    """Copies an object on the server. On gs, only if the new one is absent."""
+
+    def ask(store: Any) -> None:
+        with contextlib.suppress(_obstore().exceptions.AlreadyExistsError):
+            _obstore().copy(store, key, new, overwrite=scheme == "s3")
+
+    _asked(scheme, bucket, new, ask)
+
+
 def _asked(scheme: str, bucket: str, key: str, ask: Callable[[Any], Any]) -> Any:
-    """The answer of a bucket about a key; raises ValueError or FileNotFoundError for an error."""
+    """The answer of a bucket about a key. Raises ValueError or FileNotFoundError for an error."""
     exceptions = _obstore().exceptions
     for tries_left in reversed(range(RETRIES["max_retries"] + 1)):
         store = _store(scheme, bucket)
@@ -124,10 +126,10 @@ def _asked(scheme: str, bucket: str, key: str, ask: Callable[[Any], Any]) -> Any
             raise OnlyTensorStoreError from error
         except exceptions.BaseError as error:
             text = str(error)
-            if "response body" in text and tries_left:  # obstore itself repeats all others
+            if "response body" in text and tries_left:  # obstore retries all others
                 continue
             code = status(text) or ("301" if "redirect" in text else "")
-            if code in _ELSEWHERE or (code in _UNKNOWN and "skip_signature" in store.config):
+            if code in _OTHER_REGION or (code in _UNKNOWN and "skip_signature" in store.config):
                 raise OnlyTensorStoreError from error
             raise ValueError(text) from error
     raise AssertionError
@@ -135,7 +137,7 @@ def _asked(scheme: str, bucket: str, key: str, ask: Callable[[Any], Any]) -> Any
 
 @contextlib.contextmanager
 def patience(what: str) -> Iterator[None]:
-    """Logs a warning if the block takes long: a failed request may be repeated."""
+    """Logs a warning if the block takes long, for example because failed requests are repeated."""
     text = "waiting for %s: failed requests are repeated for some seconds"
     timer = threading.Timer(_PATIENCE, _log.warning, (text, what))
     timer.start()
@@ -146,16 +148,16 @@ def patience(what: str) -> Iterator[None]:
 
 
 def _store(scheme: str, bucket: str) -> Any:
-    environment = [pair for pair in os.environ.items() if pair[0].startswith(_ENVIRONMENT)]
-    return _opened(scheme, bucket, tuple(environment), json.dumps(RETRIES))
+    variables = [pair for pair in os.environ.items() if pair[0].startswith(_VARIABLES)]
+    return _opened(scheme, bucket, tuple(variables))
 
 
 @functools.lru_cache(maxsize=64)
-def _opened(scheme: str, bucket: str, environment: object, retries: str) -> Any:
-    obstore, tries = _obstore(), json.loads(retries)
+def _opened(scheme: str, bucket: str, variables: object) -> Any:
+    obstore = _obstore()
     config, provider = _gs_access() if scheme == "gs" else _s3_access()
     first, last = (
-        datetime.timedelta(milliseconds=int(tries[name].removesuffix("ms")))
+        datetime.timedelta(milliseconds=int(RETRIES[name].removesuffix("ms")))
         for name in ("initial_delay", "max_delay")
     )
     try:
@@ -165,7 +167,7 @@ def _opened(scheme: str, bucket: str, environment: object, retries: str) -> Any:
             client_options={"allow_http": True},
             credential_provider=provider,
             retry_config={
-                "max_retries": tries["max_retries"],
+                "max_retries": RETRIES["max_retries"],
                 "backoff": {"init_backoff": first, "max_backoff": last, "base": 2},
                 "retry_timeout": datetime.timedelta(minutes=3),
             },
@@ -175,7 +177,7 @@ def _opened(scheme: str, bucket: str, environment: object, retries: str) -> Any:
 
 
 def _gs_access() -> tuple[dict[str, Any], Any]:
-    """Configuration, and what gives credentials."""
+    """Configuration and credential provider."""
     config: dict[str, Any] = {}
     if url := os.environ.get("TENSORSTORE_GCS_HTTP_URL"):
         server = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
@@ -188,7 +190,7 @@ def _gs_access() -> tuple[dict[str, Any], Any]:
 
 
 def _google_credentials() -> Any:
-    """The application default credentials; None where `google-auth` finds none."""
+    """The application default credentials; None if `google-auth` finds none."""
     try:
         auth = importlib.import_module("google.auth")
         provider = importlib.import_module("obstore.auth.google").GoogleCredentialProvider
@@ -201,7 +203,7 @@ def _google_credentials() -> Any:
 
 
 def _s3_access() -> tuple[dict[str, Any], Any]:
-    """Configuration, and what gives credentials, but for those of the environment."""
+    """Configuration and credential provider: None for the keys of the environment."""
     config = {"region": s3_region(), "endpoint": s3_endpoint()}
     config = {name: value for name, value in config.items() if value}
     if s3_has_keys() and "region" in config:
@@ -213,7 +215,7 @@ def _s3_access() -> tuple[dict[str, Any], Any]:
 
 
 def _boto3_credentials() -> Any:
-    """Those of a profile, or of the role of a machine; None where `boto3` finds none."""
+    """The credentials of a profile or of the role of a machine; None if `boto3` finds none."""
     try:
         session = importlib.import_module("boto3").Session()
         provider = importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider
@@ -225,13 +227,13 @@ def _boto3_credentials() -> Any:
 
 
 def s3_options() -> dict[str, Any]:
-    """What TensorStore is told of the server and the credentials of s3."""
+    """TensorStore's options for the server and the credentials of s3."""
     options: dict[str, Any] = {"endpoint": s3_endpoint(), "aws_region": s3_region()}
     options = {name: value for name, value in options.items() if value}
     home = f"{os.environ.get('HOME', '')}/.aws"
     credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or f"{home}/credentials"
     config = os.environ.get("AWS_CONFIG_FILE") or f"{home}/config"
-    # TensorStore's own search logs an error for each place in which it finds nothing.
+    # TensorStore's own search logs an error for each place without credentials.
     if s3_has_keys():
         options["aws_credentials"] = {"type": "environment"}
     elif is_file(credentials):
@@ -245,8 +247,8 @@ def s3_options() -> dict[str, Any]:
 
 
 def s3_endpoint() -> str:
-    """The server that speaks s3, if it is not Amazon's; raises CheckpointFormatError for what is
-    no URL."""
+    """The URL of the s3 server, empty for Amazon's. Raises CheckpointFormatError if the environment
+    gives something else than a URL."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     name = next((name for name in names if os.environ.get(name)), "")
     url = os.environ.get(name, "")
@@ -258,13 +260,11 @@ def s3_endpoint() -> str:
 
 
 def s3_region() -> str:
-    """The region of the environment; another server's, if none is told."""
-    names = ("AWS_REGION", "AWS_DEFAULT_REGION")
-    given = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    """The region of the environment; without one, any region for a server that is not Amazon's."""
+    given = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return given or ("us-east-1" if s3_endpoint() else "")
 
 
 def s3_has_keys() -> bool:
     """Whether the environment has credentials."""
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    return all(os.environ.get(name) for name in names)
+    return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))

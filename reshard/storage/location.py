@@ -12,7 +12,7 @@ from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.storage import disk
 from reshard.storage.bucket import BucketLocation
 from reshard.storage.disk import Location as Location
-from reshard.storage.refusals import translated_errors
+from reshard.storage.store_errors import translated_errors
 
 
 def checked(future: ts.Future, what: str) -> Any:

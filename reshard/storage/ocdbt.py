@@ -14,12 +14,11 @@ from tensorstore import ocdbt
 from reshard.compat import node_read
 from reshard.errors import CorruptCheckpointError, DestinationError, first_line
 from reshard.storage import bucket, disk
-from reshard.storage.btree import MAX_BTREE, decoded_bytes
+from reshard.storage.btree import MAX_BTREE, Range, decoded_bytes, range_database
 from reshard.storage.disk import MAX_DOCUMENT, Location, not_a_file
 from reshard.storage.location import checked
 from reshard.storage.machine import thread_limits
-from reshard.storage.ranges import Range, database
-from reshard.storage.refusals import refusal, translated_errors
+from reshard.storage.store_errors import store_error, translated_errors
 from reshard.units import format_bytes
 
 MANIFEST = "manifest.ocdbt"
@@ -46,8 +45,9 @@ _STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 
 _KEY_BYTES = 1024
 # Arrays whose entries are copied to other nodes at once.
 _PIECE = 10_000
-# Where nodes are that are in memory, none of them larger than so many bytes.
+# Where the nodes in memory are, and the most bytes of one.
 _NODES = "nodes/"
+_MEMORY_NODES = {"base": {"driver": "memory", "path": _NODES}, "prefix": _NODES}
 _PREFIXES = ("btree_node_data_prefix", "version_tree_node_data_prefix", "value_data_prefix")
 _SMALL_NODE = 1 << 14
 # Nodes of a B-tree that are read at once of a bucket.
@@ -85,7 +85,7 @@ def wait_written(write: ts.Future, directory: Location) -> None:
     try:
         write.result()
     except ValueError as error:
-        if refused := refusal(error, f"`{directory}`", "written"):
+        if refused := store_error(error, f"`{directory}`", "written"):
             raise DestinationError(refused.summary, refused.problems) from error
         raise DestinationError("the destination cannot be written", [first_line(error)]) from error
 
@@ -158,48 +158,43 @@ def entry_copies(
 
 
 def in_small_nodes(
-    directory: Location, names: Iterable[str], context: ts.Context, manifest: Location | None = None
+    spec: dict[str, Any], names: Iterable[str], context: ts.Context, what: str
 ) -> dict[str, Any]:
-    """The OCDBT database in a directory, with its B-tree in small nodes in a context's memory.
+    """A copy of an OCDBT database with its B-tree in small nodes, in a context's memory.
 
     TensorStore looks at all entries of a node for each value that it reads, and Orbax writes all
-    entries of a checkpoint into one node: without this, reading takes the square of them.
+    entries of a checkpoint into one node. So without the copy, the time to read is quadratic.
     """
-    memory = {"base": {"driver": "memory", "path": _NODES}, "prefix": _NODES, "strip_prefix": 0}
-    spec = ocdbt_spec(directory, manifest)
-    spec["base"] = {"driver": "kvstack", "layers": [{"base": directory.spec}, memory]}
-    source = ts.KvStore.open(spec, context=context).result()
-    spec["manifest"] = {"driver": "memory"}
-    config = {"max_decoded_node_bytes": _SMALL_NODE, "manifest_kind": "single"}
-    prefixes = dict.fromkeys(_PREFIXES, _NODES)
-    small = spec | prefixes | {"config": config, "assume_config": True}
+    base = {"driver": "kvstack", "layers": [{"base": spec["base"]}, _MEMORY_NODES]}
+    source = ts.KvStore.open(spec | {"base": base}, context=context).result()
+    copied = spec | {"base": base, "manifest": {"driver": "memory"}}
+    small = _writable(copied, {"max_decoded_node_bytes": _SMALL_NODE})
+    small |= dict.fromkeys(_PREFIXES, _NODES)
     target = ts.KvStore.open(small, context=context).result()
     for copy in entry_copies(source, target, names):
-        checked(copy, f"the OCDBT database in `{directory}`")
-    return spec
+        checked(copy, what)
+    return copied
 
 
 def ranges_spec(
-    directory: Location, values: "Sequence[tuple[str, StoredValue]]", context: ts.Context
+    directory: Location, values: "Iterable[tuple[str, StoredValue]]", context: ts.Context
 ) -> dict[str, Any]:
-    """A database in a context's memory of ranges of the files in a directory, or of one file; and
+    """A database, in a context's memory, of ranges of the files in a directory, or of one file, and
     of values that are inline."""
-    memory = {"driver": "memory", "path": _NODES}
-    store = ts.KvStore.open({"driver": "memory"}, context=context).result()
-    places = []
+    memory = ts.KvStore.open({"driver": "memory"}, context=context).result()
+    places, files = [], directory.spec
     for number, (key, value) in enumerate(values):
         file = f"{_NODES}value{number}" if value.file is None else value.file
         if value.file is None:
-            store.write(file, value.inline).result()
+            memory.write(file, value.inline).result()
+        elif not file:  # the directory is the file itself
+            files["path"] = files["path"].removesuffix("/")
         places.append((key, Range(file, value.offset, value.size)))
-    for name, data in database(places, _NODES).items() if places else ():
-        store.write(name or MANIFEST, data).result()
-    spec, files = ocdbt_spec(directory), directory.spec
-    if any(not place.file for _, place in places):  # it is the file itself
-        files["path"] = files["path"].removesuffix("/")
-    layers = [{"base": files}, {"base": memory, "prefix": _NODES}]
-    base = {"driver": "kvstack", "layers": layers}
-    return spec | {"base": base, "manifest": {"driver": "memory"}}
+    database = range_database(places, f"{_NODES}ranges") if places else {}
+    for name, data in database.items():
+        memory.write(name or f"{_NODES}{MANIFEST}", data).result()
+    base = {"driver": "kvstack", "layers": [{"base": files}, _MEMORY_NODES]}
+    return ocdbt_spec(directory) | {"base": base, "manifest": _MEMORY_NODES["base"]}
 
 
 class StoredValue(NamedTuple):

@@ -1,14 +1,11 @@
-"""`diff`: in what two checkpoints differ, whatever the mesh, chunk grid and format of either."""
+"""`diff`: how two checkpoints differ, on any meshes and in any chunks and formats."""
 
 import collections
-import difflib
 import functools
-import itertools
 import math
 import numbers
 import os
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -24,13 +21,9 @@ from reshard.units import parse_bytes
 from reshard.verify.differences import Diff, Difference
 from reshard.verify.digest_record import FILE, read_record
 from reshard.verify.elementwise import ElementComparison
-from reshard.verify.values import Failed, Progress, counted, read_values
+from reshard.verify.values import Progress, counted, read_values
 
-_Arrays = dict[Path, ArrayHandle]
 _Pairs = dict[Path, tuple[ArrayHandle, ArrayHandle]]
-_Contents = dict[Path, Difference]
-# What the first part of a path that differs becomes, and each other part with what it becomes.
-_Renaming = tuple[Any, ...]
 
 
 def diff(
@@ -54,9 +47,8 @@ def diff(
     compared by recorded digests. Arrays without a digest on both sides are read. Other items,
     metrics and custom metadata are not compared.
 
-    A leaf has moved if exactly one leaf of the other side has its contents. If several leaves have
-    the same contents, for example zeros, those have moved whose paths differ in the way of a leaf
-    that has moved.
+    A leaf has moved if it alone on its side, and exactly one leaf on the other side, has its
+    contents. Several leaves with the same contents, for example zeros, are removed and added.
 
     Args:
       a: a checkpoint, or the path of one.
@@ -92,20 +84,13 @@ def diff(
       >>> found.equal, [each.what for each in found.differences]
       (False, ['moved', 'moved'])
     """
-    tolerances = {"rtol": rtol, "atol": atol}
-    wrong = [
-        f"{name}={value!r}"
-        for name, value in tolerances.items()
-        if not isinstance(value, numbers.Real) or not 0 <= value < math.inf
-    ]
-    if wrong:
-        raise ArgumentError("a tolerance must be a finite number, 0 or more", wrong)
-    if (rtol or atol) and not values:
-        raise ArgumentError("tolerances require values=True", hints=["values=True"])
+    _check_tolerances(values, rtol=rtol, atol=atol)
     one, other = (c if isinstance(c, Checkpoint) else open_checkpoint(c) for c in (a, b))
-    names = _name(one), _name(other)
     in_a, in_b = _selected(one, other, select, drop)
     same = partners(in_a, in_b)
+    here = set(same.values())
+    removed = {path: leaf for path, leaf in in_a.items() if path not in same}
+    added = {path: leaf for path, leaf in in_b.items() if path not in here}
     pairs = {
         path: (left, right)
         for path, partner in same.items()
@@ -113,29 +98,25 @@ def diff(
         if isinstance(right := in_b[partner], ArrayHandle)
         if left.shape == right.shape and (values is not False or left.dtype == right.dtype)
     }
-    here = set(same.values())
-    removed = {path: leaf for path, leaf in in_a.items() if path not in same}
-    added = {path: leaf for path, leaf in in_b.items() if path not in here}
     alone = _alike(removed, added)
-    contents, digests, rest = ({}, {}, pairs) if values else _recorded(pairs, alone)
+    contents, digests = ({}, {}) if values else _recorded(pairs, alone)
+    rest = {path: pair for path, pair in pairs.items() if path not in contents}
     unread = {path: handle for path, handle in alone.items() if path not in digests}
+    names = _name(one), _name(other)
     reads = values is not False and bool(values or rest or unread)
     if reads:
-        read = functools.partial(
-            read_values, max_memory=parse_bytes(max_memory), workers=workers, executor=executor
-        )
-        sides = ["AB"] * len(rest) + ["A" if path in removed else "B" for path in unread]
-        differing, more = _read(rest, unread, sides, names, (rtol, atol), read, progress)
+        how = parse_bytes(max_memory), workers, executor, progress
+        differing, more = _read(rest, unread, in_a, names, (rtol, atol), *how)
         contents, digests = contents | differing, digests | more
     kinds = {path: (digest, _kind(alone[path])) for path, digest in digests.items()}
-    moved = moves(*({p: kinds[p] for p in side if p in kinds} for side in (removed, added)))
+    moved = _moves(*({p: kinds[p] for p in side if p in kinds} for side in (removed, added)))
     found: list[Difference] = []
     if layout and one.source.format != other.source.format:
         found.append(Difference("format", (), one.source.format, other.source.format))
     for path, leaf in in_a.items():
         if path in same:
             found += _differences(path, same[path], leaf, in_b[same[path]], layout)
-            found += [contents[path]] if path in contents else []
+            found += [each] if (each := contents.get(path)) else []
         elif path in moved:
             found.append(Difference("moved", path, format_path(path), format_path(moved[path])))
         else:
@@ -143,11 +124,23 @@ def diff(
     for path in moved.values():
         del added[path]
     found += [Difference("added", path, None, kind_text(leaf)) for path, leaf in added.items()]
-    leaves = {**in_a, **added}.items()
-    nbytes = {path: leaf.nbytes for path, leaf in leaves if isinstance(leaf, ArrayHandle)}
+    nbytes = {p: a.nbytes for p, a in (in_a | added).items() if isinstance(a, ArrayHandle)}
     not_compared = len(rest) if values is False else 0
-    how = float(rtol), float(atol), len(pairs) - not_compared, not_compared
-    return Diff(*names, tuple(found), reads, *how, nbytes, len(pairs) - len(rest))
+    counts = len(pairs) - not_compared, not_compared
+    by_digests = len(pairs) - len(rest)
+    return Diff(*names, tuple(found), reads, float(rtol), float(atol), *counts, nbytes, by_digests)
+
+
+def _check_tolerances(values: bool | None, **tolerances: Any) -> None:
+    wrong = [
+        f"{name}={value!r}"
+        for name, value in tolerances.items()
+        if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf
+    ]
+    if wrong:
+        raise ArgumentError("a tolerance must be a finite number, 0 or more", wrong)
+    if any(tolerances.values()) and not values:
+        raise ArgumentError("tolerances require values=True", hints=["values=True"])
 
 
 def _name(ckpt: Checkpoint) -> str:
@@ -181,9 +174,9 @@ def partners(a: Iterable[Path], b: Iterable[Path]) -> dict[Path, Path]:
     return same
 
 
-def _alike(removed: Mapping[Path, Leaf], added: Mapping[Path, Leaf]) -> _Arrays:
-    """The arrays on one side alone to which there is one of the same kind on the other. Those
-    without elements have no contents to know them by."""
+def _alike(removed: Mapping[Path, Leaf], added: Mapping[Path, Leaf]) -> dict[Path, ArrayHandle]:
+    """The arrays on one side that may have moved: the other side has an array of the same kind.
+    Arrays without elements have no contents to identify them."""
     arrays, others = (
         {p: leaf for p, leaf in side.items() if isinstance(leaf, ArrayHandle) and leaf.nbytes}
         for side in (removed, added)
@@ -196,9 +189,11 @@ def _kind(handle: ArrayHandle) -> Hashable:
     return handle.shape, handle.dtype.name, handle.key_impl
 
 
-def _recorded(pairs: _Pairs, alone: _Arrays) -> tuple[_Contents, dict[Path, str], _Pairs]:
-    """In what contents differ by recorded digests, path -> digest of arrays on one side alone, and
-    the pairs without a digest on both sides."""
+def _recorded(
+    pairs: _Pairs, alone: Mapping[Path, ArrayHandle]
+) -> tuple[dict[Path, Difference | None], dict[Path, str]]:
+    """By recorded digests: how the contents of a pair differ, None if they are equal; and the
+    digests of arrays on one side. Leaves without digests are left out."""
     records = functools.cache(read_record)
 
     def recorded(handle: ArrayHandle) -> str | None:
@@ -207,50 +202,63 @@ def _recorded(pairs: _Pairs, alone: _Arrays) -> tuple[_Contents, dict[Path, str]
         record = records(handle.stored.store.directory / FILE)
         return None if record is None else record.digest(handle)
 
-    contents: _Contents = {}
-    rest: _Pairs = {}
-    for path, pair in pairs.items():
-        one, other = map(recorded, pair)
-        if one is None or other is None or pair[0].dtype != pair[1].dtype:
-            rest[path] = pair
-        elif one != other:
-            contents[path] = Difference("values", path, f"digest {one}", f"digest {other}")
-    return contents, {p: found for p, h in alone.items() if (found := recorded(h))}, rest
+    contents: dict[Path, Difference | None] = {}
+    for path, (left, right) in pairs.items():
+        a, b = recorded(left), recorded(right)
+        if a and b and left.dtype == right.dtype:
+            values = Difference("values", path, f"digest {a}", f"digest {b}")
+            contents[path] = None if a == b else values
+    return contents, {p: text for p, handle in alone.items() if (text := recorded(handle))}
 
 
 def _read(
     pairs: _Pairs,
-    alone: _Arrays,
-    sides: Sequence[str],
+    alone: Mapping[Path, ArrayHandle],
+    in_a: Collection[Path],
     names: tuple[str, str],
     tolerances: tuple[float, float],
-    read: Callable[..., Failed],
+    max_memory: int,
+    workers: int | None,
+    executor: Executor | None,
     progress: Progress | None,
-) -> tuple[_Contents, dict[Path, str]]:
-    """In what contents that are read differ, and path -> digest of arrays on one side alone. Raises
-    CorruptCheckpointError with all arrays that cannot be read, or that belong to two leaves."""
+) -> tuple[dict[Path, Difference | None], dict[Path, str]]:
+    """As `_recorded`, from the values. Raises CorruptCheckpointError with all arrays that cannot
+    be read, or that were stored under one name."""
+    sides = ["A" if path in in_a else "B" for path in alone]
     groups = [*pairs.values(), *((handle,) for handle in alone.values())]
     handles = [handle for group in groups for handle in group]
     check_names(handles)
     comparisons = {path: ElementComparison(a.shape, *tolerances) for path, (a, _) in pairs.items()}
     digests = {path: Digest(handle.shape, handle.dtype) for path, handle in alone.items()}
     report = counted(sum(handle.nbytes for handle in handles), progress)
-    failed = read(groups, [*comparisons.values(), *digests.values()], progress=report)
+    takers = [*comparisons.values(), *digests.values()]
+    failed = read_values(groups, takers, max_memory, report, workers, executor)
     if failed:
         raise CorruptCheckpointError(
             f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",
             [
-                ": ".join((sides[group][place], error.summary, *error.problems))
+                ": ".join((side, error.summary, *error.problems))
                 for group, errors in failed.items()
                 for place, error in errors.items()
+                if (side := "AB"[place] if group < len(pairs) else sides[group - len(pairs)])
             ],
         )
     contents = {
-        path: Difference("values", path, found.a, found.b, found)
+        path: (found := comparison.state) and Difference("values", path, found.a, found.b, found)
         for path, comparison in comparisons.items()
-        if (found := comparison.state) is not None
     }
     return contents, {path: digest.text() for path, digest in digests.items()}
+
+
+def _moves(removed: Mapping[Path, Any], added: Mapping[Path, Any]) -> dict[Path, Path]:
+    """Old path -> new path, of contents that one leaf has on each side. Contents by path."""
+    paths = {contents: path for path, contents in added.items()}
+    counts = collections.Counter(removed.values()), collections.Counter(added.values())
+    return {
+        path: paths[contents]
+        for path, contents in removed.items()
+        if counts[0][contents] == counts[1][contents] == 1
+    }
 
 
 def _differences(path: Path, partner: Path, a: Leaf, b: Leaf, layout: bool) -> Iterator[Difference]:
@@ -291,38 +299,3 @@ def _laid_out(handle: ArrayHandle) -> str:
             spec = spec[:-1]
         return f"{format_spec(spec)} on {sharding.mesh}"
     return sharding_text(handle) or "no sharding"
-
-
-def moves(removed: Mapping[Path, Any], added: Mapping[Path, Any]) -> dict[Path, Path]:
-    """Old path -> new path of leaves on one side alone, from what tells their contents apart. Those
-    of the same contents are renamed as others are, and as one alone is."""
-    groups: defaultdict[Any, tuple[list[Path], list[Path]]] = defaultdict(lambda: ([], []))
-    for side, leaves in enumerate((removed, added)):
-        for path, contents in leaves.items():
-            groups[contents][side].append(path)
-    found = {old[0]: new[0] for old, new in groups.values() if len(old) == len(new) == 1}
-    renamings: defaultdict[Path, set[_Renaming]] = defaultdict(set)
-    for old, new in found.items():
-        codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-        parts = [(old[i:j], new[k:m]) for tag, i, j, k, m in codes if tag != "equal"]
-        renamings[parts[0][0]].add((parts[0][1], *parts[1:]))
-    for old, new in groups.values():
-        if len(old) * len(new) > 1:
-            free = set(new)
-            claims = {path: free.intersection(_renamed(path, renamings)) for path in old}
-            claimed = collections.Counter(itertools.chain(*claims.values()))
-            alone = {path: next(iter(to)) for path, to in claims.items() if len(to) == 1}
-            found |= {path: to for path, to in alone.items() if claimed[to] == 1}
-    return found
-
-
-def _renamed(path: Path, renamings: Mapping[Path, Iterable[_Renaming]]) -> Iterator[Path]:
-    """What a path becomes by each of some renamings, wherever its parts stand."""
-    for start, stop in itertools.combinations_with_replacement(range(len(path) + 1), 2):
-        for new, *others in renamings.get(path[start:stop], ()):
-            rest = [path[stop:]]
-            if others:
-                (part, *after), *further = others
-                rest = _renamed(path[stop:], {part: [(*after, *further)]})
-            for end in rest:
-                yield path[:start] + new + end

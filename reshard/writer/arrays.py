@@ -29,12 +29,16 @@ from reshard.engine.read import READ_AHEAD, Destination, Read, read
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
 from reshard.storage.array_store import array_spec
+from reshard.storage.bucket import BucketLocation
 from reshard.storage.location import Location, checked
 from reshard.storage.ocdbt import MANIFEST, contents, new_context, stage_spec, wait_written
 from reshard.tree import Path
 from reshard.writer.format import TargetFormat
+from reshard.writer.safetensors import File
 
 Report = Callable[[int], None]
+# A box, and its values as they are written.
+_Filled = tuple["_Box", np.ndarray]
 # A value that is being read: its key, its key in the target, and its stored bytes.
 _Copy = tuple[ts.Future, str, str, int]
 # Each commit makes nodes that no later one reads, and a merge reads each node once: a large cache
@@ -77,6 +81,7 @@ class ItemShare:
       metadata: metadata of arrays, by their keys.
       values: what is copied verbatim.
       boxes: what is rewritten.
+      files: the safetensors files that hold the boxes, if that is the format.
     """
 
     item: int
@@ -84,22 +89,32 @@ class ItemShare:
     metadata: Mapping[str, bytes]
     values: Sequence[ValueRange]
     boxes: Sequence[BoxRange]
+    files: Sequence[File] = ()
 
-    @property
-    def handles(self) -> list[ArrayHandle]:
-        """The arrays that are rewritten."""
-        return [handle for group in self.boxes for handle, _ in group.arrays]
+    def limiter_bytes(self, directory: Location, max_memory: int) -> int:
+        """Bytes that writing it into a directory keeps in flight."""
+        arrays = [pair for group in self.boxes for pair in group.arrays]
+        handles = [*(handle for handle, _ in arrays), *(some.handle for some in self.values)]
+        stores = (data.store.directory for handle in handles for _, data in handle.roots())
+        is_remote = not all(place.is_local for place in (directory, *stores))
+        largest = max((array.box_bytes for _, array in arrays), default=0)
+        return in_flight(max_memory, cores(), largest, is_remote)
+
+    def new_digests(self) -> dict[Path, Digest]:
+        """A digest for each array that is rewritten."""
+        handles = (handle for group in self.boxes for handle, _ in group.arrays)
+        return {handle.path: Digest(handle.shape, handle.dtype) for handle in handles}
 
 
 class Written(NamedTuple):
-    """What has been written of an item, by one attempt.
+    """What one attempt has written of an item.
 
     Attributes:
       databases: those in the item's directory, and how many keys each has; none for plain files.
       files: data files below the item's directory, and their bytes.
-      nodes: the same of what else the databases consist of, and is not needed once they are merged.
+      nodes: the same of the databases' other files, which are not needed once they are merged.
       digests: name of an array -> the state of its digest, after what was written of it.
-      chunks: in plain files, where a chunk will be -> where it was written.
+      chunks: final path of a plain file -> where it was written.
     """
 
     databases: Mapping[str, int] = {}
@@ -110,43 +125,106 @@ class Written(NamedTuple):
 
 
 def write_item(
+    share: ItemShare, directory: Location, name: str, max_memory: int, report: Report
+) -> Written:
+    """Writes a share of an item below the item's directory, under names that begin with `name`. On
+    a disk, what is written is durable then.
+
+    Raises CorruptCheckpointError if stored bytes do not decode, or written bytes are missing, and
+    DestinationError if a write fails."""
+    digests = share.new_digests()
+    if share.files:
+        written = _write_files(share, directory, f"{name}0", digests, max_memory, report)
+    else:
+        written = _write_databases(share, directory, name, digests, max_memory, report)
+    states = {stored_name(path): digest.state for path, digest in digests.items()}
+    return written._replace(digests=states)
+
+
+def _write_files(
     share: ItemShare,
     directory: Location,
-    database: str,
+    name: str,
+    digests: Mapping[Path, Digest],
     max_memory: int,
     report: Report,
 ) -> Written:
-    """Writes what a share has of an item, into databases in the item's directory whose names begin
-    with that of one: on a disk one; in a bucket several take turns, since a commit is several
-    requests, one after another. On a disk, what is written is durable then.
+    """Writes safetensors files into a directory. For a bucket they are made on this machine's disk
+    and uploaded."""
+    target = directory / name
+    with contextlib.ExitStack() as stack:
+        folder = target if target.is_local else stack.enter_context(disk.temporary_directory())
+        folder.make_directory()
+        places: dict[Path, tuple[Location, int]] = {}
+        for own, header, offsets, nbytes in share.files:
+            disk.make_file(folder / own, header, nbytes)
+            places |= {path: (folder / own, begin) for path, begin in offsets.items()}
 
-    Raises CorruptCheckpointError where stored bytes do not decode, or what was written is not
-    there, and DestinationError where a write fails."""
-    count = 1 if directory.is_local or not share.format.ocdbt else WINDOW
-    names = [f"{database}{number}" for number in range(count)]
-    digests = _write(share, directory, names, max_memory, report)
-    states = {stored_name(path): digest.state for path, digest in digests.items()}
-    there: dict[str, int] = {}
+        def write(number: int, boxes: Sequence[_Filled], reservation: Reservation) -> None:
+            for box, values in boxes:
+                file, begin = places[box.handle.path]
+                disk.write_box(file, begin, box.handle.shape, box.box, values)
+
+        with Budget(share.limiter_bytes(directory, max_memory)) as budget:
+            write_chunks(share, write, digests, budget, report)
+        for file in share.files:
+            if isinstance(target, BucketLocation):
+                (target / file.name).upload(folder / file.name)
+    sync(target, [file.name for file in share.files])
+    sizes = {f"{name}/{file.name}": file.nbytes for file in share.files}
+    wrong = [path for path, nbytes in sizes.items() if (directory / path).file_bytes() != nbytes]
+    _check_written([f"`{directory / path}` is missing or truncated" for path in wrong])
+    return Written(files=sizes, chunks={path.rpartition("/")[2]: path for path in sizes})
+
+
+def _write_databases(
+    share: ItemShare,
+    directory: Location,
+    name: str,
+    digests: Mapping[Path, Digest],
+    max_memory: int,
+    report: Report,
+) -> Written:
+    """Writes databases, or plain zarr files. In a bucket several databases take turns, since a
+    commit is several requests, one after another."""
+    ocdbt = share.format.ocdbt
+    count = 1 if directory.is_local or not ocdbt else WINDOW
+    names = [f"{name}{number}" for number in range(count)]
+    target = Target(directory, names, share.format)
+    values = []
+    for some in share.values:
+        _, root = next(some.handle.roots())
+        kvstore = functools.cache(root.store.kvstore)
+        for key, chunk in some.chunks(share.format):
+            values.append((kvstore(chunk.name), chunk.key, key, chunk.value.size))
+    with target.writing(), Budget(share.limiter_bytes(directory, max_memory)) as budget:
+        write_values(share.metadata, target, budget)
+        copy_chunks(values, target, budget, report)
+        write_chunks(share, target.write, digests, budget, report)
+    sizes: dict[str, int] = {}
     databases: dict[str, int] = {}
     files: set[str] = set()
     with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
-        looked = pool.map(lambda name: _look(directory / name, share.format.ocdbt), names)
-        for name, (sizes, listed) in zip(names, looked, strict=True):
-            there |= {f"{name}/{path}": size for path, size in sizes.items()}
+        looked = pool.map(lambda name: _look(directory / name, ocdbt), names)
+        for each, (found, listed) in zip(names, looked, strict=True):
+            sizes |= {f"{each}/{path}": size for path, size in found.items()}
             if listed is not None:
-                databases[name], used = listed
-                files |= {f"{name}/{file}" for file in used}
-    if not share.format.ocdbt:
-        files = {*there}
-    count = sum(databases.values()) if share.format.ocdbt else len(there)
-    _check_there(share, directory, count, files - there.keys())
-    sync(directory, there)
+                databases[each], used = listed
+                files |= {f"{each}/{file}" for file in used}
+    if not ocdbt:
+        files = {*sizes}
+    problems = [f"`{directory / file}` is missing" for file in files - sizes.keys()]
+    # A chunk that holds only the fill value may be absent on a disk.
+    missing = _key_count(share) - (sum(databases.values()) if ocdbt else len(sizes))
+    if missing and not share.format.fills:
+        problems.append(f"{missing} chunks are missing")
+    _check_written(problems)
+    sync(directory, sizes)
     return Written(
         databases,
-        {file: size for file, size in there.items() if file in files},
-        {file: size for file, size in there.items() if file not in files},
-        states,
-        {} if share.format.ocdbt else {file[len(names[0]) + 1 :]: file for file in there},
+        {file: size for file, size in sizes.items() if file in files},
+        {file: size for file, size in sizes.items() if file not in files},
+        chunks={} if ocdbt else {file[len(names[0]) + 1 :]: file for file in sizes},
     )
 
 
@@ -159,98 +237,106 @@ def _look(directory: Location, ocdbt: bool) -> tuple[dict[str, int], tuple[int, 
 
 
 def sync(directory: Location, files: Collection[str]) -> None:
-    """Makes files durable, and their names, where that is not so once they are written."""
+    """Makes files durable, and their names, if they are on a disk."""
     if directory.is_local:
         folders = {file.rpartition("/")[0] for file in files}
         for file in [*files, *folders]:
             disk.sync(directory / file)
 
 
-def _check_there(share: ItemShare, directory: Location, count: int, gone: Collection[str]) -> None:
-    """Raises CorruptCheckpointError where not all keys are there that were written. A chunk that
-    holds a fill value alone may be absent on a disk."""
-    problems = [f"`{directory / file}` is missing" for file in gone]
-    missing = len(share.metadata) - count + sum(len(v.chunks(share.format)) for v in share.values)
+def _key_count(share: ItemShare) -> int:
+    """How many keys the databases of a share have: chunks and metadata."""
+    count = len(share.metadata) + sum(len(some.chunks(share.format)) for some in share.values)
     for group, start, stop in share.boxes:
         for _, array in group:
             for box in array.boxes(start, stop):
-                missing += math.prod(end - begin for begin, end in chunk_ranges(box, array.chunk))
-    if missing and not share.format.fills:
-        problems.append(f"{missing} chunks are missing")
+                count += math.prod(end - begin for begin, end in chunk_ranges(box, array.chunk))
+    return count
+
+
+def _check_written(problems: Sequence[str]) -> None:
     if problems:
         raise CorruptCheckpointError("the written data cannot be read back", problems)
 
 
-class Target(NamedTuple):
-    """Where and how arrays are written.
+class Target:
+    """The databases, or the directory of plain files, that a share of an item is written into.
+    Batches take turns in several databases, so that several commits are under way."""
 
-    Attributes:
-      directory: the item's.
-      stores: key-value stores; in several, batches are committed at once: each is written to the
-        one that its number says.
-      context: their resources.
-      format: that of the arrays.
-    """
-
-    directory: Location
-    stores: Sequence[ts.KvStore]
-    context: ts.Context
-    format: TargetFormat
-
-    def begin(self) -> ts.Transaction:
-        """The transaction of a batch. On a disk it may be several commits, of what is encoded first
-        and of the rest; in a bucket each would be three requests, one after another."""
-        return ts.Transaction(atomic=self.format.ocdbt and not self.directory.is_local)
-
-
-def _write(
-    share: ItemShare, directory: Location, names: Sequence[str], max_memory: int, report: Report
-) -> dict[Path, Digest]:
-    """Writes a share of an item. The digests of what was rewritten, as far as it was here."""
-    context = new_context(CACHE_BYTES)
-    if share.format.ocdbt:
-        specs = [stage_spec(directory, name, share.format.file_bytes) for name in names]
-    else:
+    def __init__(self, directory: Location, names: Sequence[str], form: TargetFormat):
+        self.directory = directory
+        self._format = form
+        self._context = new_context(CACHE_BYTES)
+        self._writeback = None
         specs = [(directory / name).spec for name in names]
-    stores = [ts.KvStore.open(spec, context=context).result() for spec in specs]
-    target = Target(directory, stores, context, share.format)
-    digests = {handle.path: Digest(handle.shape, handle.dtype) for handle in share.handles}
-    values = []
-    for some in share.values:
-        _, root = next(some.handle.roots())
-        kvstore = functools.cache(root.store.kvstore)
-        for key, chunk in some.chunks(share.format):
-            values.append((kvstore(chunk.name), chunk.key, key, chunk.value.size))
-    boxes = (array.box_bytes for group in share.boxes for _, array in group.arrays)
-    largest = max(boxes, default=0)
-    limit = in_flight(max_memory, cores(), largest, _is_remote(share, directory))
-    writeback = None
-    if share.format.ocdbt and directory.is_local:
-        writeback = disk.Writeback(directory / names[0] / "d")
-    committed = (lambda: None) if writeback is None else writeback.advance
-    with contextlib.ExitStack() as stack:
-        if writeback is not None:
-            stack.callback(writeback.finish)
-        budget = stack.enter_context(Budget(limit))
-        write_values(share.metadata, target, budget)
-        copy_chunks(values, target, budget, committed, report)
-        write_chunks(share, target, digests, budget, committed, report)
-    return digests
+        if form.ocdbt:
+            specs = [stage_spec(directory, name, form.file_bytes) for name in names]
+            if directory.is_local:
+                self._writeback = disk.Writeback(directory / names[0] / "d")
+        self._stores = [ts.KvStore.open(spec, context=self._context).result() for spec in specs]
+        self._arrays: dict[tuple[Path, int], ts.TensorStore] = {}
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Ends with the files that are on their way to the disk."""
+        try:
+            yield
+        finally:
+            if self._writeback is not None:
+                self._writeback.finish()
 
-def _is_remote(share: ItemShare, directory: Location) -> bool:
-    """Whether something is read from a bucket, or written to one."""
-    handles = (*share.handles, *(some.handle for some in share.values))
-    stores = (data.store for handle in handles for _, data in handle.roots())
-    return not (directory.is_local and all(s.directory.is_local for s in stores))
+    def committed(self) -> None:
+        """Called after a batch has been committed, and all before it."""
+        if self._writeback is not None:
+            self._writeback.advance()
+
+    def begin(self, number: int) -> tuple[ts.Transaction, ts.KvStore]:
+        """The transaction of a batch, and the store that it writes to. On a disk it may be several
+        commits, of what is encoded first and of the rest; in a bucket each would be three requests,
+        one after another."""
+        atomic = self._format.ocdbt and not self.directory.is_local
+        return ts.Transaction(atomic=atomic), self._stores[number % len(self._stores)]
+
+    def write(self, number: int, boxes: Sequence[_Filled], reservation: Reservation) -> None:
+        """Encodes and writes boxes in one transaction. Its commit frees their memory."""
+        transaction, store = self.begin(number)
+        which = number % len(self._stores)
+        paths = {box.handle.path for box, _ in boxes}
+        for key in [key for key in self._arrays if key[0] not in paths]:
+            del self._arrays[key]
+        copies = []
+        for box, values in boxes:
+            key = box.handle.path, which
+            if key not in self._arrays:
+                self._arrays[key] = self._open(store, box.handle, box.array)
+            array = self._arrays[key].with_transaction(transaction)
+            write = array[box.box].write(values, can_reference_source_data_indefinitely=True)
+            copies.append(write.copy)
+        for copy in copies:
+            wait_written(copy, self.directory)
+        wait = functools.partial(wait_written, transaction.future, self.directory)
+        # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
+        # into a directory that is being removed.
+        reservation.free_after(wait, self.committed, transaction.future.done)
+        for box, _ in boxes:
+            if box.kept is not None:
+                box.kept.free_after(wait)
+        transaction.commit_async()
+
+    def _open(self, store: ts.KvStore, handle: ArrayHandle, array: ArrayPlan) -> ts.TensorStore:
+        """An array of the destination, whose metadata are written separately."""
+        metadata = self._format.metadata(handle, array.chunk)
+        options = {"store_data_equal_to_fill_value": not self._format.fills}
+        spec = array_spec(self._format.driver, metadata, **options)
+        below = store / f"{stored_name(handle.path)}/"
+        return ts.open(spec, kvstore=below, context=self._context).result()
 
 
 def write_chunks(
     share: ItemShare,
-    target: Target,
+    write: Callable[[int, Sequence[_Filled], Reservation], object],
     digests: Mapping[Path, Digest],
     budget: Budget,
-    committed: Callable[[], object],
     report: Report,
 ) -> None:
     """Reads, casts and writes boxes, and takes the digests of what is written.
@@ -259,56 +345,24 @@ def write_chunks(
     One commit for many chunks matters for OCDBT: each commit writes the B-tree again.
 
     Args:
+      write: called with the number of a batch, its boxes, and what they have reserved.
       budget: what is in flight; the batches are of a size that several fit into it.
-      committed: called after a batch has been committed, and all before it.
       report: called with the number of decoded bytes of each batch that was handed over.
     """
-    targets: dict[tuple[Path, int], ts.TensorStore] = {}
     todo = in_batches(units(share.boxes, budget), budget.limit // WINDOW, budget.limit)
     for number, filled in enumerate(read(todo, budget)):
         filled.check()
         decoded = sum(read.nbytes for read in filled.batch.reads)
         pairs = zip(filled.batch.reads, filled.values, strict=True)
         boxes = [whole for pair in pairs if (whole := _whole_box(*pair)) is not None]
-        if not boxes:
-            report(decoded)
-            continue
-        paths = {box.handle.path for box, _ in boxes}
-        for key in [key for key in targets if key[0] not in paths]:
-            del targets[key]
-        which = number % len(target.stores)
-        transaction = target.begin()
-        copies = []
-        for box, values in boxes:
-            key = box.handle.path, which
-            if key not in targets:
-                targets[key] = _open(target, which, box.handle, box.array)
-            array = targets[key].with_transaction(transaction)
-            write = array[box.box].write(values, can_reference_source_data_indefinitely=True)
-            copies.append(write.copy)
-        for copy in copies:
-            wait_written(copy, target.directory)
-        wait = functools.partial(wait_written, transaction.future, target.directory)
-        # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
-        # into a directory that is being removed.
-        filled.reservation.free_after(wait, committed, transaction.future.done)
-        for box, _ in boxes:
-            if box.kept is not None:
-                box.kept.free_after(wait)
-        transaction.commit_async()
+        if boxes:
+            write(number, boxes, filled.reservation)
         for box, values in boxes:  # while other threads encode what is committed
             digests[box.handle.path].add(box.box, values)
         report(decoded)
-        del boxes, pairs, values  # only the transaction holds the buffers until it is committed
-
-
-def _open(target: Target, which: int, handle: ArrayHandle, array: ArrayPlan) -> ts.TensorStore:
-    """An array of the destination, whose metadata are written apart from it."""
-    metadata = target.format.metadata(handle, array.chunk)
-    options = {"store_data_equal_to_fill_value": not target.format.fills}
-    spec = array_spec(target.format.driver, metadata, **options)
-    below = target.stores[which] / f"{stored_name(handle.path)}/"
-    return ts.open(spec, kvstore=below, context=target.context).result()
+        boxes = pairs = values = (
+            None  # only the transaction holds the buffers until it is committed
+        )
 
 
 class _Box:
@@ -362,7 +416,7 @@ def units(groups: Sequence[BoxRange], budget: Budget) -> Iterator[Unit]:
             )
 
 
-def _whole_box(read: Read, values: np.ndarray | None) -> tuple[_Box, np.ndarray] | None:
+def _whole_box(read: Read, values: np.ndarray | None) -> _Filled | None:
     """The box that a read has completed, if it has, and its values as they are written."""
     box: _Box = read.owner
     box.left -= 1
@@ -390,7 +444,6 @@ def copy_chunks(
     values: Sequence[tuple[ts.KvStore, str, str, int]],
     target: Target,
     budget: Budget,
-    committed: Callable[[], object],
     report: Report,
 ) -> None:
     """Copies stored values verbatim: for each where to read, its key there, its key in the target,
@@ -399,8 +452,8 @@ def copy_chunks(
 
     def write_oldest() -> None:
         number, batch, reservation = ahead.popleft()
-        transaction = target.begin()
-        writable = target.stores[number % len(target.stores)].with_transaction(transaction)
+        transaction, store = target.begin(number)
+        writable = store.with_transaction(transaction)
         writes = []
         for value, key, new, _ in batch:
             result = checked(value, f"the stored value `{key}`")
@@ -409,9 +462,8 @@ def copy_chunks(
             writes.append(writable.write(new, result.value))
         for write in writes:
             wait_written(write, target.directory)
-        reservation.free_after(
-            functools.partial(wait_written, transaction.future, target.directory), committed
-        )
+        wait = functools.partial(wait_written, transaction.future, target.directory)
+        reservation.free_after(wait, target.committed)
         transaction.commit_async()
         report(sum(size for _, _, _, size in batch))
 
@@ -431,8 +483,8 @@ def copy_chunks(
 def write_values(values: Mapping[str, bytes], target: Target, budget: Budget) -> None:
     """Writes small values, in one transaction, which is committed while others are."""
     if values:
-        transaction = target.begin()
-        store = target.stores[0].with_transaction(transaction)
+        transaction, store = target.begin(0)
+        store = store.with_transaction(transaction)
         for write in [store.write(key, value) for key, value in values.items()]:
             wait_written(write, target.directory)
         wait = functools.partial(wait_written, transaction.future, target.directory)

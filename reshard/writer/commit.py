@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from reshard.errors import DestinationError, DestinationExistsError, ReshardError
 from reshard.loader.detection import MARKER, RECORD
 from reshard.storage import disk
+from reshard.storage.bucket import BucketLocation
 from reshard.storage.location import Location
 from reshard.storage.machine import has_ended
 from reshard.storage.ocdbt import MANIFEST, PROCESS, value_files
@@ -46,8 +47,9 @@ from reshard.writer.siblings import UNFINISHED_PREFIX
 
 # Not a name of a step, and not temporary: an old checkpoint must not be swept away by a manager.
 REPLACED_SUFFIX = ".replaced-by-reshard"
-# Requests at once.
+# Requests at once, and bytes of an object that is copied on the server.
 _REQUESTS = 32
+_LARGE = 16 << 20
 RESUME = "resume=True continues it"
 OVERWRITE = "overwrite=True starts again"
 
@@ -315,19 +317,20 @@ def forward(
     record = record or parsed(destination / RECORD)
     if record is None:
         raise DestinationError(f"`{destination / RECORD}` could not be written")
-    there = {entry.path for entry in destination.walk() if entry.is_file}
-    left = not {*record["files"], *(path for path, _ in record["markers"])} <= there
+    there = {entry.path: entry.nbytes for entry in destination.walk() if entry.is_file}
+    left = not {*record["files"], *(path for path, _ in record["markers"])} <= there.keys()
     gone = [f"`{destination / path}`" for path in record["kept"] if path not in there]
     if gone:
         hint = f"delete `{destination}` while no job runs, and write it again"
         raise DestinationError("files that the commit record names are missing", gone, [hint])
     with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
         items = record["files"].items()
-        list(pool.map(lambda item: _fix(destination, *item), items))
+        list(pool.map(lambda item: _fix(destination, item[0], item[1], there), items))
     for path, content in record["markers"]:
-        _fix(destination, path, content)
+        _fix(destination, path, content, there)
     kept = {*record["kept"], *record["files"]}  # an item beside may be of a job, too
-    sources = {content["from"] for content in record["files"].values() if "from" in content}
+    contents = [*record["files"].values(), *(content for _, content in record["markers"])]
+    sources = {content["from"] for content in contents if "from" in content}
     items = {_item(path) for path in kept | sources}  # no other checkpoint below this one
     attempts = [path for path in there if is_of_an_attempt(path) and _item(path) in items]
     destination.remove_files([path for path in attempts if path not in kept])
@@ -345,17 +348,33 @@ def _text(content: bytes | str) -> dict[str, str]:
     return {"bytes": base64.b64encode(content).decode()}
 
 
-def _fix(destination: Location, path: str, content: Mapping[str, str]) -> None:
-    """Creates what is at a name without a token, if it is absent. Raises DestinationError where
-    something else is there."""
+def _fix(
+    destination: Location, path: str, content: Mapping[str, str], sizes: Mapping[str, int]
+) -> None:
+    """Creates what is at a name without a token, if it is absent. Raises DestinationError if
+    something else is there. `sizes` are those of the objects that were there before."""
     place = destination / path
     if "bytes" in content:
         data = base64.b64decode(content["bytes"])
+        done = place.create_or_match(data)
+    elif sizes.get(content["from"], 0) > _LARGE:
+        source = destination / content["from"]
+        assert isinstance(source, BucketLocation) and isinstance(place, BucketLocation)
+        try:
+            if path not in sizes:
+                source.copy_on_server(place)
+            done = place.file_bytes() == sizes[source.below(destination) or ""]
+            done = done and (path not in sizes or place.sha256() == source.sha256())
+        except ReshardError:
+            if source.exists() or not place.exists():
+                raise
+            return  # another process has gone on, and deleted it
     else:
         data = (destination / content["from"]).read_whole()
         if data is None and place.exists():  # another process has gone on, and deleted it
             return
-    if data is None or not place.create_or_match(data):
+        done = data is not None and place.create_or_match(data)
+    if not done:
         raise DestinationError(
             f"`{place}` holds other content than this job writes",
             hints=["delete it while no job runs", f"reshard.commit({as_python(str(destination))})"],

@@ -13,6 +13,7 @@ import numpy as np
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, empty_name
 from reshard.loader.detection import ARRAYS_FOLDER, SHARDING_FILE, STRINGS_FILE, TREE_FILE
+from reshard.loader.safetensors import INDEX
 from reshard.sharding.mesh import (
     MAX_DEVICE_IDS,
     NamedSharding,
@@ -23,10 +24,13 @@ from reshard.sharding.mesh import (
 from reshard.tree import Key, Path, nested
 from reshard.writer.format import TargetFormat
 from reshard.writer.plan import ItemPlan
+from reshard.writer.safetensors import index
 
 
 def documents(item: ItemPlan) -> dict[str, bytes]:
     """File name -> content of an item's documents."""
+    if files := item.format.files:
+        return {INDEX: index(files)} if len(files) > 1 else {}
     ckpt, chunks = item.ckpt, {array.layout.path: array.chunk for array in item.arrays}
     strings = nested(  # Orbax nests their names at each slash
         (tuple(stored_name(path).split("/")), leaf)

@@ -5,12 +5,14 @@ import functools
 import json
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import tensorstore as ts
 
 from reshard.arrays.boxes import chunks_together, shape_of
+from reshard.arrays.derived import stored_values
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
 from reshard.checkpoint import Checkpoint
@@ -21,8 +23,10 @@ from reshard.engine.read import Read, read
 from reshard.errors import ArgumentError
 from reshard.storage.array_store import ZarrVersion
 from reshard.storage.location import Location
+from reshard.storage.ocdbt import StoredValue
 from reshard.tree import format_path
 from reshard.units import format_bytes, parse_bytes
+from reshard.writer.safetensors import File
 
 # Data files of an OCDBT database; Orbax's own default.
 _FILE_BYTES = 2 << 30
@@ -87,6 +91,7 @@ class TargetFormat(ZarrVersion):
       shares: data files of the source may become data files of the destination.
       fills: chunks that hold the fill value alone are left out, as they are in the source.
       usual: the encoding of arrays that come from no stored one.
+      files: safetensors files that hold the arrays, in the place of chunks.
     """
 
     ocdbt: bool
@@ -95,10 +100,13 @@ class TargetFormat(ZarrVersion):
     shares: bool
     fills: bool
     usual: Encoding
+    files: tuple[File, ...] = ()
 
     @property
     def format(self) -> str:
         """It in words, as `Source.format` has it."""
+        if self.files:
+            return "safetensors"
         return f"{'OCDBT' if self.ocdbt else 'plain files'}, {'zarr3' if self.zarr3 else 'zarr2'}"
 
     def __str__(self) -> str:
@@ -136,12 +144,16 @@ class TargetFormat(ZarrVersion):
     def check_chunk(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> None:
         """Raises ArgumentError for a chunk that the codec of an array does not take."""
         nbytes = math.prod(chunk) * handle.dtype.itemsize
-        if nbytes > _MAX_BLOSC and self.encoding(handle).is_blosc:
+        if nbytes > _MAX_BLOSC and not self.files and self.encoding(handle).is_blosc:
             raise ArgumentError(
                 f"{format_path(handle.path)}: blosc takes no chunks of more than {_MAX_BLOSC} "
                 f"bytes, and one of {list(chunk)} has {nbytes}",
                 hints=['chunks="1GiB"'],
             )
+
+    def verbatim(self, handle: ArrayHandle) -> list[StoredValue] | None:
+        """The stored values that an array consists of as they are; None if it is rewritten."""
+        return None if self.files else stored_values(handle, self.encoding(handle))
 
     def metadata(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> bytes:
         return self.encoding(handle).document(handle.shape, chunk, handle.dtype)
@@ -197,6 +209,12 @@ def _encoding(
     if codec is not None:
         encoding = codec.applied(encoding)
     return encoding if encoding.zarr_format == version else converted(encoding, version)
+
+
+def safetensors_format(files: Iterable[File]) -> TargetFormat:
+    """The format of an export."""
+    encoding = parse_encoding(_ORBAX)
+    return TargetFormat(False, False, None, _FILE_BYTES, False, False, encoding, tuple(files))
 
 
 def target_format(

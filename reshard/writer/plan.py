@@ -22,6 +22,7 @@ from reshard.units import format_bytes, format_load
 from reshard.verify.digest_record import Record
 from reshard.writer.arrays import BoxRange, ItemShare, ValueRange
 from reshard.writer.format import TargetFormat
+from reshard.writer.safetensors import File
 from reshard.writer.siblings import Sibling
 
 # Bytes of a share, as they are stored, and the least that a worker is given one for.
@@ -58,6 +59,17 @@ class Share:
     items: tuple[ItemShare, ...]
     max_memory: int
     nbytes: int
+
+
+class FileGroup(NamedTuple):
+    """Files that one share writes, and their boxes."""
+
+    files: Sequence[File]
+    boxes: Sequence[BoxRange]
+
+
+# Some of the work of a job.
+_Work = BoxRange | ValueRange | FileGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +118,33 @@ class ItemPlan:
         of values `in_memory`, or all others."""
         handles = {handle.path: handle for handle in self.handles}
         groups = [[(handles[a.layout.path], a) for a in group] for group in co_read(self.arrays)]
+        whole = bool(self.format.files)  # a share writes all of a file
         return [
-            BoxRange(group) for group in groups if derived.from_memory(group[0][0]) == in_memory
+            BoxRange(group)
+            for group in groups
+            if (derived.from_memory(group[0][0]) and not whole) == in_memory
         ]
+
+    def file_groups(self) -> list[FileGroup]:
+        """The files of an export, in groups that one share writes: files whose arrays are read
+        together are in one group."""
+        if not self.format.files:
+            return []
+        numbers = {path: n for n, file in enumerate(self.format.files) for path in file.offsets}
+        found = [({n}, list[BoxRange]()) for n in range(len(self.format.files))]
+        for boxes in self.groups(in_memory=False):
+            own = {numbers[handle.path] for handle, _ in boxes.arrays}
+            joined = [each for each in found if each[0] & own]
+            rest = [each for each in found if not each[0] & own]
+            merged = set().union(*(files for files, _ in joined))
+            found = [*rest, (merged, [*(b for _, some in joined for b in some), boxes])]
+        found.sort(key=lambda each: min(each[0]))
+        return [FileGroup([self.format.files[n] for n in sorted(f)], boxes) for f, boxes in found]
 
     def metadata(self) -> dict[str, bytes]:
         """Metadata of arrays, by their keys, that are not copied as they are."""
+        if self.format.files:
+            return {}
         return {
             f"{stored_name(h.path)}/{self.format.metadata_key}": self.format.metadata(
                 h, h.chunk_shape if array.moved else array.chunk
@@ -125,16 +158,19 @@ class ItemPlan:
 
     def values(self, handle: ArrayHandle) -> list[StoredValue]:
         """The stored values that an array consists of in the destination as they are."""
-        return derived.stored_values(handle, self.format.encoding(handle)) or []
+        return self.format.verbatim(handle) or []
 
     def directory(self, root: Location) -> Location:
         """Its directory below the destination's root."""
+        if self.format.files:
+            return root
         return root / self.ckpt.source.step / self.ckpt.source.item
 
     def documents(self, steps: bool) -> Iterator[dict[str, Any]]:
         """What a plan's JSON document has of each array; with `steps` also which step's it is."""
         for handle, array in self._pairs():
             saved = sharding_document(handle.saved_sharding)
+            nbytes = handle.nbytes // handle.dtype.itemsize * array.layout.source_itemsize
             yield {
                 **({"step": self.ckpt.source.number} if steps else {}),
                 "path": format_path(handle.path),
@@ -144,7 +180,7 @@ class ItemPlan:
                 "bytes": handle.nbytes,
                 "chunk_shape": list(array.chunk),
                 **sharding_document(handle.sharding),
-                "saved": saved | {"chunk_shape": list(handle.chunk_shape)},
+                "saved": saved | {"chunk_shape": list(handle.chunk_shape), "bytes": nbytes},
                 "read_amplification": _before_and_after(array.amplification),
                 "moved": array.moved,
                 "passes": array.passes,
@@ -204,15 +240,18 @@ class Plan:
         return [item.ckpt for item in self.items]
 
     @functools.cached_property
-    def _work(self) -> tuple[list[tuple[int, BoxRange | ValueRange, Boxes | Values]], Division]:
-        """All that is stored, and is to be rewritten or copied, without what is made of values in
-        memory: the number of an item, what it is, and how much; and the division of it all."""
-        work: list[tuple[int, BoxRange | ValueRange, Boxes | Values]] = []
+    def _work(self) -> tuple[list[tuple[int, _Work, Boxes | Values]], Division]:
+        """All that is rewritten or copied, without what is made of values in memory: the number of
+        an item, the work, and its measure; and the division of it all."""
+        work: list[tuple[int, _Work, Boxes | Values]] = []
         for number, item in enumerate(self.items):
             for handle in item.copied:
                 sizes = [value.size for value in item.values(handle)]
                 work.append((number, ValueRange(handle), Values(sizes)))
-            for group in item.groups(in_memory=False):
+            for files in item.file_groups():
+                sizes = [sum(file.nbytes for file in files.files)]
+                work.append((number, files, Values(sizes)))
+            for group in () if item.format.files else item.groups(in_memory=False):
                 work.append((number, group, Boxes([array for _, array in group.arrays])))
         return work, Division([measure for _, _, measure in work])
 
@@ -236,23 +275,25 @@ class Plan:
         if not 0 <= number < count:
             raise ArgumentError(f"there is no share {number} of {count}: they are numbered from 0")
         pieces, division = self._work
-        work: dict[int, tuple[list[ValueRange], list[BoxRange]]] = {}
+        work: dict[int, tuple[list[ValueRange], list[BoxRange], list[File]]] = {}
         nbytes = 0
         for part in division.share(number, count):
             n, piece, measure = pieces[part.piece]
-            piece = piece._replace(start=part.start, stop=part.stop)
-            values, boxes = work.setdefault(n, ([], []))
-            if isinstance(piece, BoxRange):
-                boxes.append(piece)
+            values, boxes, files = work.setdefault(n, ([], [], []))
+            if isinstance(piece, FileGroup):
+                files += piece.files
+                boxes += piece.boxes
+            elif isinstance(piece, BoxRange):
+                boxes.append(piece._replace(start=part.start, stop=part.stop))
             else:
-                values.append(piece)
+                values.append(piece._replace(start=part.start, stop=part.stop))
             nbytes += measure.nbytes(part.start, part.stop)
         items = []
         for n, item in enumerate(self.items):
             metadata = {} if number else item.metadata()
-            values, boxes = work.get(n, ([], []))
-            if metadata or values or boxes:
-                items.append(ItemShare(n, item.format, metadata, values, boxes))
+            values, boxes, files = work.get(n, ([], [], []))
+            if metadata or values or boxes or files:
+                items.append(ItemShare(n, item.format, metadata, values, boxes, files))
         return Share(number, count, tuple(items), self.max_memory, nbytes)
 
     @property

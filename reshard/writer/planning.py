@@ -5,10 +5,10 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from reshard.arrays.boxes import shape_of
-from reshard.arrays.derived import stored_share, stored_values
+from reshard.arrays.derived import stored_share
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint, Source
 from reshard.engine.budget import check_fits, copy_bytes
@@ -40,6 +40,8 @@ from reshard.writer.plan import ItemPlan, Plan
 from reshard.writer.records import NO_RECORD, read_again, read_costs, source_record
 from reshard.writer.siblings import UNFINISHED_PREFIX, Sibling, siblings, source_state
 
+P = TypeVar("P", bound=Plan)
+
 # Encoded estimates may be this far off when the room on the disk is checked.
 _ESTIMATE_ERROR = 1.1
 # What earlier versions of this program have left beside a destination.
@@ -48,6 +50,8 @@ _EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
 # The part of an item's stored bytes that is copied verbatim at least where data files are linked:
 # a conversion changes counters and random state, and nothing else.
 _MOST = 15 / 16
+# Bytes in flight of a box of an export: of many small chunks, several are read together.
+_LARGE_BOX = 32 << 20
 
 
 def plan(
@@ -98,11 +102,11 @@ def plan(
     ):
         checked = None
         if place is not None:
-            checked = pool.submit(_check_destination, place, checkpoints, overwrite)
+            checked = pool.submit(check_destination, place, checkpoints, overwrite)
         for each in checkpoints:
             each.source.directory.prefetch(below=place is not None, unseen=[FILE])
         items = tuple(
-            _item(each, place, limit, chunks, form, link, digest, errors)
+            plan_item(each, place, limit, chunks, form, link, digest, errors)
             for each, form in zip(checkpoints, formats, strict=True)
         )
         try:
@@ -132,8 +136,14 @@ def plan(
         state,
         notes=tuple(dict.fromkeys([*(note for i in items for note in _notes(i)), *notes])),
     )
-    errors += _cost_errors(planned)
-    return dataclasses.replace(planned, errors=tuple(_one_memory_error(errors)))
+    return with_cost_errors(planned, errors)
+
+
+def with_cost_errors(plan: P, errors: Sequence[ReshardError]) -> P:
+    """The plan with its errors: these, and those about memory and the disk."""
+    return dataclasses.replace(
+        plan, errors=tuple(_one_memory_error([*errors, *_cost_errors(plan)]))
+    )
 
 
 def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
@@ -145,7 +155,7 @@ def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
         if array.moved and not array.linked and needed > limit:
             yield too_large(array.layout, needed, limit)
     if place is not None and place.is_local:
-        yield from room_errors(place, int(plan.bytes_written * _ESTIMATE_ERROR))
+        yield from _room_errors(place, int(plan.bytes_written * _ESTIMATE_ERROR))
     elif place is not None:
         large = [sibling for sibling in plan.siblings if copy_bytes(sibling.nbytes) > limit]
         least = max((copy_bytes(sibling.nbytes) for sibling in large), default=0)
@@ -170,7 +180,7 @@ def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
         yield error
 
 
-def room_errors(destination: Location, nbytes: int) -> Iterator[DestinationError]:
+def _room_errors(destination: Location, nbytes: int) -> Iterator[DestinationError]:
     """Whether the destination's disk has less than `nbytes` free."""
     free = disk.free_bytes(destination)
     parent = destination.parent
@@ -184,7 +194,7 @@ def room_errors(destination: Location, nbytes: int) -> Iterator[DestinationError
         )
 
 
-def check_apart(destination: Location, source: Location) -> None:
+def _check_apart(destination: Location, source: Location) -> None:
     """Raises DestinationError where one of the two is inside the other."""
     real, root = destination.resolved(), source.resolved()
     if real.below(root) is not None or root.below(real) is not None:
@@ -195,13 +205,13 @@ def check_apart(destination: Location, source: Location) -> None:
         )
 
 
-def _check_destination(
+def check_destination(
     destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
 ) -> list[str]:
     """What the user should know of a destination; raises DestinationError unless these may be
     written there."""
     parent = destination.parent
-    check_apart(destination, checkpoints[0].source.root)
+    _check_apart(destination, checkpoints[0].source.root)
     with parent.cached_listing():
         names = parent.names() if not parent.is_local or parent.is_dir() else ()
         for left in (pattern.format(destination.name) for pattern in _EARLIER):
@@ -329,7 +339,7 @@ def _checked(ckpt: Checkpoint | Iterable[Checkpoint]) -> list[Checkpoint]:
     return checkpoints
 
 
-def _item(
+def plan_item(
     ckpt: Checkpoint,
     destination: Location | None,
     max_memory: int,
@@ -343,7 +353,7 @@ def _item(
     collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
     if collided:
         errors.append(collision_error(collided))
-    errors += name_errors(ckpt, form)
+    errors += [] if form.files else name_errors(ckpt, form)
     whole, sizes = [], []
     for handle in ckpt.arrays:
         try:
@@ -362,29 +372,21 @@ def _item(
     stored: list[list[StoredValue] | None] = []  # where it is copied verbatim
     for number, handle in enumerate(whole):
         try:
-            values = stored_values(handle, form.encoding(handle))
+            values = form.verbatim(handle)
             layout = _layout(
                 handle, form, values, sizes[number], *groups[number], ratios, max_memory
             )
             array = plan_array(layout, chunks, max_memory)
             form.check_chunk(handle, array.chunk)
+            if form.files:
+                array = array.with_larger_boxes(min(_LARGE_BOX, max_memory // 8))
             arrays.append(array)
             stored.append(values if array.moved else None)
             handles.append(handle)
         except ReshardError as error:
             errors.append(error)
     arrays = with_passes(arrays, handles)
-    store = ckpt.source.store
-    can_link = link and form.shares and store.directory.is_local
-    if can_link and destination is not None:
-        can_link = destination.is_local and (
-            disk.device(store.directory) == disk.device(destination)
-        )
-    files = None
-    every = sum(array.layout.stored_bytes for array in arrays)
-    moved = sum(array.layout.stored_bytes for array in arrays if array.moved)
-    if can_link and moved and moved >= _MOST * every:
-        files = files_to_link(store, [v for values in stored for v in values or ()])
+    files = _files_to_link(ckpt, destination, form, arrays, stored) if link else None
     if files is not None:
         arrays = [dataclasses.replace(array, linked=array.moved) for array in arrays]
     record = NO_RECORD
@@ -394,6 +396,26 @@ def _item(
         errors.append(error)
     sources, verbatim = read_again(handles, arrays, record, digest)
     return ItemPlan(ckpt, form, tuple(handles), tuple(arrays), files, record, sources, verbatim)
+
+
+def _files_to_link(
+    ckpt: Checkpoint,
+    destination: Location | None,
+    form: TargetFormat,
+    arrays: Sequence[ArrayPlan],
+    stored: Sequence[list[StoredValue] | None],
+) -> dict[str, int] | None:
+    """The data files that the destination shares with the source; None if it shares none."""
+    directory = ckpt.source.store.directory
+    every = sum(array.layout.stored_bytes for array in arrays)
+    verbatim = sum(array.layout.stored_bytes for array in arrays if array.moved)
+    if not (form.shares and directory.is_local and verbatim and verbatim >= _MOST * every):
+        return None
+    if destination is not None and not (
+        destination.is_local and disk.device(directory) == disk.device(destination)
+    ):
+        return None
+    return files_to_link(ckpt.source.store, [v for values in stored for v in values or ()])
 
 
 def _layout(
@@ -441,6 +463,8 @@ def _layout(
     )
     if moved is not None:
         return layout
+    if form.files:
+        return dataclasses.replace(layout, encoded_ratio=1.0)
     encoding = form.encoding(handle)
     compressors = {data.encoding.compressors for _, data in handle.roots()}
     same = handle.dtype == handle.stored_dtype and compressors <= {encoding.compressors}

@@ -30,6 +30,7 @@ from reshard.writer.plan import ItemPlan
 from reshard.writer.siblings import is_sibling
 
 NO_RECORD = Record({}, {}, {}, {})
+_NOT_READ_BACK = "written values differ when read back"
 
 
 def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> Record:
@@ -127,31 +128,41 @@ def other_values(source: str, told: Sequence[str], hint: str) -> CorruptCheckpoi
     )
 
 
+def stored_arrays(store: ArrayStore, names: Iterable[str]) -> Iterator[ArrayHandle]:
+    """Arrays of a store, by their names. Raises CorruptCheckpointError if one cannot be opened."""
+    problems: list[str] = []
+    for name, metadata in zip(names, store.read_metadata(names), strict=True):
+        handle = array((name,), name, "jax.Array", store, metadata, {}, {}, problems)
+        if handle is not None:
+            yield handle
+    if problems:
+        raise CorruptCheckpointError(_NOT_READ_BACK, problems)
+
+
 def read_back(
-    store: ArrayStore,
+    handles_of: Callable[[Iterable[str]], Iterable[ArrayHandle]],
     arrays: Mapping[str, Mapping[str, Any]],
     hint: str,
     max_memory: int,
     report: Callable[[int], None],
 ) -> None:
-    """Reads arrays that were written, by their names; raises CorruptCheckpointError where they are
-    not what is to be recorded of them. The hint says how to look at the source."""
-    problems: list[str] = []
-    handles = []
-    for name, metadata in zip(arrays, store.read_metadata(arrays), strict=True):
-        handle = array((name,), name, "jax.Array", store, metadata, {}, {}, problems)
-        handles += [] if handle is None else [handle]
+    """Reads arrays that were written, by their names; raises CorruptCheckpointError unless they are
+    what is to be recorded of them. The hint says how to look at the source."""
+    handles = [*handles_of(arrays)]
     digests, failed = read_digests(handles, max_memory, report)
-    problems += [f"{path[0]}: {reason(error, path)}" for path, error in failed.items()]
+    names = {handle.path: stored_name(handle.path) for handle in handles}
+    problems = [f"{names[path]}: {reason(error, path)}" for path, error in failed.items()]
     for handle in handles:
-        expected = arrays[handle.path[0]]
+        expected = arrays[names[handle.path]]
         found = {"dtype": name_of(handle.dtype), "shape": list(handle.shape)}
         if handle.path in digests and expected["digest"] is not None:
             found["digest"] = digests[handle.path]
         if any(expected[key] != value for key, value in found.items()):
-            problems.append(f"{handle.path[0]}: its values differ from the written ones")
+            problems.append(f"{names[handle.path]}: its values differ from the written ones")
+    if missing := arrays.keys() - names.values():
+        problems += [f"{name}: it is missing" for name in sorted(missing)]
     if problems:
-        raise CorruptCheckpointError("written values differ when read back", problems, [hint])
+        raise CorruptCheckpointError(_NOT_READ_BACK, problems, [hint])
 
 
 def verify_hint(source: Source) -> str:

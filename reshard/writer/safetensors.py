@@ -1,29 +1,23 @@
-"""safetensors files: which tensor is in which file, at which offset, and how its values get there.
+"""safetensors files: which tensor is in which file, and at which offset.
 
     model-00001-of-00002.safetensors      header, then tensors, at offsets that the plan knows
     model-00002-of-00002.safetensors
     model.safetensors.index.json          which file has which tensor; a single file has no index
 
 The bytes are those that the library writes: in a file, tensors are in the order of their dtypes,
-the widest first, so that each is aligned; then in that of their names. Boxes are written at their
-places as they are read, in any order, by any process.
+the widest first, so that each is aligned; then in the order of their names.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from reshard.arrays.boxes import Box
-from reshard.arrays.digests import Digest
 from reshard.arrays.dtypes import name_of, parse_dtype
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Leaf, type_name
 from reshard.engine.batches import in_groups
 from reshard.loader.safetensors import DTYPES, MAX_HEADER
-from reshard.storage import disk
-from reshard.storage.location import Location
+from reshard.tree import Path
 from reshard.units import format_bytes
 
 # The library's order in a file.
@@ -39,14 +33,14 @@ class File(NamedTuple):
     """A file of a checkpoint.
 
     Attributes:
-      header: all that is before the tensors.
-      tensors: each array, and where it begins in the file.
+      header: the bytes before the tensors.
+      offsets: path of an array -> where its values begin in the file.
       nbytes: bytes of the file.
     """
 
     name: str
     header: bytes
-    tensors: Sequence[tuple[ArrayHandle, int]]
+    offsets: Mapping[Path, int]
     nbytes: int
 
 
@@ -74,7 +68,7 @@ def in_files(handles: Sequence[ArrayHandle], file_size: int) -> Iterator[File]:
 
 def _file(name: str, handles: Sequence[ArrayHandle]) -> File:
     entries: dict[str, Any] = {"__metadata__": _ABOUT}
-    tensors, end = [], 0
+    offsets, end = {}, 0
     for handle in sorted(handles, key=_place):
         begin, end = end, end + handle.nbytes
         entries[stored_name(handle.path)] = {
@@ -82,12 +76,12 @@ def _file(name: str, handles: Sequence[ArrayHandle]) -> File:
             "shape": handle.shape,
             "data_offsets": [begin, end],
         }
-        tensors.append((handle, begin))
+        offsets[handle.path] = begin
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    places = [(handle, len(header) + begin) for handle, begin in tensors]
-    return File(name, header, places, len(header) + end)
+    offsets = {path: len(header) + begin for path, begin in offsets.items()}
+    return File(name, header, offsets, len(header) + end)
 
 
 def _place(handle: ArrayHandle) -> tuple[int, bytes]:
@@ -106,30 +100,7 @@ def header_problems(files: Sequence[File]) -> list[str]:
 
 def index(files: Sequence[File]) -> bytes:
     """The document that says which file has which tensor."""
-    names = {stored_name(h.path): file.name for file in files for h, _ in file.tensors}
-    size = sum(handle.nbytes for file in files for handle, _ in file.tensors)
+    names = {stored_name(path): file.name for file in files for path in file.offsets}
+    size = sum(file.nbytes - len(file.header) for file in files)
     document = {"metadata": {"total_size": size}, "weight_map": names}
     return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-class Writer:
-    """Takes the values of an array box by box, and writes them into a file; and their digest.
-
-    Attributes:
-      digest: of what was written.
-    """
-
-    def __init__(self, handle: ArrayHandle, file: Location, begin: int):
-        self.digest = Digest(handle.shape, handle.dtype)
-        self.merge = self.digest.merge
-        self._shape = handle.shape
-        self._file = file
-        self._begin = begin
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        return self.digest.state
-
-    def add(self, box: Box, values: np.ndarray) -> None:
-        disk.write_box(self._file, self._begin, self._shape, box, values)
-        self.digest.add(box, values)

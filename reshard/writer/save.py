@@ -10,12 +10,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.digests import Digest
 from reshard.arrays.dtypes import parse_dtype
-from reshard.arrays.handle import stored_name
+from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.run import check_tasks, check_workers, run_tasks
 from reshard.errors import (
@@ -26,7 +26,9 @@ from reshard.errors import (
     ReshardError,
     raise_all,
 )
+from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import MARKER, RECORD
+from reshard.loader.safetensors import INDEX
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import MANIFEST, build_root, node_files, ocdbt_spec, stage_spec
@@ -62,6 +64,7 @@ from reshard.writer.records import (
     item_record,
     other_values,
     read_back,
+    stored_arrays,
     verify_hint,
 )
 from reshard.writer.siblings import (
@@ -155,11 +158,7 @@ def save(
       >>> [str(mesh) for mesh in reshard.open("out/1000").meshes]
       ['data=1,model=8']
     """
-    if share is not None and (resume or workers is not None or executor is not None):
-        raise ArgumentError(
-            "one process writes a share, from the beginning",
-            hints=["share=(i, n) without resume, workers and executor"],
-        )
+    check_share(share, resume, workers, executor)
     planned = plan(
         ckpt,
         destination,
@@ -182,6 +181,15 @@ def save(
         executor=executor,
         progress=progress,
     )
+
+
+def check_share(share: object, resume: bool, workers: object, executor: object) -> None:
+    """Raises ArgumentError if a share is combined with what concerns a whole job."""
+    if share is not None and (resume or workers is not None or executor is not None):
+        raise ArgumentError(
+            "one process writes a share, from the beginning",
+            hints=["share=(i, n) without resume, workers and executor"],
+        )
 
 
 def execute(
@@ -366,8 +374,8 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
     and what is shared with the source. With that, the commit knows all of the plan."""
     job = attempt.job
     folder = job.item_directory(0) / attempt.name(REST, "files")
-    folder.make_directory()
-    markers = marker_texts(plan.checkpoints, job.destination)
+    exported = [file.name for item in plan.items for file in item.format.files]
+    markers = {} if exported else marker_texts(plan.checkpoints, job.destination)
     # Markers of other items have another path in them.
     copied = [sibling for sibling in plan.siblings if sibling.path not in markers]
     described = [documents(item) for item in plan.items]
@@ -376,6 +384,8 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
         for number, found in enumerate(described)
         for name, data in found.items()
     }
+    if texts or copied:
+        folder.make_directory()
     files = copy_siblings(copied, folder, plan.max_memory, report)
     with concurrent.futures.ThreadPoolExecutor(_DOCUMENTS) as pool:
         list(pool.map(lambda text: (folder / text[0]).write(text[1]), texts.values()))
@@ -394,6 +404,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
             "files": {path: (f"{top}/{name}", size) for path, (name, size) in files.items()},
             "folders": [*job.items, *(s.path for s in plan.siblings if not s.is_file)],
             "entries": entries,
+            "last": _last_files(files, exported),
             "markers": markers,
             "source": dict(plan.source_state),
             "max_memory": plan.max_memory,
@@ -401,6 +412,14 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
             "verify": plan.verify,
         },
     )
+
+
+def _last_files(files: Collection[str], exported: Sequence[str]) -> list[str]:
+    """The files that are written last in a bucket: commit markers; of an export its index, or else
+    the configuration, or the weights."""
+    if not exported:
+        return [path for path in files if path.endswith(MARKER)]
+    return [next(name for name in (INDEX, "config.json", *exported) if name in {*files, *exported})]
 
 
 def _write_item(
@@ -430,6 +449,7 @@ def _entry(
     """What the commit is to know of an item."""
     record = item_record(item, hashes, max_memory, report)
     return {
+        "format": item.format.format,
         "ocdbt": item.format.ocdbt,
         "zarr3": item.format.zarr3,
         "fills": item.format.fills,
@@ -504,7 +524,7 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     attempt = Attempt(job)
     with committing.attempted(attempt, whole=True):
         report = counted(sum(nbytes) if verify else 0, progress)
-        state = functools.partial(state_of, [*map(Location, rest["source"])])
+        state = functools.partial(state_of, [*map(parse_location, rest["source"])])
         complete(attempt, state, report, overwrite, verify)
     return True
 
@@ -535,7 +555,7 @@ def complete(
         }
         hashed = pool.map(lambda name: (job.directory / name).sha256(), hashes)
         written = [written_of(document) for document in parts.values()]
-        files: dict[str, bytes | str] = {}
+        files: dict[str, bytes | str] = {**staged}
         kept: list[str] = []
         checks = []
         for number, entry in enumerate(rest["entries"]):
@@ -553,20 +573,20 @@ def complete(
                 kept += [job.path(number, file) for file in dict.fromkeys([*data, *nodes])]
             checked = {name: a for name, a in arrays.items() if verify or name in doubted}
             if checked and (manifest or job.destination.is_local):
-                store = _unpublished(attempt, number, entry, manifest)
+                handles = functools.partial(_unpublished, attempt, number, entry, manifest)
                 limit = rest["max_memory"]
                 checks.append(
-                    functools.partial(read_back, store, checked, entry["verify"], limit, report)
+                    functools.partial(read_back, handles, checked, entry["verify"], limit, report)
                 )
         if wrong := [n for n, found in zip(hashes, hashed, strict=True) if found != hashes[n]]:
             text = "written values differ when read back"
             places = [f"`{job.directory / name}`" for name in wrong]
             raise CorruptCheckpointError(text, places, [committing.OVERWRITE])
-    markers = [(path, staged.pop(path)) for path in [*staged] if path.endswith(MARKER)]
+    markers = [(path, files.pop(path)) for path in rest["last"]]
     markers += [(path, text.encode()) for path, text in rest["markers"].items()]
     needed = {path for document in parts.values() for path, _ in committing.needed(job, document)}
     dropped = [path for path in needed - {*kept} if not is_of_an_attempt(path)]
-    result = Result({**staged, **files}, markers, kept, dropped, rest["folders"])
+    result = Result(files, markers, kept, dropped, rest["folders"])
     committing.publish(attempt, result, overwrite, lambda: [check() for check in checks])
 
 
@@ -588,15 +608,24 @@ def _merge(
 
 
 def _unpublished(
-    attempt: Attempt, number: int, entry: Mapping[str, Any], manifest: bytes | None
-) -> ArrayStore:
-    """The arrays of an item before the commit; in a bucket, a manifest has another name then."""
+    attempt: Attempt,
+    number: int,
+    entry: Mapping[str, Any],
+    manifest: bytes | None,
+    names: Iterable[str],
+) -> Iterator[ArrayHandle]:
+    """The arrays of an item with these names before the commit; in a bucket, a manifest has another
+    name then."""
     directory, place = attempt.job.item_directory(number), None
+    if entry["format"] == "safetensors":
+        yield from (h for h in open_checkpoint(directory).arrays if stored_name(h.path) in names)
+        return
     if manifest is not None and not directory.is_local:
         place = directory / attempt.name(ROOT, "")
         (place / MANIFEST).write(manifest)
     parts = () if manifest is None else ("",)
-    return ArrayStore(entry["zarr3"], directory, parts, entry["fills"], manifest=place)
+    store = ArrayStore(entry["zarr3"], directory, parts, entry["fills"], manifest=place)
+    yield from stored_arrays(store, names)
 
 
 def _with_digests(entry: Mapping[str, Any], written: Sequence[Written]) -> dict[str, Any]:

@@ -27,19 +27,11 @@ from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
 from reshard.writer.plan import Share
 from reshard.writer.planning import plan
-from tests.benchmarks.workloads import AXES, Leaf, Tree, llama
+from tests.benchmarks.workloads import AXES, leaves, llama
 
 SAVED, TARGET = (16, 64), (64, 64)
 _ENCODING = {"zarr_format": 2, "compressor": {"id": "zstd", "level": 1}, "dtype": "<f4"}
 _ENCODING |= {"fill_value": None, "filters": None, "order": "C", "dimension_separator": "."}
-
-
-def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Leaf]]:
-    found = []
-    for name, node in tree.items():
-        below = (*path, name)
-        found += _leaves(node, below) if isinstance(node, dict) else [(below, node)]
-    return found
 
 
 def checkpoint(root: str) -> Checkpoint:
@@ -49,7 +41,7 @@ def checkpoint(root: str) -> Checkpoint:
     mesh = Mesh(AXES, SAVED)
     values: dict[str, dict[str, StoredValue]] = {}
     handles: dict[tuple[str, ...], Any] = {}
-    for path, leaf in _leaves({"params": params, "mu": params, "nu": params}):
+    for path, leaf in leaves({"params": params, "mu": params, "nu": params}):
         name = ".".join(path)
         sharding = NamedSharding(mesh, tuple((axis,) for axis in leaf.spec))
         chunk = shard_shape(leaf.shape, sharding)

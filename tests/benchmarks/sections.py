@@ -20,7 +20,7 @@ from tests.benchmarks.bench import (
     timed_seconds,
 )
 from tests.benchmarks.job import MAPS
-from tests.benchmarks.measure import Baseline
+from tests.benchmarks.measure import Baseline, run
 from tests.benchmarks.restore import MESHES, TOOLS, Restored
 
 MIB = 2**20
@@ -355,11 +355,59 @@ def verify(bench: Bench) -> Iterator[Row]:
         yield Row(f"{name} verified: rate, of decoding's", "0.7", "0.9", measured)
 
 
+# Hugging Face's format.
+
+SPECS = ("--spec", "(q|k|v|gate|up|lm_head)$=data,model", "--spec", "(o|down|embed)$=model,data")
+
+
+def safetensors(bench: Bench) -> Iterator[Row]:
+    """W2 to one safetensors file and back, and restored from it: against decoding and encoding it
+    once, and against Orbax; peak memory at 256 MiB; and 723 tensors in 30 files planned."""
+    source = bench.source("W2")
+    flags = ("--max-memory", "256MiB")
+    export = Program("reshard export", source, [RESHARD, "export", source, DST])
+    script = Program(
+        "Orbax, save_file", source, module("safetensors", "save", "W2", source, DST), rounds=2
+    )
+    decode = Program("decode bound", source, module("bound", source, "--decode-only", "--files"))
+    ours, theirs, bound = bench.compare(export, script, decode)
+    measured = times(ours.seconds, timed_seconds(bound))
+    yield Row("W2 exported: time, of decoding's", "1.6x", "1.2x", measured)
+    speed = times(theirs.seconds, ours.seconds)
+    yield Row("W2 exported: faster than Orbax and save_file", "1.5x", "3x", speed)
+    files = bench.scratch / "W2-safetensors"
+    if not files.exists():
+        run([RESHARD, "export", source, files])
+    ckpt = [RESHARD, "ckpt", files, DST, "--to", "data=1,model=8", *SPECS]
+    imported, bound = bench.compare(
+        Program("reshard ckpt", files, ckpt), Program("bound", source, module("bound", source))
+    )
+    encode = statistics.median(json.loads(each.stdout)["encode"] for each in bound.runs)
+    measured = times(imported.seconds, encode)
+    yield Row("W2 from safetensors to 1x8: time, of encoding's", "1.5x", "1.15x", measured)
+    small = bench.compare(
+        Program("export at 256 MiB", source, [RESHARD, "export", source, DST, *flags]),
+        Program("ckpt at 256 MiB", files, [*ckpt, *flags]),
+    )
+    for name, result in zip(("to", "from"), small, strict=True):
+        measured = peak(result, bench.baseline())
+        yield Row(f"W2 {name} safetensors at 256 MiB: peak memory", "320 MiB", "256 MiB", measured)
+    restored = [
+        Program(tool, files, module("safetensors", tool, "W2", files), rounds)
+        for tool, rounds in (("reshard", None), ("orbax", 2))
+    ]
+    faster, slower = map(timed_seconds, compare_timed(bench, *restored))
+    yield Row("W2 restored from it: faster than Orbax", "1.5x", "3x", times(slower, faster))
+    (planned,) = compare_timed(bench, Program("plan", files, module("safetensors", "plan")))
+    measured = f"{timed_seconds(planned):.2f} s"
+    yield Row("723 tensors in 30 files, opened and planned", "0.5 s", "0.2 s", measured)
+
+
 SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     section.__name__: section
     for section in (
         *(disk, raw, small, memory, large, big, keep, buckets, workers),
         *(restore, restore_replicated, restore_small, restore_memory),
-        *(convert_paths, convert_fused, digests, verify),
+        *(convert_paths, convert_fused, digests, verify, safetensors),
     )
 }

@@ -67,6 +67,15 @@ def llama(d: int, ff: int, kv: int, vocab: int, layers: int) -> Tree:
     return tree
 
 
+def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """The leaves of a nested dict, each with its path."""
+    found: list[tuple[tuple[str, ...], Any]] = []
+    for name, node in tree.items():
+        below = (*path, name)
+        found += leaves(node, below) if isinstance(node, dict) else [(below, node)]
+    return found
+
+
 def _quarter_llama() -> Tree:
     return {"params": llama(d=1024, ff=3584, kv=256, vocab=32064, layers=16)}
 

@@ -1,4 +1,4 @@
-// One leaf on its meshes: which device holds which part, and what it decodes for that.
+// One leaf on its meshes: the part that each device holds, and the chunks that a device decodes.
 
 let leafNode = null;
 let readsNode = null;
@@ -40,7 +40,7 @@ function shardOf(leaf, side, number) {
   );
 }
 
-// Of a leaf the last two dimensions as rows and columns, and how large they are drawn.
+// The last two dimensions of a leaf as rows and columns, and the size of their picture.
 function plane(leaf, most) {
   const rank = leaf.shape.length;
   const [rows, columns] = [rank > 1 ? leaf.shape[rank - 2] : 1, rank ? leaf.shape[rank - 1] : 1];
@@ -69,7 +69,7 @@ function meshPicture(leaf, side, title) {
   const box = el("figure", null, el("figcaption", null, el("b", null, title)));
   const say = (text) => box.append(el("p", { class: "note" }, text));
   if (side.mesh === null) {
-    say(side.device ? `Saved from ${side.device}, without a mesh.` : `No mesh: which device holds what is ${UNKNOWN}.`);
+    say(side.device ? `Saved from ${side.device}, without a mesh.` : `No mesh: the devices that hold this leaf are ${UNKNOWN}.`);
     return box;
   }
   const parts = partsOf(leaf, side);
@@ -122,10 +122,10 @@ function meshPicture(leaf, side, title) {
     pictures.append(one);
   }
   box.append(pictures);
-  if (multiples > 6) say(`and ${multiples - 6} more along the leading axes`);
-  if (Math.max(down, across) > BANDS) say("too many shards for one each: every band is several");
-  if (side.mesh.ids === false) say(`ids of devices: ${UNKNOWN}`);
-  const each = whole ? `all of it on each of ${side.mesh.devices} devices` : `${counted(count, "shard")} of ${dims(shard)}`;
+  if (multiples > 6) say(`And ${multiples - 6} more along the leading axes.`);
+  if (Math.max(down, across) > BANDS) say("Too many shards to draw: each band is several shards.");
+  if (side.mesh.ids === false) say(`Device ids: ${UNKNOWN}.`);
+  const each = whole ? `Each of ${side.mesh.devices} devices holds all of it` : `${counted(count, "shard")} of ${dims(shard)}`;
   const again = !whole && copies > 1 ? `, each on ${copies} devices` : "";
   const chunks = side.chunk === null ? `chunks ${UNKNOWN}` : `chunks of ${dims(side.chunk)} (dashed)`;
   say(`${each}${again}; ${chunks}${fine ? ", too many to draw" : ""}`);
@@ -136,7 +136,7 @@ function readPicture(leaf, chunk, title, load) {
   const box = el("figure", null, el("figcaption", null, el("b", null, title)));
   const { side } = leaf;
   if (side.mesh === null || chunk === null) {
-    box.append(el("p", { class: "note" }, `What a device decodes is ${UNKNOWN}.`));
+    box.append(el("p", { class: "note" }, `The bytes that a device decodes are ${UNKNOWN}.`));
     return box;
   }
   const parts = partsOf(leaf, side);
@@ -158,7 +158,7 @@ function readPicture(leaf, chunk, title, load) {
   over.setAttribute("fill", "url(#hatch)");
   const own = product(spans.map((span) => (span.kept ? span.decoded[1] / span.kept : 1)));
   const empty = leaf.shape.includes(0);
-  const label = `${title}: the device at place ${device} decodes ${times(empty ? 1 : own)} times what it keeps`;
+  const label = `${title}: the device at place ${device} decodes ${times(empty ? 1 : own)} times the bytes that it keeps`;
   const back = svg("rect", { class: "paper", width: flat.width, height: flat.height });
   const kept = area("kept", column.start, row.start, column.kept, row.kept);
   box.append(frame(flat, label, back, waste, over, kept, ...cuts));
@@ -167,7 +167,7 @@ function readPicture(leaf, chunk, title, load) {
     el(
       "p",
       { class: "note" },
-      `This device decodes ${times(empty ? 1 : own)} times what it keeps, all devices ${times(load)} times. ${grid}.`,
+      `This device decodes ${times(empty ? 1 : own)} times the bytes that it keeps, all devices ${times(load)} times. ${grid}.`,
     ),
   );
   return box;
@@ -204,7 +204,7 @@ function drawLeaf() {
       },
     });
     reads.push(
-      el("h3", null, "What one device reads of ", el("code", null, leaf.path)),
+      el("h3", null, "Bytes that one device reads of ", el("code", null, leaf.path)),
       el(
         "p",
         { class: "note" },

@@ -1,5 +1,5 @@
-// What becomes of each leaf in a conversion: the tree before and the tree after, with what decided
-// it, or why nothing did.
+// A conversion: the trees before and after, each leaf with the rule that decided it, or the reason
+// why it is undecided.
 
 const UNDECIDED = ["missing", "unexpected", "mismatch", "ambiguous", "undecided"];
 const ORIGINS = { path: "k1", map: "k0", structure: "k3", record: "k4", initial: "k5" };
@@ -9,7 +9,7 @@ const MEANINGS = {
   structure: "Only the order in which modules of one class are defined. Check these pairs.",
   record: "The record of the conversion from the other API.",
   initial: "The model's own initial value, as --init asked.",
-  zeros: "Zeros, as the other API stores nothing here.",
+  zeros: "Zeros, because the other API stores no such leaf.",
   dropped: "Left out, as --drop asked.",
   missing: "The model needs this leaf, and the checkpoint has none for it.",
   unexpected: "The checkpoint has this leaf, and the model has no place for it.",
@@ -17,7 +17,7 @@ const MEANINGS = {
   ambiguous: "Several leaves may be its counterpart.",
   undecided: "Neither names nor classes identify its counterpart.",
 };
-const OPEN = 200; // leaves of a tree up to which all of it is open at first
+const OPEN = 200; // trees of up to so many leaves are open at first
 const originKind = (origin) => (UNDECIDED.includes(origin) ? "glare" : ORIGINS[origin] || "grey");
 
 // The levels of a tree; a leaf is its key and the rows that it is in.
@@ -52,8 +52,8 @@ function levelsOf(rows, side) {
   return { root: level(folders[0]), leaves };
 }
 
-// A rule of a map by which one leaf becomes another, by the paths of their models; for all levels
-// that are alike, if both are in levels of one number. Optimizer state follows its parameters.
+// A map rule from one leaf to another, by the paths in their models. If both are in alike levels with
+// one number, the rule is for all of these levels. Optimizer state follows its parameters.
 function ruleOf(leaves) {
   const levels = leaves.map(({ level }) => {
     const found = [];
@@ -100,10 +100,10 @@ function drawConversion() {
   const open = rows.filter(({ origin }) => UNDECIDED.includes(origin)).length;
   const node = section(
     "conversion",
-    open ? `${counted(open, "leaf is", "leaves are")} not decided` : "What becomes of each leaf",
-    "The source's tree and the model's, each leaf with what decided: its path, the map, or structure, " +
-      "which is the order of modules of one class. Click a leaf to see it in the other tree." +
-      (open ? " Click an open leaf in both trees for the rule that makes one the other." : ""),
+    open ? `${counted(open, "leaf is", "leaves are")} undecided` : "What becomes of each leaf",
+    "The trees of the source and of the model. Each leaf names the rule that decided it; point at a name " +
+      "for its meaning. Click a leaf to find it in the other tree." +
+      (open ? " Click an undecided leaf in both trees to get the map rule for it." : ""),
   );
   const rule = el("div", { class: "rule", "aria-live": "polite" });
   const picked = {};
@@ -125,7 +125,7 @@ function drawConversion() {
     }
     for (const leaf of level.leaves) if (leaf.rows.some(kept)) drawLeaf(level.list, leaf, leaf.key);
   }
-  // A level, by one name with those that hold nothing else, or in place of all that are alike.
+  // A level, in one line with levels that hold nothing else. Alike levels are one.
   function drawInner(list, inner) {
     const names = [];
     while (!inner.fold && !inner.leaves.length && inner.levels.length && inner.levels.every((each) => each.fold === inner.levels[0].fold && (each.fold || inner.levels.length === 1))) {
@@ -212,14 +212,14 @@ function drawConversion() {
     if (!from && !to) return rule.replaceChildren();
     if (!from || !to) return rule.replaceChildren(el("p", { class: "note" }, `Now click its counterpart in the ${from ? "model" : "source"}.`));
     const text = ruleOf([from, to]);
-    if (text === null) return rule.replaceChildren(el("p", { class: "note" }, "Optimizer state follows its parameters: click these."));
+    if (text === null) return rule.replaceChildren(el("p", { class: "note" }, "Optimizer state follows its parameters: click the parameters."));
     const code = el("pre", { tabindex: "0" }, text);
     const copy = () => {
       getSelection().selectAllChildren(code);
-      document.execCommand("copy"); // as a page of a file has no other clipboard everywhere
+      document.execCommand("copy"); // the only clipboard that all browsers give a page of a file
     };
     const press = el("button", { type: "button", click: copy }, "Copy");
-    rule.replaceChildren(el("p", { class: "note" }, "For the file of --map: ", press), code);
+    rule.replaceChildren(el("p", { class: "note" }, "For your map file (--map): ", press), code);
   }
 
   const panes = [];

@@ -1,5 +1,5 @@
-// Elements, and words for numbers. Names in a document are untrusted: they become text of elements
-// and values of attributes that hold text, never markup.
+// Elements and formats of numbers. Names in a document are untrusted: they become text and values of
+// attributes that hold text, never markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const UNKNOWN = "not known";
@@ -21,10 +21,10 @@ const el = (tag, attributes, ...children) =>
 const svg = (tag, attributes, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
-// A path whose lines break where a key ends, if they can.
+// A path whose lines may break after each `/`.
 const broken = (path) => path.split(/(?<=\/)/).flatMap((key, i) => (i ? [el("wbr"), key] : [key]));
 
-// Two digits as Python writes them: halves go to the even one.
+// Two digits, halves rounded to even as in Python.
 const fixed = (x) =>
   (((x * 100) % 1) * 2 === 1 && (x * 8) % 1 === 0 ? (2 * Math.round(x * 50)) / 100 : x).toFixed(2);
 function bytes(count) {

@@ -1,15 +1,15 @@
-// Globs as `--filter` takes them: over the keys of a path, whatever they are printed as. Nothing
-// here goes back further than to the last `*`: what is typed cannot stop the page.
+// Globs as in `--filter`: over the keys of a path, however they are printed. Matching never goes back
+// further than to the last `*`, so no query can block the page.
 
-const ONE = 1; // what `?` stands for, in a key of a glob
-const ANY = 2; // what `*` stands for
+const ONE = 1; // `?` in a key of a glob
+const ANY = 2; // `*` in a key of a glob
 const SPAN = "**"; // a key that stands for any number of keys
 
 // A printed key as it is saved.
 const plainKey = (text) => (text.startsWith('"') ? JSON.parse(text) : text);
 const points = (key) => [...key.replaceAll("\0", "\ufffd")];
 
-// The keys of a glob, each as characters, ONE and ANY; null for text that is no path.
+// The keys of a glob, each as characters, ONE and ANY; null if the text is not a path.
 function globKeys(text) {
   const keys = [];
   const component = /"(?:[^"\\]|\\.)*"|[^/"]*/y;
@@ -32,7 +32,7 @@ function globKeys(text) {
   });
 }
 
-// Whether a key is what a glob's key says: after a mismatch the last ANY takes one character more.
+// Whether a key matches a glob's key. After a mismatch, the last ANY takes one more character.
 function isKey(glob, key) {
   let [at, star, from] = [0, -1, 0];
   for (let i = 0; i < key.length; ) {
@@ -45,10 +45,10 @@ function isKey(glob, key) {
   return at === glob.length;
 }
 
-// Of the leaves in folders those that a glob names, from there on: those that it matches, or if
-// there are none, what is in the modules that it matches.
+// The leaves below some folders that a glob matches. If there are none, the leaves in the modules
+// that it matches.
 function namedIn(tops, glob) {
-  // How many of the glob's keys can be used up by a path: as many as there are marks.
+  // marks[i]: the path so far can match the first i keys of the glob.
   const spanned = (marks) => {
     glob.forEach((key, i) => key === SPAN && marks[i] && (marks[i + 1] = true));
     return marks;
@@ -77,8 +77,8 @@ function namedIn(tops, glob) {
   return exact.size ? exact : below;
 }
 
-// What a query finds: a glob by keys, where a model is saved beside its optimizer also without
-// `model` ahead; other text anywhere in printed paths.
+// Whether a query matches a leaf. A glob matches keys; if a model is saved beside its optimizer, the
+// glob may omit `model`. Other text matches anywhere in a printed path.
 function matcher(query) {
   if (!query) return () => true;
   if (!/[*?]/.test(query)) {

@@ -1,4 +1,4 @@
-// The leaves of the document, their layouts and meshes, their colours, and which of them are shown.
+// The leaves of the document with their layouts, meshes and colours, and the filter.
 
 const meshes = data.meshes.map(({ name, axes, ids }) => ({
   name,
@@ -13,15 +13,14 @@ const placed = data.placed.map(([mesh, spec, chunk, device]) => ({
   chunk,
   device,
 }));
-const layouts = data.layouts.map(([shape, dtype, nbytes, load, moved, source, sides]) => ({
-  shape,
+const kinds = data.kinds.map(([dtype, load, moved, source, sides]) => ({
   dtype,
-  nbytes,
   load,
   moved,
   source,
   sides: sides.map((number) => placed[number]),
 }));
+const layouts = data.layouts.map(([shape, nbytes, kind]) => ({ shape, nbytes, ...kinds[kind] }));
 const folders = [{ path: "", key: "all", parent: null, children: [], by: new Map(), nbytes: 0, count: 0 }];
 for (const [parent, key] of data.folders) {
   const above = folders[parent];
@@ -30,14 +29,14 @@ for (const [parent, key] of data.folders) {
   folders.push({ ...own, children: [], by: new Map(), nbytes: 0, count: 0 });
   above.children.push(folders.at(-1));
 }
-// Levels that differ in a number alone are one, `layer_{0..49}`, with what is in the first of them.
+// Levels that differ only in a number are one, `layer_{0..49}`, with the contents of the first.
 for (const [key, numbers] of data.folds || []) {
   const members = numbers.map((number) => folders[number]);
   const [{ parent }] = members;
   const fold = { key, path: parent.path ? `${parent.path}/${key}` : key, parent, members };
   for (const member of members) member.fold = fold;
 }
-// A path in which levels are called as they are together.
+// Paths with the common names of such levels.
 for (const folder of folders) {
   const own = folder.fold ? folder.fold.key : folder.key;
   folder.face = folder.parent === null ? "" : `${folder.parent.face}${own}/`;
@@ -70,7 +69,7 @@ const arrays = leaves.filter((leaf) => leaf.shape !== null || isDiff);
 
 const partsOf = ({ shape }, { mesh, spec }) =>
   shape.map((_, dim) => product((spec[dim] || []).map((axis) => mesh.sizes[axis] || 1)));
-const WHOLE = { bad: "glare", warn: "amber" }[data.replicated] || "grey"; // of what is replicated
+const WHOLE = { bad: "glare", warn: "amber" }[data.replicated] || "grey"; // of replicated leaves
 const replicated = (leaf, side) =>
   side.mesh !== null && side.mesh.devices > 1 && product(partsOf(leaf, side)) === 1;
 
@@ -81,7 +80,7 @@ function layoutName(leaf) {
   return replicated(leaf, leaf.side) ? "replicated" : specText(leaf.side.spec);
 }
 
-// What a dimension decodes for each element that its shards want, from whole chunks.
+// Elements decoded per element needed along a dimension, as whole chunks are decoded.
 function dimension(size, chunk, shard) {
   let decoded = 0;
   for (let start = 0; start < size; start += shard) decoded += covered(size, chunk, start, shard)[1];
@@ -149,7 +148,7 @@ function choose(leaf) {
 }
 
 const sections = document.getElementById("sections");
-const beside = el("div", { id: "explore" }); // the map, and beside it the leaf that is chosen
+const beside = el("div", { id: "explore" }); // the treemap, and the chosen leaf next to it
 function section(id, title, note, within = sections) {
   const node = el("section", { id, "aria-labelledby": `${id}-title` });
   node.append(el("h2", { id: `${id}-title` }, title));

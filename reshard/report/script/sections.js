@@ -1,4 +1,4 @@
-// What is told of all leaves, of a conversion and of a diff.
+// Sections about all leaves, and about a diff.
 
 function drawLoads() {
   const known = arrays.filter((leaf) => leaf.load !== null && leaf.nbytes !== null);
@@ -10,8 +10,8 @@ function drawLoads() {
     const exact = "exactly the bytes that it needs";
     fact.querySelector("strong").textContent = ratio < 1.005 ? exact : `${times(ratio)} times the bytes that it needs`;
     const rest = arrays.length - known.length;
-    const words = "On the mesh that it was saved on.";
-    fact.append(el("p", null, words + (rest ? ` Of ${counted(rest, "array")} it is ${UNKNOWN}.` : "")));
+    const words = "On the saved mesh.";
+    fact.append(el("p", null, words + (rest ? ` The ${counted(rest, "array")} without a mesh: ${UNKNOWN}.` : "")));
   }
   if (!known.length || data.kind === "coverage") return;
   const groups = new Map();
@@ -27,15 +27,14 @@ function drawLoads() {
   const node = section(
     "loads",
     "Read amplification",
-    "A device decodes every stored chunk that its shard touches: what it keeps is filled, what it " +
-      "decodes beside is hatched.",
+    "A restore decodes whole chunks. For each device, it decodes every stored chunk that the device's " +
+      "shard touches. Filled: bytes that the device keeps. Hatched: bytes that it decodes and drops.",
   );
   if (!rows.length) {
-    node.append(el("p", { class: "good-news" }, "No device decodes more than it keeps: 1.00 everywhere."));
+    node.append(el("p", { class: "good-news" }, "No device decodes more bytes than it keeps."));
     return;
   }
   const largest = Math.max(...rows.map((row) => Math.max(...row.leaf.load) * row.nbytes));
-  // What is needed is filled, what is decoded beside is hatched.
   const picture = (label, needed, decoded, scale, height) => {
     const [kept, all] = [needed * scale, decoded * scale];
     const over = svg("rect", { class: "over", width: all, height: height - 1, fill: "url(#hatch)" });
@@ -46,12 +45,12 @@ function drawLoads() {
   };
   const bar = (row, i) => {
     const decoded = row.nbytes * row.leaf.load[i];
-    const label = `${data.sides[i]}: decodes ${bytes(decoded)} for ${bytes(row.nbytes)}`;
+    const label = `${data.sides[i]}: decodes ${bytes(decoded)}, needs ${bytes(row.nbytes)}`;
     return picture(label, row.nbytes, decoded, 240 / largest, 12);
   };
   const decodes = data.sides.map((_, i) => known.reduce((sum, leaf) => sum + leaf.nbytes * leaf.load[i], 0));
   for (const [i, decoded] of decodes.entries()) {
-    const words = `decodes ${bytes(decoded)} for ${bytes(total)}: ${times(decoded / total)} times what it needs`;
+    const words = `decodes ${bytes(decoded)}, needs ${bytes(total)}: ${times(decoded / total)} times`;
     const [name, label] = [el("b", null, `${data.sides[i]} `), `${data.sides[i]}: ${words}`];
     const whole = picture(label, total, decoded, 520 / Math.max(...decodes, total), 22);
     node.append(el("figure", { class: "total" }, el("figcaption", null, name, words), whole));
@@ -77,7 +76,7 @@ function drawLoads() {
   ];
   node.append(table("Read amplification by layout", columns, rows, 12).node);
   const rest = groups.size - rows.length;
-  if (rest) node.append(el("p", { class: "note" }, `And ${counted(rest, "other layout")}, of which nothing is decoded beside.`));
+  if (rest) node.append(el("p", { class: "note" }, `${counted(rest, "other layout decodes", "other layouts decode")} nothing extra.`));
 }
 
 function chooser(leaf, name = leaf.path) {
@@ -95,7 +94,7 @@ function drawDevices() {
   const size = bytes(rest.reduce((sum, leaf) => sum + (leaf.nbytes || 0), 0));
   const without = counted(rest.length, "array without a mesh", "arrays without a mesh");
   const left = rest.length ? ` ${without}, ${size}, ${rest.length === 1 ? "is" : "are"} left out.` : "";
-  const node = section("devices", "Bytes per device", `Every device of a mesh holds the same.${left}`);
+  const node = section("devices", "Bytes per device", `All devices of a mesh hold the same number of bytes.${left}`);
   const names = ["params", "optimizer state", "other"];
   const rows = sides.flatMap(([side, held]) => held.map(([mesh, parts]) => ({ side, mesh, parts })));
   const sum = (parts) => parts.reduce((a, b) => a + b, 0);
@@ -124,8 +123,8 @@ function drawDevices() {
   node.append(table("Bytes per device", columns, rows).node);
   const found = arrays.filter((leaf) => replicated(leaf, leaf.side));
   if (!found.length) return;
-  node.append(el("h3", null, `In full on every device: ${counted(found.length, "leaf", "leaves")}`));
-  const alike = new Map(); // leaves of levels that are alike
+  node.append(el("h3", null, `Replicated: every device holds all of ${counted(found.length, "leaf", "leaves")}`));
+  const alike = new Map(); // leaves of folded levels
   for (const leaf of found) {
     const row = alike.get(leaf.face) || { leaf, count: 0, nbytes: 0 };
     alike.set(leaf.face, { leaf: row.leaf, count: row.count + 1, nbytes: row.nbytes + leaf.nbytes });
@@ -172,7 +171,7 @@ function histogram(bins, title) {
   const view = { class: "array", viewBox: `${-margin} -1 ${size.width} ${size.height}`, ...size };
   box.append(svg("svg", { ...view, role: "img", "aria-label": text }, ...bars, ...axes));
   const all = bins.reduce((sum, [, count]) => sum + count, 0);
-  box.append(el("p", { class: "note" }, `${counted(all, "element")}: a bar for each power of two, as high as its number of elements`));
+  box.append(el("p", { class: "note" }, `${counted(all, "element")}. Each bar is a power of two. Its height is the number of elements.`));
   return box;
 }
 
@@ -198,8 +197,8 @@ function drawDiff() {
     const sum = (value) => of.reduce((total, row) => total + (value(row) || 0), 0);
     const [apart, alike] = [sum((row) => row.apart), sum((row) => row.alike)];
     const words = [];
-    if (apart) words.push(`${apart} NaN or infinite on a side`);
-    if (alike) words.push(`${alike} are 0 and -0`);
+    if (apart) words.push(`${apart} are NaN or infinite in A or B`);
+    if (alike) words.push(`${alike} are 0 in one and -0 in the other`);
     const total = counted(sum((row) => row.count), "element");
     const verb = total === "1 element" ? "differs" : "differ";
     title.replaceChildren(
@@ -209,7 +208,7 @@ function drawDiff() {
     shown.replaceChildren(...pair.map((bins, i) => histogram(bins, names[i])));
   };
   if (measured.length) show("All elements that differ", data.histograms, measured);
-  else title.textContent = `It is ${UNKNOWN}: arrays were compared by recorded digests.`;
+  else title.textContent = `The sizes are ${UNKNOWN}: arrays were compared by recorded digests.`;
   const node = section("differences", "What differs");
   const counts = new Map();
   for (const { what } of rows) counts.set(what, (counts.get(what) || 0) + 1);
@@ -233,8 +232,8 @@ function drawDiff() {
   const columns = [
     { title: "what", value: (row) => row.what },
     { title: "path", value: (row) => row.path, cell: open },
-    { title: "A, first that differs", value: (row) => row.a, cell: (row) => row.a ?? "–" },
-    { title: "B, there", value: (row) => row.b, cell: (row) => row.b ?? "–" },
+    { title: "A: its first difference", value: (row) => row.a, cell: (row) => row.a ?? "–" },
+    { title: "B: the same place", value: (row) => row.b, cell: (row) => row.b ?? "–" },
   ];
   if (rows.some((row) => row.count !== null)) {
     columns.push(
@@ -306,3 +305,4 @@ drawLoads();
 drawDevices();
 drawDiff();
 drawTable();
+sections.dataset.drawn = "";

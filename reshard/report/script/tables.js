@@ -1,4 +1,4 @@
-// Tables whose columns sort, and buttons that filter.
+// Tables that you can sort, and buttons that filter.
 
 const natural = new Intl.Collator("en", { numeric: true }).compare;
 

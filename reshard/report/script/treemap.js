@@ -33,13 +33,13 @@ function squarified(children, x, y, w, h) {
   return placed;
 }
 
-// What is in a group: of levels that are alike one for all of them.
+// The children of a group. Alike levels are one child.
 function inside(group) {
   if (!group.children) return [];
   const alike = (child) => child.fold && child.fold.first;
   return group.children.filter((child) => !alike(child) || alike(child) === child).map((child) => child.fold || child);
 }
-// Which of the levels is shown that are alike.
+// A list to choose one of several alike levels.
 function picker(label, members, chosen, pick) {
   const options = members.map((member, i) => el("option", { value: i, selected: member === chosen ? "" : null }, member.key));
   const change = (event) => pick(members[Number(event.currentTarget.value)]);
@@ -52,9 +52,9 @@ function drawMap() {
   const node = section(
     "map",
     "Where the bytes are",
-    "An area for each leaf, as large as its bytes, in the colour of " +
+    "Each rectangle is a leaf. Its area shows its bytes, its colour " +
       (isDiff ? "the largest |A - B| in it" : "its partition spec") +
-      ". Click a group to go into it, a leaf to see it beside; arrow keys, Enter and Escape do the same.",
+      ". Click a group to open it, or a leaf to show it. Or use the arrow keys, Enter and Escape.",
     beside,
   );
   const names = [...colours].map(([name, { total, of }]) => [name, bytes(total), of]);
@@ -75,7 +75,7 @@ function drawMap() {
     state.spec = name;
     update();
   });
-  const label = el("label", { for: "search" }, "Search by glob");
+  const label = el("label", { for: "search" }, "Search by glob or text");
   node.append(el("div", { class: "tools" }, label, search, found), legend);
   const crumbs = el("nav", { class: "crumbs", "aria-label": "Shown group" });
   const about = el("p", { class: "about", "aria-live": "off" });
@@ -83,8 +83,7 @@ function drawMap() {
   node.append(crumbs, picture, about);
 
   let cells = [];
-  const told = (cell) => {
-    const { item } = cell;
+  const describeCell = ({ item }) => {
     about.textContent = item.children
       ? `${item.path || "all"}: ${counted(item.count, "leaf", "leaves")}, ${bytes(item.nbytes)}`
       : describe(item);
@@ -117,8 +116,8 @@ function drawMap() {
     groups.forEach((group, i) => group.classList.toggle("chosen", cells[i].item === state.chosen));
   }
   picture.addEventListener("click", (event) => at(event) && act(at(event)));
-  picture.addEventListener("mouseover", (event) => at(event) && told(at(event)));
-  picture.addEventListener("focusin", (event) => at(event) && told(at(event)));
+  picture.addEventListener("mouseover", (event) => at(event) && describeCell(at(event)));
+  picture.addEventListener("focusin", (event) => at(event) && describeCell(at(event)));
   picture.addEventListener("keydown", (event) => {
     const cell = at(event);
     if (!cell) return;
@@ -138,7 +137,7 @@ function drawMap() {
 
   function redraw(shown) {
     const hits = leaves.filter(shown);
-    const live = new Set(); // groups with a leaf that is found, and how all that is found is called
+    const live = new Set(); // groups with a leaf that is found, and the names of the leaves and groups
     for (const leaf of hits) {
       live.add(leaf.face);
       for (let above = leaf.parent; above && !live.has(above); above = above.parent) live.add(above).add(above.face);
@@ -174,7 +173,7 @@ function drawMap() {
         return;
       }
       const tight = w < 14 || h < 14;
-      // What is too small for its leaves has the colour of most of its bytes.
+      // A group that is too small for its leaves has the colour of most of its bytes.
       const most = tight ? [...item.by].sort((a, b) => b[1] - a[1])[0][0] : "";
       const dim = live.has(times > 1 || item.members ? item.face : item) ? "" : " dim";
       const folded = times * (item.members ? item.members.length : 1);
@@ -213,7 +212,7 @@ function drawMap() {
     const all = hits.length === leaves.length;
     found.textContent = all ? "" : `${counted(hits.length, "leaf", "leaves")}, ${bytes(sum)}`;
   }
-  // Groups that hold one thing alone take no level of their own.
+  // A group with one child takes no level of its own.
   function single(item) {
     let name = item.key;
     for (let [only, ...more] = inside(item); only && only.children && !more.length; [only, ...more] = inside(item)) {

@@ -1,4 +1,4 @@
-"""What a store says where it refuses a request, in words."""
+"""Errors of TensorStore and obstore that a bucket caused, translated."""
 
 import contextlib
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from reshard.errors import ReshardError, StoreError, first_line
 
-# What TensorStore and obstore say of the status, of what was read, and of the connection.
+# The status, the object and the broken connection in messages of TensorStore and obstore.
 _STATUS = re.compile(r"(?:http_response_code='|status code: )(\d+)")
 _PLACE = re.compile(r"Error reading (?:\"(.+?)\"|((?:gs|s3)://.+?))(?=:? |:$)")
 _BROKEN = re.compile(r"(?:CURL|HTTP) error:? (.*?)(?: \[|\n|$)", re.DOTALL)
@@ -20,8 +20,8 @@ _MEANINGS = {
     "500": "the store failed, also after retries",
     "503": "the store was not available, also after retries",
 }
-# What TensorStore and obstore say where they do not tell the status.
-_UNTOLD = {
+# Words for a status in messages that lack its number.
+_WORDS = {
     "Forbidden": "403",
     "Unauthorized": "401",
     "Too Many Requests": "429",
@@ -31,13 +31,13 @@ _UNTOLD = {
 
 
 def status(text: str) -> str:
-    """The status of a store's answer, by the text of an error; empty where it tells none."""
-    found = _STATUS.search(text)
-    return found[1] if found else next((_UNTOLD[said] for said in _UNTOLD if said in text), "")
+    """The HTTP status in the text of an error; empty if there is none."""
+    match = _STATUS.search(text)
+    return match[1] if match else next((_WORDS[word] for word in _WORDS if word in text), "")
 
 
-def refusal(error: ValueError, what: str, done: str = "read") -> StoreError | None:
-    """What a store has said to a request, in words; None for an error that no store has made."""
+def store_error(error: ValueError, what: str, done: str = "read") -> StoreError | None:
+    """The error of a store about `what`, which cannot be `done`; None for any other error."""
     text = str(error)
     code, broken = status(text), _BROKEN.search(text)
     if code:
@@ -59,12 +59,12 @@ def refusal(error: ValueError, what: str, done: str = "read") -> StoreError | No
 def translated_errors(
     what: str, done: str = "read", other: type[ReshardError] = StoreError
 ) -> Iterator[None]:
-    """Translates errors of TensorStore and obstore that concern `what`: StoreError if a store
-    refused the request, and `other` for everything else."""
+    """Raises StoreError if a store refuses a request about `what`, and `other` if the request fails
+    for another reason."""
     try:
         yield
-    except ReshardError:  # raised inside the block, and already in words
+    except ReshardError:
         raise
     except ValueError as error:
-        found = refusal(error, what, done)
-        raise found or other(f"{what} cannot be {done}", [first_line(error)]) from error
+        refused = store_error(error, what, done)
+        raise refused or other(f"{what} cannot be {done}", [first_line(error)]) from error
