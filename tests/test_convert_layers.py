@@ -368,7 +368,7 @@ def test_a_model_that_is_a_norm_of_another_layer(tmp_path):
     problems, _ = refusal_of(tmp_path, params, lambda: nnx.WeightNorm(linear(), rngs=rngs()))
     assert problems == (
         'params/"Dense_0/kernel/scale", perhaps layer_instance and scales: '
-        "the leaves that they are for have no counterparts",
+        "the leaves that they normalise have no counterparts",
     )
 
 
@@ -481,5 +481,5 @@ class TestNorms:
         ]
         assert list(map(str, found.abstentions)) == [
             'params/"layer_instance/kernel/scale", perhaps layer_instance and scales: '
-            "the leaves that they are for have no counterparts"
+            "the leaves that they normalise have no counterparts"
         ]

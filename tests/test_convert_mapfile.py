@@ -723,7 +723,7 @@ map.toml: the map cannot be used in the opposite direction
   rule 15, `^x_(\d+)/w$`: `a\1` is not the number of a piece alone
   rule 16, `^x_(\d+)$` + `^y/`: some of its regexes are for whole paths, and some for modules
 
-hint: a map that a conversion has written can be
+hint: a map that a conversion writes works in both directions
 """.strip("\n")
     assert refusal(inverse, rules) == message
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-import tomllib
 from typing import Any, NamedTuple
 
 import in_process

@@ -227,7 +227,7 @@ def test_the_worked_example_and_back(tmp_path, dtype):
     made = reshard.open(tmp_path / "out")
     assert_bits(values(made), expected_of(tensors))
     assert_bits(values(reshard.remap(reshard.open(source), file)), expected_of(tensors))
-    back = reshard.remap(made, file, reverse=True, config=CONFIG)
+    back = reshard.remap(made, file, reverse=True, config=tmp_path)
     plan = reshard.plan(back)
     assert plan.document()["rounded"] == {"arrays": 2, "bytes": 2 * 16 * itemsize}
     wide, expected = "f4" if itemsize == 2 else "f8", {}
@@ -243,8 +243,9 @@ def test_the_worked_example_and_back(tmp_path, dtype):
 
 def test_only_what_is_the_same_becomes_one(tmp_path):
     tensors = hugging_face()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     file = map_of(tmp_path, WORKED)
-    made = reshard.remap(opened(tmp_path, tensors), file, config=CONFIG)
+    made = reshard.remap(opened(tmp_path, tensors), file, config=tmp_path)
     leaves = {"/".join(path): array for path, array in ((a.path, a.read()) for a in made.arrays)}
 
     def back(**changed):
@@ -256,7 +257,7 @@ def test_only_what_is_the_same_becomes_one(tmp_path):
                 inner = inner.setdefault(key, {})
             inner[last] = value
         ckpt = reshard.open(save_pytree(tmp_path / f"made{len(os.listdir(tmp_path))}", tree))
-        return reshard.remap(ckpt, file, reverse=True, config=CONFIG)
+        return reshard.remap(ckpt, file, reverse=True, config=tmp_path)
 
     other = leaves["params/head/embedding"].copy()
     other[3, 4] += 1

@@ -118,7 +118,8 @@ def command(
     for warning in warnings:
         click.echo(f"Warning: {warning}", err=True)
     if emit_map is not None:
-        _write_new(emit_map, found[0].map_text())
+        with open(emit_map, "x", encoding="utf-8") as file:  # never over an existing file
+            file.write(found[0].map_text())
 
 
 @contextlib.contextmanager
@@ -128,19 +129,11 @@ def _draft(file: str | None) -> Iterator[None]:
         yield
     except TreeMismatchError as error:
         if file is not None and error.draft is not None and not pathlib.Path(file).exists():
-            _write_new(file, error.draft())
+            with open(file, "x", encoding="utf-8") as out:
+                out.write(error.draft())
             hint = f"--map {file}, once each `TODO` in it is replaced: all else is decided there"
             error.hints = (hint, *error.hints)
         raise
-
-
-def _write_new(file: str, text: str) -> None:
-    """Writes a map, and never over an existing file."""
-    try:
-        with open(file, "x", encoding="utf-8") as out:
-            out.write(text)
-    except FileExistsError as error:
-        raise DestinationExistsError(f"--emit-map {file}: the file exists") from error
 
 
 def _checked(made: Conversion, dst: str, flags: options.Flags) -> Conversion:

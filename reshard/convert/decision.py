@@ -20,13 +20,12 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, Leaf, describe
+from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, Output, Row, Source, Value, Zeros, renaming
-from reshard.convert.map_rules import MapResult
 from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
-from reshard.convert.mapfile import read_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.module_tree import inside
@@ -39,6 +38,7 @@ from reshard.convert.optimizer import (
     parameters_of,
     random_state,
 )
+from reshard.convert.ready_maps import find_map
 from reshard.convert.suggestions import (
     Level,
     covering_globs,
@@ -178,7 +178,7 @@ def decide(
     layout: Layout,
     to: str,
     target: TargetTree | None,
-    map_file: str | os.PathLike | None,
+    map_file: str | os.PathLike | map_rules.Map | None,
     init: Sequence[str],
     other: TargetTree | None,
     left_out: Mapping[Path, ArrayHandle],
@@ -232,7 +232,9 @@ class _Work:
         self._apart: dict[Path, Row] = {}  # those of Linen's that are some of NNX's in one array
         self._surplus: list[Path] = []  # saved paths of leaves without a place
 
-    def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
+    def decided(
+        self, map_file: str | os.PathLike | map_rules.Map | None, init: Sequence[str]
+    ) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
         model, chosen = self._model(map_file, init)
         reset = self._reset(chosen)
@@ -250,7 +252,7 @@ class _Work:
     # The model.
 
     def _model(
-        self, map_file: str | os.PathLike | None, init: Sequence[str]
+        self, map_file: str | os.PathLike | map_rules.Map | None, init: Sequence[str]
     ) -> tuple[_Part, set[Path]]:
         """What becomes of the model's leaves, and the saved paths of those that keep their initial
         value."""
@@ -260,7 +262,7 @@ class _Work:
         if target is not None:
             dtypes = {path: target.leaf(saved).dtype for path, saved in target.layout.model.items()}
             target_side = Side(self._to, target.shapes(), dtypes, target.outline)
-        rules = None if map_file is None else read_map(map_file)
+        rules = None if map_file is None else find_map(map_file, self._ckpt, self._to)
         said = by_map(rules, source_side, target_side, self._left_out)
         self._problems += said.problems
         self._hints += said.hints
@@ -320,7 +322,9 @@ class _Work:
             self._notes.append(f"the model's own initial value, as `optional` says: {told}")
         return named | may
 
-    def _undecided(self, found: Alignment, said: MapResult, source: Side, target: Side) -> None:
+    def _undecided(
+        self, found: Alignment, said: map_rules.MapResult, source: Side, target: Side
+    ) -> None:
         """Adds what structure does not decide of leaves beside what a map says, which may be one
         for the other direction."""
         self._problems += shown_once(entry.told(self._to) for entry in found.mismatches)

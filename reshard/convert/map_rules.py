@@ -332,7 +332,7 @@ def inverse(rules: Map) -> Map:
         raise TreeMismatchError(
             f"{rules.name}: the map cannot be used in the opposite direction",
             problems[::-1],
-            ["a map that a conversion has written can be"],
+            ["a map that a conversion writes works in both directions"],
         )
     may = {rule.number for rule in rules.rules if rule.optional}
     to = OPPOSITE.get(rules.to or "")

@@ -1,30 +1,27 @@
 """A tree rewritten as another by a map alone: no model, and no framework."""
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
 from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
-from reshard.convert.mapfile import config_numbers, read_map
 from reshard.convert.optimizer import followers
+from reshard.convert.ready_maps import find_map
 from reshard.convert.stacking import OPTIMIZERS
-from reshard.errors import CorruptCheckpointError, TreeMismatchError
-from reshard.loader.json_documents import read_json
+from reshard.errors import TreeMismatchError
 from reshard.tree import Path, check_lists, format_path, with_positions
 
 
 def remap(
     ckpt: Checkpoint,
-    map_file: str | os.PathLike[str],
+    map_file: str | os.PathLike[str] | Map,
     *,
     reverse: bool = False,
-    config: Mapping[str, Any] | None = None,
+    config: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """The tree that a map file makes of a checkpoint, without a model. Reads no array.
 
@@ -32,10 +29,11 @@ def remap(
 
     Args:
       ckpt: the checkpoint.
-      map_file: TOML; see `reshard help maps`.
+      map_file: TOML, or a ready map such as `"hf:llama-tunix"`: see `reshard help maps`. A map from
+        `reshard.ready_map` is taken, too.
       reverse: whether the map is used in the opposite direction.
-      config: a Hugging Face configuration, whose numbers the map's expressions may name. By default
-        that of the file `config.json` in the checkpoint's directory, if there is one.
+      config: a Hugging Face directory, or its `config.json`. Expressions in the map may name its
+        numbers. By default it is beside `ckpt`.
 
     Raises:
       ArgumentError: the file is no map.
@@ -48,11 +46,7 @@ def remap(
       >>> [*reshard.remap(ckpt, "map.toml")]
       [('params', 'block_0', 'kernel'), ('params', 'block_1', 'kernel')]
     """
-    if config is None:
-        root = ckpt.source.root
-        with contextlib.suppress(CorruptCheckpointError):
-            config = read_json((root if root.is_dir() else root.parent) / "config.json")
-    rules = dataclasses.replace(read_map(map_file, config_numbers(config or {})), keeps=True)
+    rules = dataclasses.replace(find_map(map_file, ckpt, config=config), keeps=True)
     old: dict[Path, Path] = {tuple(map(str, path)): path for path in ckpt}
     leaves: dict[Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
     shapes = {p: x.shape if isinstance(x, ArrayHandle) else () for p, x in leaves.items()}
