@@ -99,18 +99,6 @@ def test_every_box_is_in_one_share_and_they_are_as_equal_as_boxes_are(pieces, co
     assert [cut[n] for n in range(len(pieces))] == whole
 
 
-@given(st.integers(1, 40), st.lists(st.integers(100, 400), min_size=1, max_size=8))
-def test_balance_from_a_hundred_boxes_a_share_up(count, boxes):
-    """Boxes of one size, of arrays of many sizes."""
-    arrays = [
-        ArrayPlan(layout((count * n, 8), (1, 8), (1, 8)), (1, 8), (1, 8), False, 1.0, 1)
-        for n in boxes
-    ]
-    division = Division([Boxes([array]) for array in arrays])
-    found = [division.weight(division.share(number, count)) for number in range(count)]
-    assert max(found) <= 1.05 * sum(found) / count
-
-
 def test_arrays_that_are_read_together_are_cut_at_the_same_box():
     layouts = [layout((8, 4), (2, 4), (2, 4), path=(n,), co_read=3) for n in "abc"]
     arrays = [ArrayPlan(one, (2, 4), (2, 4), False, 1.0, 1) for one in layouts]

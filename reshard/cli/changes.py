@@ -28,7 +28,7 @@ CHANGES = options.all_of(
         "Stack layers along a new axis: 'params/layer_{}=params/layers@1'. `{:24}`, `{1:24:2}` and "
         "`{3,5}` take some layers. `{%6}` in PATH is the position in a cycle of six layers.",
     ),
-    options.values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays to nearest even."),
+    options.values("--dtype", "[GLOB=]DTYPE", "Cast floats, rounding to nearest even."),
 )
 
 

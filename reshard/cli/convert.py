@@ -133,6 +133,11 @@ def _draft(file: str | None) -> Iterator[None]:
                 out.write(error.draft())
             hint = f"--map {file}, once each `TODO` in it is replaced: all else is decided there"
             error.hints = (hint, *error.hints)
+        elif any(row.origin == "ambiguous" for row in error.outcomes) and not any(
+            hint.startswith(("map_file", "resh")) for hint in error.hints
+        ):
+            hint = "--emit-map FILE writes a draft of a map: each open leaf with its candidates"
+            error.hints = (*error.hints, hint)
         raise
 
 

@@ -62,7 +62,7 @@ def as_json(command: F) -> F:
             raise
 
     made: Any = run
-    return flag("--json as_json", "One JSON document.")(made)
+    return flag("--json as_json", "Print one JSON document.")(made)
 
 
 def refusal(error: ReshardError, dst: str | None) -> dict[str, Any]:
@@ -80,11 +80,11 @@ CONCURRENCY = value(
     "--concurrency", "N", "Requests to a bucket at once.", type=COUNT, default=REQUESTS
 )
 PLACE = all_of(
-    value("--step", None, "Steps of a root: N, N,M, N..M or all; the latest by default."),
+    value("--step", None, "Steps of a root to read: N, N,M, N..M or all; the latest by default."),
     value("--item", None, "Item of a step that has several items."),
 )
 SELECTION = all_of(
-    values("--select", "GLOB", "Only these leaves."),
+    values("--select", "GLOB", "Keep only these leaves."),
     values("--drop", "GLOB", "Leave these leaves out."),
 )
 WORK = all_of(
