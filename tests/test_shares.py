@@ -118,18 +118,18 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
     for share in map(pickle.loads, shares):
         nbytes = 0
         for item in share.items:
-            handles = {handle.path: handle for handle in item.handles}
-            every = [*item.handles, *(some.handle for some in item.values)]
+            pairs = [pair for group in item.boxes for pair in group.arrays]
+            every = [*(handle for handle, _ in pairs), *(some.handle for some in item.values)]
             stores = {id(data.store): data.store for h in every for _, data in h.roots()}
             named = {data.name for h in every for _, data in h.roots()}
             assert {name for store in stores.values() for name in store.values} == named
             whole = {handle.path: handle for handle in planned.items[item.item].handles}
             for group in item.boxes:
-                for _, array in group.arrays:
+                for handle, array in group.arrays:
                     path = array.layout.path
                     for box in array.boxes(group.start, group.stop):
                         boxes[item.item, path, str(box)] += 1
-                        read = handles[path].view()[box].read().result()
+                        read = handle.view()[box].read().result()
                         assert read.tobytes() == whole[path].view()[box].read().result().tobytes()
                         nbytes += read.size * array.layout.target_itemsize
             for some in item.values:
