@@ -44,7 +44,7 @@ class MapFile(click.Path):
 
 READY_MAP = options.all_of(
     options.value(
-        "--config", "HF_DIR", "Folder of config.json for a ready map; by default SRC or --like."
+        "--config", "HF_DIR", "Folder of config.json for the map; by default SRC or --like."
     ),
     options.value("--vocab", "N", "With a ready map: rows of the embedding.", type=options.COUNT),
     options.value(
@@ -85,15 +85,20 @@ def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) ->
     """The ready map that --map means, for the model of --config, or else the map file. `to`: the
     API of a conversion."""
     given = {name: flags[name] for name in ("vocab", "scan_axis")}
+    like = flags["like"] if flags.get("reverse") and "like" in flags else None
+    config = flags["config"] or like
     if (flags["map_file"] or "").startswith("hf:"):
         from reshard.convert.ready_maps import ready_map
 
-        like = flags["like"] if flags.get("reverse") and "like" in flags else None
-        return ready_map(
-            flags["map_file"], flags["config"] or like or ckpt.source.root, to=to, **given
-        )
-    if any(value is not None for value in (flags["config"], *given.values())):
-        raise click.UsageError("--config, --vocab and --scan-axis require --map hf:NAME")
+        return ready_map(flags["map_file"], config or ckpt.source.root, to=to, **given)
+    if any(value is not None for value in given.values()):
+        raise click.UsageError("--vocab and --scan-axis require --map hf:NAME")
+    if flags["config"] and not flags["map_file"]:
+        raise click.UsageError("--config requires --map")
+    if config and flags["map_file"]:
+        from reshard.convert.ready_maps import find_map
+
+        return find_map(flags["map_file"], ckpt, config=config)
     return flags["map_file"]
 
 
