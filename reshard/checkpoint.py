@@ -13,14 +13,14 @@ from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
 from reshard.tree import Path, format_path
 
-# Orbax keeps a namedtuple without fields as such where it records the types of containers.
+# Orbax keeps a namedtuple without fields if it records the types of containers.
 EmptyNamedTuple = collections.namedtuple("EmptyNamedTuple", ())
-# Leaves that a repr lists; `reshard inspect` lists them all.
+# Leaves that a repr lists; `reshard inspect` lists all.
 _SHOWN = 200
 
 Leaf = ArrayHandle | str | dict | list | tuple | None
 
-# What Orbax calls leaves without a value -> the leaf.
+# Orbax's name of a leaf without a value -> the leaf.
 EMPTY_LEAVES: dict[str, Leaf] = {
     "None": None,
     "Dict": {},
@@ -30,31 +30,34 @@ EMPTY_LEAVES: dict[str, Leaf] = {
 }
 _EMPTY_NAMES = {type(leaf): name for name, leaf in EMPTY_LEAVES.items()}
 
+# Kinds of items that other programs than Orbax write.
+FOREIGN_KINDS = ("safetensors", "msgpack", "zarr")
+
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One item on a disk, and the directories around it.
+    """One item, and the directories around it.
 
     Attributes:
       root: the directory that was opened.
       kind: `"item"` (a bare PyTree directory), `"standalone"`, `"step"`, `"manager"`, or
-        of what Orbax has not written: `"safetensors"`, `"msgpack"` or `"zarr"`.
+        one of `FOREIGN_KINDS`.
       v1: written by Orbax's v1 API.
       step: name of the step's directory below a manager's root, else "".
       item: name of the item's directory below the step, else "".
       steps: committed steps of a manager's root, oldest first.
-      items: names of the step's items, less the deleted one.
+      items: names of the step's items, without `deleted`.
       deleted: name of the item whose deletion has begun and not ended, else "".
       uncommitted: steps of a manager's root that were never committed.
     """
 
     root: Location
     kind: str
-    v1: bool
-    step: str
-    item: str
-    steps: tuple[int, ...]
-    items: tuple[str, ...]
+    v1: bool = False
+    step: str = ""
+    item: str = ""
+    steps: tuple[int, ...] = ()
+    items: tuple[str, ...] = ()
     deleted: str = ""
     uncommitted: tuple[int, ...] = ()
 
@@ -64,8 +67,8 @@ class Item:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another program than Orbax has written it: what is beside the arrays is its."""
-        return self.kind in ("safetensors", "msgpack", "zarr")
+        """Whether another program than Orbax wrote it, and the files beside the arrays."""
+        return self.kind in FOREIGN_KINDS
 
     @property
     def number(self) -> int | None:
@@ -75,13 +78,13 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source(Item):
-    """The item of a checkpoint that was opened, and what is saved beside its tree.
+    """The item of a checkpoint that was opened.
 
     Attributes:
       store: the arrays.
-      metadata: the parsed `_METADATA` document, less its tree.
+      metadata: the parsed `_METADATA` document, without its tree.
       described: the item had per-array metadata files (PRNG key types are in them).
-      state: in a bucket, a hash of which files were in the item's directory, and of their versions.
+      state: in a bucket, a hash of the names and versions of the files in the item's directory.
     """
 
     store: ArrayStore
@@ -91,7 +94,7 @@ class Source(Item):
 
     @property
     def path(self) -> Location:
-        """What opens this very tree: the step, and the item of a step that has several."""
+        """The path that opens this tree: the step, and the item of a step with several."""
         step = self.root / self.step
         return step / self.item if len(self.items) > 1 else step
 
@@ -113,8 +116,8 @@ class Checkpoint(Mapping[Path, Leaf]):
 
     Attributes:
       source: where it was opened.
-      notes: what transforms did that the user should see, a line each.
-      retyped: the tree is no longer the one that was saved (renamed or selected leaves).
+      notes: notes of transforms for the user, a line each.
+      retyped: the tree differs from the saved one (renamed or selected leaves).
     """
 
     def __init__(
@@ -166,11 +169,8 @@ class Checkpoint(Mapping[Path, Leaf]):
     ) -> "Checkpoint":
         """A checkpoint of other leaves from the same source."""
         if retyped and not self.retyped and "value_metadata_tree" in self.source.metadata:
-            notes = (
-                *notes,
-                "the record of tuples, namedtuples and classes is left out: "
-                "it describes the saved tree",
-            )
+            record = "the record of tuples, namedtuples and classes is left out: it describes"
+            notes = (*notes, f"{record} the saved tree")
         return Checkpoint(leaves, self.source, (*self.notes, *notes), self.retyped or retyped)
 
     def with_metadata(self, entries: Mapping[str, Any]) -> "Checkpoint":
@@ -183,7 +183,7 @@ class Checkpoint(Mapping[Path, Leaf]):
         return Checkpoint(self._leaves, source, self.notes, self.retyped)
 
     def document(self, paths: Collection[Path] | None = None) -> dict[str, Any]:
-        """What `reshard inspect --json` prints, of all leaves or of some."""
+        """The document of `reshard inspect --json`, of all leaves or of some."""
         source = self.source
         leaves = {p: leaf for p, leaf in self.items() if paths is None or p in paths}
         arrays = [leaf for leaf in leaves.values() if isinstance(leaf, ArrayHandle)]
@@ -228,7 +228,7 @@ def kind_text(leaf: Leaf) -> str:
 
 
 def type_name(leaf: Leaf) -> str:
-    """What a leaf that is no array is called: `string`, `None`, `empty dict`."""
+    """The name of the type of a leaf that is no array: `string`, `None`, `empty dict`."""
     return {str: "string", type(None): "None"}.get(type(leaf), f"empty {type(leaf).__name__}")
 
 
@@ -240,15 +240,15 @@ def _leaf_document(path: Path, leaf: Leaf) -> dict[str, Any]:
 
 
 def empty_name(leaf: Leaf) -> str:
-    """What Orbax calls a leaf without a value."""
+    """Orbax's name of a leaf without a value."""
     return _EMPTY_NAMES[type(leaf)]
 
 
 def name_clashes(
     paths: Iterable[Path], is_unchanged: Callable[[Path], bool] = lambda path: False
 ) -> list[str]:
-    """Leaves that would be stored under one name. Two that are so in the source, and are where and
-    what they were (`is_unchanged`), are not told: see `collision_error`."""
+    """Pairs of leaves that would be stored under one name. Pairs of the source that are unchanged
+    (`is_unchanged`) are left out: see `collision_error`."""
     first: dict[str, Path] = {}
     clashes = []
     for path in paths:

@@ -59,15 +59,15 @@ def node_read(
 
 
 def axis_name_keys() -> tuple[str, ...]:
-    """Metadata of an NNX variable that names the axes of its array: flax before 0.12.4 takes no
-    notice of `out_sharding`."""
+    """Metadata of an NNX variable that names the axes of its array: flax before 0.12.4 ignores
+    `out_sharding`."""
     names = ("out_sharding", "sharding_names", "sharding")
     return names[1:] if older("flax", "0.12.4") else names
 
 
 def jaxprs_in_params(params: Mapping[str, Any]) -> Iterator[Any]:
-    """The jaxprs in the parameters of an equation: from JAX 0.10 on, what
-    `jax.extend.core.jaxprs_in_params` gives."""
+    """The jaxprs in the parameters of an equation: `jax.extend.core.jaxprs_in_params` of JAX 0.10
+    and newer."""
     from jax.extend import core
 
     for value in params.values():

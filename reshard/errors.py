@@ -1,7 +1,7 @@
 """The exceptions that reshard raises.
 
-Each one also inherits the builtin that callers already catch. A message is a summary line,
-one line for each problem (all of them, in the order of the tree), and hints that can be typed.
+Each also inherits the builtin that callers already catch. A message is a summary, one line for each
+problem, in the order of the tree, and hints that can be typed.
 """
 
 import re
@@ -13,8 +13,8 @@ class ReshardError(Exception):
     """The root of the hierarchy.
 
     Attributes:
-      summary: one line that says what could not be done.
-      problems: every problem found, a line each; never cut short.
+      summary: one line: what could not be done.
+      problems: all problems, a line each.
       hints: what to type instead, most likely first.
     """
 
@@ -28,12 +28,8 @@ class ReshardError(Exception):
         return self.render(limit=None)
 
     def render(self, limit: int | None, phrase: Callable[[str], str] = str) -> str:
-        """The message, with at most `limit` problems and hints of each kind written out.
-
-        Args:
-          limit: None for all of them.
-          phrase: how hints are written: as calls, if nothing else is said.
-        """
+        """The message, with at most `limit` problems and `limit` hints (None: all). `phrase`
+        rewrites hints, which are calls."""
         lines = [self.summary, *_capped(self.problems, limit, "  ")]
         if self.hints:
             lines += ["", *_capped([*map(phrase, self.hints)], limit, "hint: ")]
@@ -41,7 +37,7 @@ class ReshardError(Exception):
 
 
 def lines_of(errors: Iterable[ReshardError]) -> list[str]:
-    """What several errors say together: each summary, before its problems."""
+    """The summaries of several errors, each before its problems."""
     return [line for error in errors for line in (error.summary, *error.problems)]
 
 
@@ -55,15 +51,14 @@ def raise_all(found: Sequence[ReshardError]) -> None:
 
 
 def printable(text: str) -> str:
-    """Text with what a terminal would act on, or could not show, as escapes: names in a checkpoint
-    may be untrusted. Lines stay lines."""
+    """Text with unprintable characters, except line ends, as JSON escapes: names in a checkpoint
+    may be untrusted, and a terminal acts on control characters."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
 
 
 def _escape(character: str) -> str:
-    """As in a JSON string."""
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return re.sub("....", r"\\u\g<0>", units)
 
@@ -75,15 +70,15 @@ def _capped(lines: Sequence[str], limit: int | None, prefix: str) -> list[str]:
 
 
 class ArgumentError(ReshardError, ValueError):
-    """An argument is none that the function takes, whatever the checkpoint."""
+    """An argument is invalid, whatever the checkpoint."""
 
 
 class CheckpointNotFoundError(ReshardError, FileNotFoundError):
-    """There is no checkpoint, step or item at the place that was named."""
+    """No checkpoint, step or item exists at this place."""
 
 
 class CheckpointFormatError(ReshardError, ValueError):
-    """What is there is not a checkpoint that this version reads; the message says what it is."""
+    """This version cannot read the files at this place; the message says what they are."""
 
 
 class UncommittedCheckpointError(CheckpointFormatError):
@@ -95,13 +90,13 @@ class CorruptCheckpointError(ReshardError, ValueError):
 
 
 class TreeMismatchError(ReshardError, ValueError):
-    """The leaves that were asked for are not the leaves that are there.
+    """The leaves of a checkpoint are not those that were asked for.
 
     Attributes:
-      outcomes: of a conversion, what is decided of each leaf all the same, a
-        `reshard.convert.decision.Outcome` each; empty if it did not get as far.
-      draft: what returns the text of a map file of what is decided, with `TODO` for what is open;
-        None if there is none.
+      outcomes: of a conversion that was refused, the verdicts on all leaves, each a
+        `reshard.convert.decision.Outcome`; empty if it did not get that far.
+      draft: a function that returns the text of a map file of what is decided, with `TODO` for what
+        is open; None if there is none.
     """
 
     draft: Callable[[], str] | None = None
@@ -122,10 +117,10 @@ class ShardingError(ReshardError, ValueError):
 
 
 class MemoryLimitError(ReshardError, ValueError):
-    """The job cannot run within `max_memory`; the message names the least that would do.
+    """The job cannot run within `max_memory`; the message names the least that is enough.
 
     Attributes:
-      least: bytes that would do, 0 where that is not the question.
+      least: bytes that are enough; 0 if that is not known.
     """
 
     def __init__(
@@ -136,25 +131,24 @@ class MemoryLimitError(ReshardError, ValueError):
 
 
 class StoreError(ReshardError, OSError):
-    """A bucket, or the way to it, has not given what it was asked for: the message says what, and
-    why not."""
+    """A bucket or the network has failed a request; the message says which, and why."""
 
 
 class DestinationError(ReshardError, OSError):
-    """The destination cannot be written: no room, no permission, or another job is writing it."""
+    """The destination cannot be written: no space, no permission, or another job writes it."""
 
 
 class DestinationExistsError(DestinationError, FileExistsError):
-    """There is something at the destination already."""
+    """The destination exists."""
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raises ArgumentError for the value of an argument that is not one of its choices."""
+    """Raises ArgumentError if the value of an argument is not one of its choices."""
     if value not in choices:
         hints = [f"{name}={choice!r}" for choice in choices if choice is not None]
         raise ArgumentError(f"{name}={value!r} is not known", hints=hints)
 
 
 def first_line(error: ValueError) -> str:
-    """What TensorStore says, without the specification that it appends."""
+    """The message of TensorStore, without the specification that it appends."""
     return str(error).partition(" [")[0].partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Numbers of bytes, read and printed; and numbers of other things, printed."""
+"""Text of numbers: bytes, counts and ranges; and bytes parsed from text."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_load(before: float, after: float) -> str:
-    """In words how many times the bytes that it needs a restore reads, before and after a job."""
+    """How many times the bytes it needs a restore reads, before and after a job, in words."""
     one, two = (
         "exactly the bytes that it needs" if x < 1.005 else f"{x:.2f} times the bytes that it needs"
         for x in (before, after)
@@ -42,7 +42,7 @@ def format_runs(ascending: Sequence[int], to: str = "-") -> str:
 
 
 def count_of(count: int, noun: str, several: str = "") -> str:
-    """`1 array`, `2 arrays`, or as the plural that is given."""
+    """`1 array`, `2 arrays`; `several` is an irregular plural."""
     return f"{count} {noun if count == 1 else several or noun + 's'}"
 
 
@@ -51,15 +51,15 @@ def count_leaves(count: int) -> str:
 
 
 def whole_kib(count: int) -> str:
-    """So many bytes, or a few more, as `parse_bytes` takes them: `17KiB`."""
+    """A number of bytes rounded up to KiB, as `parse_bytes` reads it: `17KiB`."""
     return f"{math.ceil(count / 2**10)}KiB"
 
 
 def parse_bytes(
     value: float | str, lacks: str = "not a number of bytes", hint: str = "`256MiB`, `1GiB`"
 ) -> int:
-    """A finite number of bytes, at least 1, or text: `"256MiB"`, `"1.5GB"`; raises ArgumentError,
-    which says what anything else `lacks`."""
+    """Bytes as an int, from a finite number of at least 1, or from text: `"256MiB"`, `"1.5GB"`.
+    Raises ArgumentError: the value is `lacks`."""
     size: float = 0
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())

@@ -243,14 +243,6 @@ def test_a_dask_cluster_verifies_and_saves(where, request, source, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("default")
-def test_dask_workers_that_may_use_too_little_memory_are_warned_of(dask, source):
-    found = invoke("digest", source, "--dask", dask, "--max-memory", "1900MiB", "--quiet")
-    assert found.exit_code == 0
-    assert found.output.count("may use 2.00 GiB, and 1 x 1.86 GiB with 512.00 MiB on top") == 2
-
-
-@pytest.mark.exhaustive
 def test_a_task_that_kills_dask_workers_is_told_of(dask, tmp_path):
     log = tmp_path / "log"
     with client_of(dask) as client:

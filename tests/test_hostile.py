@@ -457,7 +457,7 @@ FAULTS = [
         "several nodes refer to node btreenode::d/nodes:0:38",
         *(1, lambda: [inner(1, "d/nodes", (b"", 0, 38))]),
     ),
-    nodes("several nodes refer to node btreenode::d/nodes:0:35", 39, shared_node),
+    nodes("several nodes refer to node btreenode::d/nodes:1879:50", 39, shared_node),
     nodes("the data file `d/none` is missing", 1, lambda: [inner(1, "d/none", (b"", 7, 500))]),
     nodes("its B-tree is larger than any checkpoint's", 0, lambda: [long_keys(20_000)]),
     nodes(

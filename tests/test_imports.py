@@ -190,7 +190,6 @@ MANY_IMPORTS = {
     "reshard.cli.inspect": 31,
     "reshard.convert.conversion": 55,
     "reshard.convert.decision": 51,
-    "reshard.convert.map_rules": 30,
     "reshard.convert.model_map": 35,
     "reshard.convert.roundtrip": 40,
     "reshard.loader.orbax": 30,

@@ -242,8 +242,8 @@ def test_beside_steps_of_a_manager(small, stores):
     assert reshard.plan(reshard.open(small), f"{bucket}/run/1").notes == ()
     reshard.save(reshard.open(small), f"{bucket}/run/1")
     assert reshard.plan(reshard.open(small), f"{bucket}/run/2").notes == (
-        f"`{bucket}/run` holds steps: a CheckpointManager that cleans up deletes what is not "
-        "complete there, and so this job's; another prefix is safe",
+        f"`{bucket}/run` has other steps: a CheckpointManager that removes incomplete steps there "
+        "would delete this job's files; another prefix is safe",
     )
 
 

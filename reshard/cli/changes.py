@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -27,17 +28,42 @@ CHANGES = options.all_of(
         "Stack layers along a new axis: 'params/layer_{}=params/layers@1'. `{:24}`, `{1:24:2}` and "
         "`{3,5}` take some layers. `{%6}` in PATH is the position in a cycle of six layers.",
     ),
-    options.values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays to nearest even."),
+    options.values("--dtype", "[GLOB=]DTYPE", "Cast floats, rounding to nearest even."),
 )
 
+
+class MapFile(click.Path):
+    """A map file, or the name of a ready map."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        return value if str(value).startswith("hf:") else super().convert(value, param, ctx)
+
+
+READY_MAP = options.all_of(
+    options.value(
+        "--config", "HF_DIR", "Folder of config.json for the map; by default SRC or --like."
+    ),
+    options.value("--vocab", "N", "With a ready map: rows of the embedding.", type=options.COUNT),
+    options.value(
+        "--scan-axis",
+        "N",
+        "With a ready map: axis of the layers in scanned arrays. The default is 1.",
+        type=click.IntRange(0),
+    ),
+)
 MAP = options.all_of(
     options.value(
         "--map map_file",
-        "FILE",
-        "TOML with rules that make another tree: `reshard help maps`. Every leaf needs a rule.",
-        type=click.Path(exists=True, dir_okay=False),
+        "FILE|hf:NAME",
+        "TOML with rules that make another tree, or a ready map: `reshard help maps`. Every leaf "
+        "needs a rule.",
+        type=MapFile(),
     ),
     options.flag("--reverse", "Use the map in the opposite direction."),
+    READY_MAP,
 )
 
 
@@ -47,11 +73,33 @@ def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
         raise click.UsageError("--reverse requires --map FILE")
     ckpt = prepared(ckpt, flags)
     if flags["map_file"] is None:
+        chosen_map(ckpt, flags)
         return ckpt
     from reshard.convert.remap import remap
 
     look_here()  # for the functions of a map
-    return remap(ckpt, flags["map_file"], reverse=flags["reverse"])
+    return remap(ckpt, chosen_map(ckpt, flags), reverse=flags["reverse"])
+
+
+def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) -> Any:
+    """The ready map that --map means, for the model of --config, or else the map file. `to`: the
+    API of a conversion."""
+    given = {name: flags[name] for name in ("vocab", "scan_axis")}
+    like = flags["like"] if flags.get("reverse") and "like" in flags else None
+    config = flags["config"] or like
+    if (flags["map_file"] or "").startswith("hf:"):
+        from reshard.convert.ready_maps import ready_map
+
+        return ready_map(flags["map_file"], config or ckpt.source.root, to=to, **given)
+    if any(value is not None for value in given.values()):
+        raise click.UsageError("--vocab and --scan-axis require --map hf:NAME")
+    if flags["config"] and not flags["map_file"]:
+        raise click.UsageError("--config requires --map")
+    if config and flags["map_file"]:
+        from reshard.convert.ready_maps import find_map
+
+        return find_map(flags["map_file"], ckpt, config=config)
+    return flags["map_file"]
 
 
 def prepared(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:

@@ -8,6 +8,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options, subprocess_model
+from reshard.cli.changes import READY_MAP, MapFile, chosen_map
 from reshard.cli.model_argument import load_model, look_here, model_errors
 from reshard.convert.layout import KINDS
 
@@ -34,10 +35,12 @@ conversion_options = options.all_of(
     ),
     options.value(
         "--map map_file",
-        "FILE",
-        "TOML with rules from leaf to leaf, which have precedence over names and order.",
-        type=click.Path(exists=True, dir_okay=False),
+        "FILE|hf:NAME",
+        "TOML with rules from leaf to leaf, which have precedence over names and order, or a ready "
+        "map: `reshard help maps`.",
+        type=MapFile(),
     ),
+    READY_MAP,
     options.values("--init", "GLOB", "Leaves that get the model's own initial value."),
     options.value(
         "--layout",
@@ -70,7 +73,10 @@ def converter(to: str, flags: options.Flags) -> Callable[..., "Conversion"]:
         look_here()  # for the functions of a map
         with model_errors("--model", model):
             loaded, of_source = models()
-            same = {name: flags[name] for name in ("map_file", "init", "layout", "max_memory")}
+            same = {name: flags[name] for name in ("init", "layout", "max_memory")}
+            same["map_file"] = chosen_map(ckpt, flags, to)
+            if flags["map_file"] is not None and flags["map_file"].startswith("hf:"):
+                same["layout"] = flags["layout"] or "linen-params"  # tensors' names do not prove it
             return conversion(ckpt, to, loaded, drop=drop, source=of_source, **same)
 
     return convert

@@ -118,7 +118,8 @@ def command(
     for warning in warnings:
         click.echo(f"Warning: {warning}", err=True)
     if emit_map is not None:
-        _write_new(emit_map, found[0].map_text())
+        with open(emit_map, "x", encoding="utf-8") as file:  # never over an existing file
+            file.write(found[0].map_text())
 
 
 @contextlib.contextmanager
@@ -128,19 +129,16 @@ def _draft(file: str | None) -> Iterator[None]:
         yield
     except TreeMismatchError as error:
         if file is not None and error.draft is not None and not pathlib.Path(file).exists():
-            _write_new(file, error.draft())
+            with open(file, "x", encoding="utf-8") as out:
+                out.write(error.draft())
             hint = f"--map {file}, once each `TODO` in it is replaced: all else is decided there"
             error.hints = (hint, *error.hints)
+        elif any(row.origin == "ambiguous" for row in error.outcomes) and not any(
+            hint.startswith(("map_file", "resh")) for hint in error.hints
+        ):
+            hint = "--emit-map FILE writes a draft of a map: each open leaf with its candidates"
+            error.hints = (*error.hints, hint)
         raise
-
-
-def _write_new(file: str, text: str) -> None:
-    """Writes a map, and never over an existing file."""
-    try:
-        with open(file, "x", encoding="utf-8") as out:
-            out.write(text)
-    except FileExistsError as error:
-        raise DestinationExistsError(f"--emit-map {file}: the file exists") from error
 
 
 def _checked(made: Conversion, dst: str, flags: options.Flags) -> Conversion:

@@ -70,7 +70,7 @@ def command(
     check_page(flags["page_file"], path)
     ckpt = open_checkpoint(path, **options.places(flags, path)[0])
     if sharding is not None:
-        _show_sharding(ckpt, sharding, mesh, flags)
+        _show_sharding(*_sharding(ckpt, sharding, mesh), flags)
         return
     chosen = tree.match_globs(ckpt, [pattern]) if pattern else ckpt.keys()
     leaves = {p: leaf for p, leaf in ckpt.items() if p in chosen}
@@ -80,53 +80,44 @@ def command(
 
 
 def _show(ckpt: Checkpoint, leaves: Mapping[Path, Leaf], as_tree: bool) -> None:
-    for line in _header(ckpt):
-        click.echo(printable(line))
+    click.echo(_header(ckpt))
     if as_tree:
-        _show_tree(ckpt.document(leaves)["leaves"], leaves)
+        click.echo("\n".join(output.aligned(_tree_rows(ckpt, leaves), (1, 3))))
     else:
         columns = ("path", "shape", "dtype", "bytes", "chunks", "spec")
         output.table(columns, [_row(p, leaf) for p, leaf in leaves.items()], right=(3,))
     arrays = [leaf for leaf in leaves.values() if isinstance(leaf, ArrayHandle)]
-    total = sum(array.nbytes for array in arrays)
-    counts = f"{count_leaves(len(leaves))}, {count_of(len(arrays), 'array')}"
-    click.echo(f"{counts}, {format_bytes(total)}")
-    collided = [a for a in arrays if a.same_name is not None]
-    if collided:
+    total = format_bytes(sum(array.nbytes for array in arrays))
+    click.echo(f"{count_leaves(len(leaves))}, {count_of(len(arrays), 'array')}, {total}")
+    if collided := [a for a in arrays if a.same_name is not None]:
         click.echo(f"Warning: {collision_error(collided).render(10, output.as_flags)}", err=True)
 
 
-def _header(ckpt: Checkpoint) -> list[str]:
+def _header(ckpt: Checkpoint) -> str:
     source = ckpt.source
     lines = [f"{source.root}: {options.kind_text(source.kind, source.v1)}, {source.format}"]
     if source.steps:
-        steps = ", ".join(map(str, source.steps))
-        lines.append(f"steps: {steps}; shown: {source.step}")
+        lines.append(f"steps: {', '.join(map(str, source.steps))}; shown: {source.step}")
     if source.items:
         lines.append(f"items: {', '.join(source.items)}; shown: {source.item}")
     lines.append("saved meshes: " + ("; ".join(dict.fromkeys(map(str, ckpt.meshes))) or "none"))
-    return lines
+    return printable("\n".join(lines))
 
 
 def _row(path: Path, leaf: Leaf) -> tuple[str, ...]:
+    name = format_path(path)
     if not isinstance(leaf, ArrayHandle):
-        return (format_path(path), "", type_name(leaf), "", "", repr(leaf) if leaf else "")
+        return name, "", type_name(leaf), "", "", repr(leaf) if leaf else ""
     count = grid_size(leaf.shape, leaf.chunk_shape)
     chunks = f"{count} x {_dims(leaf.chunk_shape)}" if count != 1 else "1"
     kind = leaf.dtype.name if leaf.key_impl is None else f"key<{leaf.key_impl}>"
-    return (
-        format_path(path),
-        _dims(leaf.shape),
-        kind,
-        format_bytes(leaf.nbytes),
-        chunks,
-        sharding_text(leaf),
-    )
+    nbytes = format_bytes(leaf.nbytes)
+    return name, _dims(leaf.shape), kind, nbytes, chunks, sharding_text(leaf)
 
 
-def _show_tree(documents: Sequence[Any], leaves: Mapping[Path, Leaf]) -> None:
-    """Levels and leaves, each with its bytes and its part of all of them."""
-    rows = outline(documents)
+def _tree_rows(ckpt: Checkpoint, leaves: Mapping[Path, Leaf]) -> list[tuple[str, ...]]:
+    """Levels and leaves, each with its bytes and its part of all bytes."""
+    rows = outline(ckpt.document(leaves)["leaves"])
     total = sum(row.nbytes for row in rows if not row.depth) or 1
     cells = []
     for row in rows:
@@ -137,27 +128,27 @@ def _show_tree(documents: Sequence[Any], leaves: Mapping[Path, Leaf]) -> None:
             spec = _tree_spec(leaf)
         name, size = "  " * row.depth + row.name, format_bytes(row.nbytes)
         bar = "#" * round(_BAR * row.nbytes / total)
-        count = f"{row.count} leaves" if row.count > 1 else ""
-        cells.append((name, size, bar, count, kind, spec))
-    click.echo("\n".join(output.aligned(cells, (1, 3))))
+        cells.append((name, size, bar, f"{row.count} leaves" * (row.count > 1), kind, spec))
+    return cells
 
 
 def _tree_spec(leaf: Leaf) -> str:
     if not isinstance(leaf, ArrayHandle):
         return ""
     sharding = leaf.sharding
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return sharding_text(leaf)
-    sizes = sharding.mesh.shape
-    split = any(sizes[axis] > 1 for axes in sharding.spec for axis in axes)
-    return sharding_text(leaf) if split else "replicated"
+    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+        sizes = sharding.mesh.shape
+        if not any(sizes[axis] > 1 for axes in sharding.spec for axis in axes):
+            return "replicated"
+    return sharding_text(leaf)
 
 
-def _dims(shape: tuple[int, ...]) -> str:
+def _dims(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) if shape else "()"
 
 
-def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, flags: options.Flags) -> None:
+def _sharding(ckpt: Checkpoint, name: str, mesh: str | None) -> tuple[ArrayHandle, NamedSharding]:
+    """A leaf, and its sharding on a mesh, or as saved."""
     leaf = next((a for a in ckpt.arrays if format_path(a.path) == name), None)
     if leaf is None:
         near = tree.nearest(name, (a.path for a in ckpt.arrays))
@@ -172,36 +163,37 @@ def _show_sharding(ckpt: Checkpoint, name: str, mesh: str | None, flags: options
             f"{name} was saved without a mesh ({sharding_text(leaf)})",
             hints=[f"--sharding {shlex.quote(name)} --mesh data=1,model=8"],
         )
-    problems = spec_problems(leaf.shape, sharding.mesh, sharding.spec)
-    if problems:
+    if problems := spec_problems(leaf.shape, sharding.mesh, sharding.spec):
         fits = ",".join(dict.fromkeys(f"{axis}=1" for entry in sharding.spec for axis in entry))
         hints = [f"--mesh {fits} fits any array"]
         raise ShardingError(f"{name} does not fit `{sharding.mesh}`", problems, hints)
-    owners = shard_owners(leaf.shape, sharding)
-    shard = shard_shape(leaf.shape, sharding)
+    return leaf, sharding
+
+
+def _show_sharding(leaf: ArrayHandle, sharding: NamedSharding, flags: options.Flags) -> None:
+    owners, shard = shard_owners(leaf.shape, sharding), shard_shape(leaf.shape, sharding)
     document = {
-        "path": name,
+        "path": format_path(leaf.path),
         "shape": list(leaf.shape),
         "mesh": sharding.mesh.shape,
         "spec": [list(axes) for axes in sharding.spec],
         "shard_shape": list(shard),
         "shards": [{"index": [*at], "devices": ids} for at, ids in sorted(owners.items())],
     }
-    if not options.wants_text(flags, lambda: document):
-        return
-    click.echo(
-        f"{name}  {leaf.dtype.name}[{_dims(leaf.shape) if leaf.shape else ''}]  "
-        f"{format_spec(sharding.spec)} on {sharding.mesh}: "
-        f"{len(owners)} shard{'s' if len(owners) > 1 else ''} of {_dims(shard)}"
-    )
-    click.echo(_picture(owners, leaf.shape, shard))
+    if options.wants_text(flags, lambda: document):
+        click.echo(
+            f"{document['path']}  {leaf.dtype.name}[{_dims(leaf.shape) if leaf.shape else ''}]  "
+            f"{format_spec(sharding.spec)} on {sharding.mesh}: "
+            f"{count_of(len(owners), 'shard')} of {_dims(shard)}"
+        )
+        click.echo(_picture(owners, leaf.shape, shard))
 
 
 def _picture(
     owners: Mapping[tuple[int, ...], list[int]], shape: Sequence[int], shard: Sequence[int]
 ) -> str:
-    """Which devices hold which part: a grid of the first two sharded dimensions, or, for more than
-    64 shards, a list. `owners` are device ids by index of the shard in each dimension."""
+    """The devices that hold each shard. A grid of the first two sharded dimensions, or, for more
+    than 64 shards, a list. `owners` are device ids by index of the shard in each dimension."""
     parts = [(at, format_runs(sorted(ids))) for at, ids in sorted(owners.items())]
     counts = [math.ceil(size / part) for size, part in zip(shape, shard, strict=True)]
     split = [dim for dim, count in enumerate(counts) if count > 1]
@@ -211,8 +203,7 @@ def _picture(
     columns = counts[split[-1]] if is_row else 1
     cells = [ids for _, ids in parts]
     width = max(map(len, cells)) + 2
-    rule = "+" + "+".join(["-" * width] * columns) + "+"
-    lines = [rule]
+    lines = [rule := "+" + "+".join(["-" * width] * columns) + "+"]
     for start in range(0, len(cells), columns):
         row = (cell.center(width) for cell in cells[start : start + columns])
         lines += ["|" + "|".join(row) + "|", rule]
@@ -220,7 +211,5 @@ def _picture(
 
 
 def _slices(index: Sequence[int], shape: Sequence[int], shard: Sequence[int]) -> str:
-    return ", ".join(
-        f"{i * part}:{min((i + 1) * part, size)}"
-        for i, size, part in zip(index, shape, shard, strict=True)
-    )
+    parts = zip(index, shape, shard, strict=True)
+    return ", ".join(f"{i * part}:{min((i + 1) * part, size)}" for i, size, part in parts)

@@ -28,8 +28,7 @@ from reshard.writer.save import save
 _ARGUMENTS = ("max_memory", "chunks", "format", "ocdbt", "codec", "file_size")
 _ARGUMENTS += ("overwrite", "digest", "verify")
 OVERWRITE = options.flag(
-    "--overwrite",
-    "Replace DST when the new checkpoint is complete; ignore the leftovers of unfinished jobs.",
+    "--overwrite", "Replace DST when the new checkpoint is complete. Ignore unfinished jobs."
 )
 RESUME = options.flag("--resume", "Use the finished shares of an earlier run of this command.")
 SHARD = options.value(
@@ -41,56 +40,39 @@ SHARD = options.value(
 job_options = options.all_of(
     options.value("--from saved", "MESH", "Fail unless SRC was saved on this mesh."),
     options.values(
-        "--axis axes",
-        "OLD=NEW",
-        "Replace mesh axis OLD of the saved specs by NEW; `OLD=` replicates.",
+        "--axis axes", "OLD=NEW", "Rename a mesh axis in saved specs; `OLD=` replicates."
     ),
     options.values(
         "--spec specs",
         "REGEX=AXES",
-        "Partition spec of the leaves whose path matches, for example 'kernel$=data,model'. `,` "
-        "separates dimensions, `+` the axes of one dimension. The first match wins.",
+        "Partition spec of leaves by path, for example 'kernel$=data,model'. `,` separates "
+        "dimensions, `+` the axes of one dimension. The first match wins.",
     ),
     options.value(
         "--rules",
         "FILE",
-        "TOML with `rules` from the model's logical axis names to mesh axes, and `specs` from path "
-        "regexes to partition specs.",
+        "TOML with `rules` from logical axis names to mesh axes, and `specs` from path regexes to "
+        "partition specs.",
         type=click.Path(exists=True, dir_okay=False),
     ),
     CHANGES,
     options.PLACE,
     options.value(
-        "--chunks",
-        "shard|keep|SIZE",
-        "One chunk per shard, the chunks of SRC, or chunks of at most SIZE.",
-        default="shard",
-        show_default=True,
+        "--chunks", "shard|keep|SIZE", "One per shard, as in SRC, or at most SIZE.", default="shard"
     ),
     options.value("--format", "zarr2|zarr3", "Version of zarr; as in SRC by default."),
     click.option(
-        "--ocdbt/--no-ocdbt",
-        default=None,
-        help="Write an OCDBT database, or plain files; as in SRC by default.",
+        "--ocdbt/--no-ocdbt", default=None, help="An OCDBT database, or plain files; as in SRC."
     ),
     options.value(
-        "--codec",
-        "CODEC",
-        "Compression of chunks: none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in SRC by default.",
+        "--codec", "CODEC", "none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in SRC by default."
     ),
-    options.value(
-        "--file-size",
-        "SIZE",
-        "Approximate size of the data files of an OCDBT database; 2GiB by default.",
-    ),
+    options.value("--file-size", "SIZE", "Approximate size of OCDBT data files; 2GiB by default."),
     options.WORK,
     options.flag("--no-link", "Copy data files, do not hard-link them."),
     OVERWRITE,
     options.flag("--verify", "Read back the new checkpoint before the commit."),
-    options.flag(
-        "--digest",
-        "Also read arrays that are copied verbatim and have no recorded digest, and record one.",
-    ),
+    options.flag("--digest", "Also record digests of arrays that are copied verbatim."),
     RESUME,
     SHARD,
     options.flag("--dry-run", "Show the plan and stop."),

@@ -24,8 +24,8 @@ Flags = dict[str, Any]  # the options of a command, by name
 
 
 def value(names: str, metavar: str | None, text: str, **more: Any) -> Callable[[F], F]:
-    """An option with a value: its names, what its value is called, and its help."""
-    return click.option(*names.split(), metavar=metavar, help=text, **more)
+    """An option with a value: its names, the name of its value, and its help."""
+    return click.option(*names.split(), metavar=metavar, help=text, show_default=True, **more)
 
 
 def values(names: str, metavar: str, text: str) -> Callable[[F], F]:
@@ -62,7 +62,7 @@ def as_json(command: F) -> F:
             raise
 
     made: Any = run
-    return flag("--json as_json", "One JSON document.")(made)
+    return flag("--json as_json", "Print one JSON document.")(made)
 
 
 def refusal(error: ReshardError, dst: str | None) -> dict[str, Any]:
@@ -75,36 +75,26 @@ def refusal(error: ReshardError, dst: str | None) -> dict[str, Any]:
     return document
 
 
+COUNT = click.IntRange(1)
 CONCURRENCY = value(
-    "--concurrency",
-    "N",
-    "Requests to a bucket at once.",
-    type=click.IntRange(1),
-    default=REQUESTS,
-    show_default=True,
+    "--concurrency", "N", "Requests to a bucket at once.", type=COUNT, default=REQUESTS
 )
 PLACE = all_of(
-    value("--step", None, "Steps of a root: N, N,M, N..M or all; the latest by default."),
+    value("--step", None, "Steps of a root to read: N, N,M, N..M or all; the latest by default."),
     value("--item", None, "Item of a step that has several items."),
 )
 SELECTION = all_of(
-    values("--select", "GLOB", "Only these leaves."),
+    values("--select", "GLOB", "Keep only these leaves."),
     values("--drop", "GLOB", "Leave these leaves out."),
 )
 WORK = all_of(
-    value("--max-memory", "SIZE", "Bytes in flight at most.", default="1GiB", show_default=True),
+    value("--max-memory", "SIZE", "Bytes in flight at most, per process.", default="1GiB"),
     CONCURRENCY,
-    value(
-        "--workers",
-        "N",
-        "Divide the work and the processors among N processes of this machine; --max-memory is for "
-        "each process.",
-        type=click.IntRange(1),
-    ),
+    value("--workers", "N", "Processes of this machine that share the work.", type=COUNT),
     value(
         "--dask",
         "ADDRESS",
-        "Run on a Dask cluster. ADDRESS is its scheduler, for example tcp://HOST:8786.",
+        "A Dask scheduler that runs the work: tcp://HOST:PORT.",
         callback=_scheduler,
     ),
 )

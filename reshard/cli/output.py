@@ -17,6 +17,7 @@ _TYPED = {
     "`reshard convert`": "--emit-map",
     "`source=`": "--source-model",
     "check=...": "--inputs MODULE:NAME",
+    "config=...": "--config HF_DIR",
     "drop=[...]": "--drop GLOB",
     "init=[...]": "--init GLOB",
     "map_file=...": "--map FILE",

@@ -1,11 +1,11 @@
 """The processes that do a command's work: this one, workers of this machine, or a Dask cluster.
-Only a cluster imports Dask. Also what is said meanwhile, on stderr: progress and warnings."""
+Also progress and warnings on stderr."""
 
 import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -13,13 +13,10 @@ import click
 from reshard.cli import options
 from reshard.cli.model_argument import marked_output
 from reshard.errors import ReshardError, first_line
-from reshard.units import format_bytes, parse_bytes
 
 # How often Dask repeats a task that raised an error.
 _RETRIES = 2
 _TIMEOUT = "20s"
-# Bytes of the interpreter and its libraries, which come on top of `--max-memory`.
-_OVERHEAD = 512 << 20
 
 
 @contextlib.contextmanager
@@ -47,7 +44,7 @@ def warnings_told() -> Iterator[None]:
 def progress_bar(
     flags: options.Flags, workers: int | None = None
 ) -> Iterator[Callable[[int, int], None] | None]:
-    """A callback that draws progress on stderr; None where nobody is looking."""
+    """A callback that draws progress on stderr; None if stderr is no terminal."""
     if flags["quiet"] or flags["as_json"] or not sys.stderr.isatty():
         yield None
         return
@@ -84,25 +81,10 @@ def _workers(flags: options.Flags) -> Iterator[dict[str, Any]]:
         problem = first_line(ValueError(str(error)))
         raise ReshardError(f"no Dask scheduler answers at `{dask}`", [problem]) from error
     try:
-        there = client.scheduler_info(n_workers=-1)["workers"]
-        if not there:
+        threads = [w["nthreads"] for w in client.scheduler_info(n_workers=-1)["workers"].values()]
+        if not threads:
             raise ReshardError(f"the Dask cluster at `{dask}` has no workers")
-        _warn_of_memory(there, parse_bytes(flags["max_memory"]))
         executor = client.get_executor(retries=_RETRIES, pure=False)
-        yield {"workers": sum(w["nthreads"] for w in there.values()), "executor": executor}
+        yield {"workers": sum(threads), "executor": executor}
     finally:
         client.close(timeout=2)
-
-
-def _warn_of_memory(workers: Mapping[str, Any], max_memory: int) -> None:
-    """Warns of workers whose memory limit is so low for their threads that Dask may kill them."""
-    for address, worker in workers.items():
-        threads, limit = worker["nthreads"], worker["memory_limit"]
-        needed = threads * max_memory + _OVERHEAD
-        if limit and limit < needed:
-            warnings.warn(
-                f"the Dask worker at {address} may use {format_bytes(limit)}, and {threads} x "
-                f"{format_bytes(max_memory)} with {format_bytes(_OVERHEAD)} on top are "
-                f"{format_bytes(needed)}: Dask may kill it",
-                stacklevel=2,
-            )

@@ -311,7 +311,7 @@ def match_norms(pairing: Alignment) -> None:
             if "/" in name and leaf.path not in matched
         ]
         if rest:
-            reason = "the leaves that they are for have no counterparts"
+            reason = "the leaves that they normalise have no counterparts"
             pairing.abstentions.append(Abstention(tuple(rest), named_paths(nnx), reason))
 
 

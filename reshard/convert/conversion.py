@@ -17,6 +17,7 @@ from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
+from reshard.convert import map_rules
 from reshard.convert.by_order import (
     NOT_SEEN,
     NOT_TRIED,
@@ -33,7 +34,6 @@ from reshard.convert.decision import Decision, Outcome, decide, outcomes
 from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
-from reshard.convert.map_rules import OPPOSITE
 from reshard.convert.map_writer import write_map
 from reshard.convert.model import TargetTree, target_tree_of
 from reshard.convert.model_run import RunModel, runs
@@ -157,7 +157,7 @@ def to_nnx(
     checkpoint: Checkpoint | str | os.PathLike,
     model: Any = None,
     *,
-    map_file: str | os.PathLike | None = None,
+    map_file: str | os.PathLike | map_rules.Map | None = None,
     drop: str | Sequence[str] = (),
     init: str | Sequence[str] = (),
     layout: str | None = None,
@@ -171,7 +171,7 @@ def to_nnx(
       model: the NNX model, as `reshard.target` takes it: its class, a function that returns it (or
         a dict or tuple of the model and its optimizer), or abstract or real instances. Without it,
         the map alone decides, and only the source is checked.
-      map_file: the path of a map file; see `reshard help maps`. Other leaves are paired by their
+      map_file: a map file or a ready map; see `reshard help maps`. Other leaves are paired by their
         paths, or by the order of modules of one class.
       drop: globs of leaves of the source to leave out.
       init: globs of leaves of the target that keep the model's own initial value, which is
@@ -215,7 +215,7 @@ def to_linen(
     checkpoint: Checkpoint | str | os.PathLike,
     model: Any = None,
     *,
-    map_file: str | os.PathLike | None = None,
+    map_file: str | os.PathLike | map_rules.Map | None = None,
     drop: str | Sequence[str] = (),
     init: str | Sequence[str] = (),
     layout: str | None = None,
@@ -231,7 +231,7 @@ def to_linen(
       checkpoint: a checkpoint, or the path of one.
       model: the Linen model: a function that returns its variables or its `TrainState`, or such a
         state, abstract or real.
-      map_file: the path of a map file. A map for the way to NNX is run backwards.
+      map_file: a map file or a ready map. A map for the way to NNX is run backwards.
       drop: as for `to_nnx`.
       init: as for `to_nnx`.
       layout: as for `to_nnx`.
@@ -262,7 +262,7 @@ def conversion(
     to: str,
     model: Any = None,
     *,
-    map_file: str | os.PathLike | None = None,
+    map_file: str | os.PathLike | map_rules.Map | None = None,
     drop: str | Sequence[str] = (),
     init: str | Sequence[str] = (),
     layout: str | None = None,
@@ -284,9 +284,9 @@ def conversion(
     dropped, init = parse_globs("drop", drop), parse_globs("init", init)
     whole = ckpt
     if dropped:
-        ckpt = _without_dropped(ckpt, dropped, layout, OPPOSITE[to])
+        ckpt = _without_dropped(ckpt, dropped, layout, map_rules.OPPOSITE[to])
     known = recorded_kind(ckpt) if layout is None else None
-    found = detect(ckpt, layout or known, OPPOSITE[to])
+    found = detect(ckpt, layout or known, map_rules.OPPOSITE[to])
     if known is not None:
         found = dataclasses.replace(found, why=("the record of its conversion says so",))
     if found.api == to:
@@ -294,7 +294,7 @@ def conversion(
             f"`{ckpt.source.root}` is {found.kind} already",
             found.why,
             [
-                f"reshard.to_{OPPOSITE[to]}(ckpt, ...) converts it",
+                f"reshard.to_{map_rules.OPPOSITE[to]}(ckpt, ...) converts it",
                 "layout=... chooses another, if that is wrong",
             ],
         )
@@ -327,7 +327,9 @@ def conversion(
     if source is not None and not isinstance(source, TargetTree):
         other = target_tree_of(source, found.api, "the model of the source")
     said = layout or known
-    left_out = {} if whole is ckpt else _left_out_of(whole, ckpt, found, said, OPPOSITE[to])
+    left_out = (
+        {} if whole is ckpt else _left_out_of(whole, ckpt, found, said, map_rules.OPPOSITE[to])
+    )
     decided = decide(ckpt, found, to, target, map_file, init, other, left_out)
     lost = [path for path in whole if path not in ckpt]
     made = _made(ckpt, found, to, target, decided, model, limit, lost)

@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,16 +19,14 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, Leaf, describe
+from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
-from reshard.convert.layout import Layout, detect
+from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Output, Row, Source, Value, Zeros, renaming
-from reshard.convert.map_rules import MapResult
 from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
-from reshard.convert.mapfile import read_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
-from reshard.convert.module_tree import inside
 from reshard.convert.optimizer import (
     Leaves,
     followed,
@@ -39,8 +36,8 @@ from reshard.convert.optimizer import (
     parameters_of,
     random_state,
 )
+from reshard.convert.ready_maps import find_map
 from reshard.convert.suggestions import (
-    Level,
     covering_globs,
     hints_for,
     level_above,
@@ -48,14 +45,12 @@ from reshard.convert.suggestions import (
 )
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.restore.matching import TargetLeaf
-from reshard.transforms import rename
 from reshard.tree import (
     Path,
     as_python,
     format_glob,
     format_path,
     named_in,
-    split_path,
 )
 from reshard.units import count_leaves
 
@@ -178,7 +173,7 @@ def decide(
     layout: Layout,
     to: str,
     target: TargetTree | None,
-    map_file: str | os.PathLike | None,
+    map_file: str | os.PathLike | map_rules.Map | None,
     init: Sequence[str],
     other: TargetTree | None,
     left_out: Mapping[Path, ArrayHandle],
@@ -232,7 +227,9 @@ class _Work:
         self._apart: dict[Path, Row] = {}  # those of Linen's that are some of NNX's in one array
         self._surplus: list[Path] = []  # saved paths of leaves without a place
 
-    def decided(self, map_file: str | os.PathLike | None, init: Sequence[str]) -> Decision:
+    def decided(
+        self, map_file: str | os.PathLike | map_rules.Map | None, init: Sequence[str]
+    ) -> Decision:
         """Decides everything, then raises what has been found, or puts it together."""
         model, chosen = self._model(map_file, init)
         reset = self._reset(chosen)
@@ -250,7 +247,7 @@ class _Work:
     # The model.
 
     def _model(
-        self, map_file: str | os.PathLike | None, init: Sequence[str]
+        self, map_file: str | os.PathLike | map_rules.Map | None, init: Sequence[str]
     ) -> tuple[_Part, set[Path]]:
         """What becomes of the model's leaves, and the saved paths of those that keep their initial
         value."""
@@ -260,7 +257,7 @@ class _Work:
         if target is not None:
             dtypes = {path: target.leaf(saved).dtype for path, saved in target.layout.model.items()}
             target_side = Side(self._to, target.shapes(), dtypes, target.outline)
-        rules = None if map_file is None else read_map(map_file)
+        rules = None if map_file is None else find_map(map_file, self._ckpt, self._to)
         said = by_map(rules, source_side, target_side, self._left_out)
         self._problems += said.problems
         self._hints += said.hints
@@ -273,9 +270,10 @@ class _Work:
         model, found = model_map(said, source_side, target_side, own)
         if found.abstentions and rules is None:
             placed = len(model.values.keys() & target_side.shapes.keys())
-            level = level_above(self._ckpt, layout, target_side, own, placed)
+            level = level_above(source_side, target_side, own, placed)
             if level is not None:
-                raise self._misplaced(init, level)
+                problem, hints = level
+                raise self._error([problem], hints)
         self._notes += shown_once(
             f"{listed(one)} were matched to {listed(other)} by number"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
@@ -283,25 +281,6 @@ class _Work:
         self._undecided(found, said, source_side, target_side)
         self._groups = tuple(group for group in found.groups if group not in found.numbered)
         return _Part(model), initial
-
-    def _misplaced(self, init: Sequence[str], level: Level) -> TreeMismatchError:
-        """The error of a source with a level above the model: that, and all that stands against the
-        source without it."""
-        problems, hints, other = [level.problem], level.hints, self._other
-        left_out: dict[Path, ArrayHandle] = {
-            split_path(re.sub(*level.names, format_path(path))): leaf
-            for path, leaf in self._left_out.items()
-        }
-        try:
-            ckpt = rename(self._ckpt, [level.names])
-            layout = detect(ckpt, self._layout.kind)
-            if other is not None and level.keys:
-                other = dataclasses.replace(other, outline=inside(other.outline, level.keys))
-            decide(ckpt, layout, self._to, self._target, None, init, other, left_out)
-        except TreeMismatchError as error:
-            problems += error.problems
-            hints = [*hints, *error.hints]
-        return self._error(problems, hints)
 
     def _initial(self, globs: Sequence[str], optional: Sequence[str]) -> set[Path]:
         """Saved paths of the leaves of the target that globs name, by their path in the model or in
@@ -320,7 +299,9 @@ class _Work:
             self._notes.append(f"the model's own initial value, as `optional` says: {told}")
         return named | may
 
-    def _undecided(self, found: Alignment, said: MapResult, source: Side, target: Side) -> None:
+    def _undecided(
+        self, found: Alignment, said: map_rules.MapResult, source: Side, target: Side
+    ) -> None:
         """Adds what structure does not decide of leaves beside what a map says, which may be one
         for the other direction."""
         self._problems += shown_once(entry.told(self._to) for entry in found.mismatches)
@@ -431,7 +412,10 @@ class _Work:
         for path, owner, _ in mirrors:
             assert self._target is not None
             leaf, value = self._target.leaves[there[path]], model.map.values.get(owner)
+            by_rule = "map" in model.map.origin.get(owner, "")  # its state is not known
             if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
+                if by_rule:
+                    continue
                 values[path] = Zeros(leaf.shape, leaf.dtype)
         zeros = {
             path: Zeros(*leaf)
@@ -812,6 +796,12 @@ def differences(
                 yield None, f"{pair}: {both} cannot be combined", ""
     for place, value in whole.values.items():
         wanted = targets.get(place)
+        if isinstance(value, Zeros) and place in names and isinstance(wanted, TargetLeaf):
+            filled = f"{value.dtype.name}{list(value.shape)}"
+            expected = f"{wanted.dtype}{list(wanted.shape)}"
+            if filled != expected:
+                text = f"filled as {filled}, the model has {expected}"
+                yield place, f"{format_path(names[place])}: {text}", ""
         if isinstance(value, Zeros) or place not in names or not isinstance(wanted, TargetLeaf):
             continue
         source, function = made_of(value)

@@ -1,14 +1,14 @@
-"""Path -> `Checkpoint`. One module per on-disk format; `detection` finds out which it is."""
+"""Opens a path as a `Checkpoint`. Each format has a module, and `detection` chooses it."""
 
 import os
 
-from reshard.checkpoint import Checkpoint, Item
+from reshard.checkpoint import FOREIGN_KINDS, Checkpoint, Item
 from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError
 from reshard.loader import detection, msgpack, orbax, safetensors, zarr_tree
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
 
-_FOREIGN = {"safetensors": safetensors, "msgpack": msgpack, "zarr": zarr_tree}
+_FOREIGN = dict(zip(FOREIGN_KINDS, (safetensors, msgpack, zarr_tree), strict=True))
 
 
 def open(
@@ -26,7 +26,7 @@ def open(
         msgpack; or a tree of zarr arrays. On a disk, or in a bucket (`gs://`, `s3://`).
       step: the step of a manager's root; by default, the latest committed one.
       item: the item of a step that has several trees.
-      concurrency: how many requests for arrays are sent to a bucket at once.
+      concurrency: the most requests for arrays that are sent to a bucket at once.
 
     Returns:
       The checkpoint.
@@ -34,7 +34,7 @@ def open(
     Raises:
       CheckpointNotFoundError: the path, step or item does not exist, or is being deleted.
       UncommittedCheckpointError: its writer never finished.
-      CheckpointFormatError: it is no such checkpoint; the message names what it is.
+      CheckpointFormatError: it is not such a checkpoint; the message names the format if known.
       CorruptCheckpointError: its parts contradict each other.
       StoreError: a request to a bucket failed.
 
@@ -57,8 +57,7 @@ def open(
             if found.kind in _FOREIGN:
                 return _FOREIGN[found.kind].read(found, concurrency)
             if file := orbax.values_file(found):
-                values = Item(file, "msgpack", found.v1, "", "", (), ())
-                return msgpack.read(values, concurrency)
+                return msgpack.read(Item(file, "msgpack", found.v1), concurrency)
             return orbax.read(found, concurrency)
     except ReshardError:
         raise

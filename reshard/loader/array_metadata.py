@@ -1,7 +1,7 @@
-"""What is said of one array: its zarr metadata and its sharding, taken if they make sense.
+"""The zarr metadata and the sharding of one array, which may be untrusted.
 
-Both may be untrusted. What passes here is within the bounds that all other modules count on: shapes
-that fit into numbers and loops, chunks within the array, meshes of machines that there can be.
+Other modules rely on the bounds checked here: shapes that fit into numbers and loops, chunks within
+the array, and meshes of a possible size.
 """
 
 import functools
@@ -36,11 +36,10 @@ class ZarrArray(NamedTuple):
     """A zarr metadata document.
 
     Attributes:
-      metadata: the document as it is stored; equal ones are one object.
-      largest_chunk: stored bytes that a chunk may have.
-      plain_chunk: stored bytes that each chunk has, where chunks are stored as they are; None where
-        they are encoded.
-      has_chunk: whether a key below the array's name is that of a chunk in its grid.
+      metadata: the stored document.
+      largest_chunk: the most stored bytes of a chunk.
+      plain_chunk: stored bytes of each chunk; None if chunks are encoded.
+      has_chunk: whether a key below the array's name belongs to a chunk of its grid.
     """
 
     shape: Shape
@@ -54,9 +53,9 @@ class ZarrArray(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
-    """A zarr metadata document; raises ValueError for one that no array can be read with. Equal
-    ones share their result: checkpoints repeat. TensorStore has the last word on what it means, so
-    that nothing is taken in two ways."""
+    """Parses a zarr metadata document. Raises ValueError if no array can be read with it.
+    TensorStore interprets it, so that there is one interpretation. Equal documents share their
+    result: checkpoints repeat them."""
     document = parse_json(metadata)
     zarr.check(document)
     spec = {"driver": driver, "kvstore": "memory://", "metadata": document, "assume_metadata": True}
@@ -81,7 +80,7 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     is_plain = not encoding.compressors and encoding.shards is None
     plain = math.prod(chunks) * dtype.itemsize if is_plain else None
 
-    @functools.lru_cache(maxsize=64)  # all arrays that are alike ask it
+    @functools.lru_cache(maxsize=64)  # arrays with equal metadata have equal keys
     def has_chunk(key: str) -> bool:
         match = keys.fullmatch(key)
         return match is not None and all(
@@ -94,9 +93,9 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
 
 
 def parse_sharding(encoded: Any, shape: Shape) -> Sharding | None:
-    """A sharding as Orbax writes it, a JSON document inside a JSON string, for an array of a shape;
-    raises ValueError if that cannot be laid out so. Whether its mesh divides the array is not
-    looked at: that matters once it is used."""
+    """Parses a sharding of Orbax, which is a JSON document inside a JSON string, for an array of a
+    shape. Raises ValueError if it is invalid for that rank. The mesh need not divide the shape:
+    that matters only when the sharding is used."""
     if not isinstance(encoded, str):
         raise ValueError("its sharding is not text")
     return _parse_sharding(encoded, len(shape))
@@ -136,7 +135,7 @@ def _parse_sharding(encoded: str, rank: int) -> Sharding | None:
 
 
 def _names(texts: list[Any]) -> tuple[str, ...]:
-    """Names that are shown as they are."""
+    """Names that can be printed."""
     for text in texts:
         if not isinstance(text, str) or not text.isprintable():
             raise ValueError(f"not a name: {text!r:.80}")

@@ -1,4 +1,4 @@
-"""What is at a path: an item, a step, a manager's root; committed or not; read or only recognised.
+"""Detects the format of a path: an item, a step, a manager's root, or a file of another program.
 
 Facts about names on disk are those of orbax-checkpoint 0.4.4 to 0.12.8.
 """
@@ -6,7 +6,7 @@ Facts about names on disk are those of orbax-checkpoint 0.4.4 to 0.12.8.
 import dataclasses
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 from reshard.checkpoint import Item
@@ -31,42 +31,42 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 SAFETENSORS = ".safetensors"
 MSGPACK_FILE = ".msgpack"
 MARKER = "commit_success.txt"
-# What a job in a bucket has decided, and writes before anything that Orbax reads: see
+# The commit record of a job in a bucket, written before any file that Orbax reads: see
 # `reshard.writer.commit`.
 RECORD = "reshard_commit.json"
-# Where the v1 API records the deletion of one item, from its beginning to its end.
+# The v1 API's record of an item that is being deleted.
 DELETION_FILE = "_CHECKPOINT_DELETION"
-# What is read of an item, or of a step.
+# Documents of an item or a step that are read.
 _DOCUMENTS = (CHECKPOINT_FILE, DELETION_FILE, TREE_FILE, SHARDING_FILE, STRINGS_FILE, MANIFEST)
-# Names that tell an item or a step of Orbax from arrays of other programs, and the latter's.
+# Names in an item or a step of Orbax that no other program writes, and names of zarr metadata.
 _ORBAX = {*_DOCUMENTS, V1_MARKER, ARRAYS_FOLDER, MARKER, RECORD, "checkpoint"} - {MANIFEST}
 _ZARR = (".zarray", "zarr.json")
-# Where digests of an item are recorded, at any time: see `reshard.verify.digest_record`.
+# The digest record of an item, written at any time: see `reshard.verify.digest_record`.
 RECORD_FILE = "reshard_digests.json"
 RECORD_TEMPORARY = f"{RECORD_FILE}.tmp"
 RECORD_FILES = (RECORD_FILE, RECORD_TEMPORARY)
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
-_LEGACY = re.compile(r"checkpoint(?:_(\d+))?")
+_FLAX_NAME = re.compile(r"checkpoint(?:_(\d+))?")
 MSGPACK = "a Flax msgpack checkpoint"
 _PICKLE = "a pickle, which is never opened: reading it can run any code"
-# How files of other programs begin.
-_FOREIGN = {
+# The first bytes of files of other programs.
+_UNSUPPORTED = {
     b"GGUF": "a GGUF file, which is not supported",
     b"\x89HDF": "an HDF5 file, which is not supported",
     b"PK\3\4": "a zip file, as PyTorch and NumPy write them, which is not supported",
     b"\x93NUMPY": "a NumPy file, which is not supported",
 }
 _UNKNOWN = "a file, not a checkpoint directory"
-# Names of files that may hold weights in another format, and how many of them are looked at.
+# Names of files that may hold weights in an unsupported format, and how many of them are examined.
 _WEIGHTS = (".gguf", ".h5", ".bin", ".pt", ".pth", ".npz", ".pkl", ".pickle")
-_LOOKED_AT = 20
-# Directories in a bucket, but for steps, that are looked into to see whether they are arrays.
+_EXAMINED = 20
+# Subdirectories in a bucket that are examined for arrays.
 _SOME = 8
 # Names that a hint lists.
 _SHOWN = 5
-# What Orbax calls an item that was saved without a name.
+# Orbax's names for an item that was saved without a name.
 _UNNAMED = ("default", "pytree")
-# Handlers of items that are not a tree of a model's arrays; `_METADATA` does not tell them apart.
+# Handlers of items that are not a model's tree of arrays, although they have a `_METADATA`.
 _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
 
 
@@ -75,99 +75,87 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     text, root = os.fspath(path), parse_location(path)
     if not root.exists():
         raise CheckpointNotFoundError(f"nothing exists at `{text}`", hints=_siblings(root))
-    if root.name.endswith(SAFETENSORS) and root.is_file():
-        _refuse(text, step, item)
-        return _foreign(root, "safetensors")
     if not root.is_dir():
-        if (what := describe_file(root)) != MSGPACK:
-            raise CheckpointFormatError(f"`{text}` is {what}")
+        is_safetensors = root.name.endswith(SAFETENSORS)
+        if not is_safetensors and (description := describe_file(root)) != MSGPACK:
+            raise CheckpointFormatError(f"`{text}` is {description}")
         _refuse(text, step, item)
-        return _foreign(root, "msgpack")
+        return Item(root, "safetensors" if is_safetensors else "msgpack")
     prefetch_documents(root)
     check_committed(root)
-    steps = {} if _is_item(root) else step_directories(root)
-    if (root / CHECKPOINT_FILE).exists() or not steps:
-        if not steps and (files := _flax_steps(root)):
-            return _flax_step(root, files, step, item)
-        _refuse(text, step, None)
-        for ending, kind in ((SAFETENSORS, "safetensors"), (MSGPACK_FILE, "msgpack")):
-            files = [name for name in root.names() if name.endswith(ending)]
-            if files and not steps:
-                _refuse(text, step, item)
-                indexed = any(name.endswith(f"{ending}.index.json") for name in root.names())
-                if kind == "msgpack" and not indexed:
-                    _one_of(root, files)
-                    return _foreign(root / files[0], kind)
-                return _foreign(root, kind)
-        if not steps and _is_zarr_tree(root):
-            _refuse(text, step, item)
-            return _foreign(root, "zarr")
-        return _in_step(root, "", (), item)
-    committed = _committed(root, steps, step)
-    if not committed:
-        raise _unrecognised(root, _directories(root))
-    number = max(committed) if step is None else step
-    if number in steps and number not in committed:
-        check_committed(root / steps[number], marked=True)
-    if number not in committed:
-        raise CheckpointNotFoundError(
-            f"`{text}` has no step {number}",
-            hints=[f"its steps: {', '.join(map(str, sorted(committed)))}"],
-        )
-    found = _in_step(root, committed[number], tuple(sorted(committed)), item)
-    return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
+    is_one = _is_item(root) or (root / CHECKPOINT_FILE).exists()
+    if steps := {} if is_one else step_directories(root):
+        committed = _committed(root, steps, step)
+        if not committed:
+            raise _unrecognised(root, _directories(root))
+        if step in steps and step not in committed:
+            check_committed(root / steps[step], marked=True)
+        number = _chosen_step(text, committed, step)
+        found = _in_step(root, committed[number], tuple(sorted(committed)), item)
+        return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
+    if files := {} if is_one else _flax_steps(root):
+        return locate(root / files[_chosen_step(text, files, step)], None, item)
+    _refuse(text, step, None)
+    if found := _of_another_program(root):
+        _refuse(text, None, item)
+        return found
+    return _in_step(root, "", (), item)
 
 
-def _foreign(root: Location, kind: str) -> Item:
-    """What no Orbax wrote."""
-    return Item(root, kind, False, "", "", (), ())
-
-
-def _one_of(root: Location, files: list[str]) -> None:
-    if len(files) > 1:
-        hints = [f"open one of them: {root / files[0]}"]
-        raise CheckpointNotFoundError(f"`{root}` has several checkpoints", files, hints)
+def _chosen_step(text: str, steps: Collection[int], step: int | None) -> int:
+    number = max(steps) if step is None else step
+    if number not in steps:
+        hint = f"its steps: {', '.join(map(str, sorted(steps)))}"
+        raise CheckpointNotFoundError(f"`{text}` has no step {number}", hints=[hint])
+    return number
 
 
 def _flax_steps(root: Location) -> dict[int, str]:
-    """Step -> name of its file, as `flax.training.checkpoints` calls it."""
-    if _is_item(root) or (root / CHECKPOINT_FILE).exists():
-        return {}
-    found = [(match[1], match[0]) for match in map(_LEGACY.fullmatch, root.names()) if match]
-    named = {int(step): name for step, name in found if step and (root / name).is_file()}
+    """Step -> name of its file, for the files of `flax.training.checkpoints`."""
+    matches = [match for match in map(_FLAX_NAME.fullmatch, root.names()) if match and match[1]]
+    named = {int(match[1]): match[0] for match in matches if (root / match[0]).is_file()}
     return named if any(describe_file(root / name) == MSGPACK for name in named.values()) else {}
 
 
-def _flax_step(root: Location, files: dict[int, str], step: int | None, item: str | None) -> Item:
-    number = max(files) if step is None else step
-    if number not in files:
-        steps = ", ".join(map(str, sorted(files)))
-        raise CheckpointNotFoundError(
-            f"`{root}` has no step {number}", hints=[f"its steps: {steps}"]
-        )
-    return locate(root / files[number], None, item)
+def _of_another_program(root: Location) -> Item | None:
+    """A directory of safetensors or msgpack files, or of zarr arrays that Orbax did not write."""
+    names = root.names()
+    files = [name for name in names if name.endswith(SAFETENSORS)]
+    if files:
+        return Item(root, "safetensors")
+    files = [name for name in names if name.endswith(MSGPACK_FILE)]
+    if any(name.endswith(f"{MSGPACK_FILE}.index.json") for name in names if files):
+        return Item(root, "msgpack")
+    if len(files) > 1:
+        hints = [f"open one of them: {root / files[0]}"]
+        raise CheckpointNotFoundError(f"`{root}` has several checkpoints", files, hints)
+    if files:
+        return Item(root / files[0], "msgpack")
+    return Item(root, "zarr") if _is_zarr_tree(root, names) else None
 
 
-def _is_zarr_tree(root: Location) -> bool:
-    """Whether a directory holds arrays that TensorStore wrote for another program than Orbax. Then
-    it has an array in a directory of a directory, as Orbax has none in an item, not all arrays in
-    one directory, and nothing that Orbax writes, in it, below it or beside it."""
+def _is_zarr_tree(root: Location, names: list[str]) -> bool:
+    """Whether TensorStore wrote the arrays of a directory for another program than Orbax.
+
+    Then no name that Orbax writes is in it, below it or beside it. One array is two or more levels
+    deep, and not all arrays are in one directory: an item of Orbax has each array in a directory of
+    its own, directly below it.
+    """
     beside = (root.beside(name).exists() for name in (CHECKPOINT_FILE, DELETION_FILE, V1_MARKER))
-    if any(map(_is_orbax, root.names())) or any(beside):
+    if any(map(_is_orbax, names)) or any(beside):
         return False
-    if (root / MANIFEST).exists():
+    if MANIFEST in names:
         return True
-    left, looked = [root], 0
-    while left and looked < _LOOKED_AT:
-        directory, looked = left.pop(), looked + 1
+    pending, examined = [root], 0
+    while pending and examined < _EXAMINED:
+        directory, examined = pending.pop(), examined + 1
         if directory.parent != root and any((directory / key).is_file() for key in _ZARR):
-            break
-        left += [directory / name for name in directory.directories()[:_SOME][::-1]]
-    else:
-        return False
-    paths = [entry.path.rpartition("/") for entry in root.walk()]
-    within = {array.rpartition("/")[0] for array, _, name in paths if array and name in _ZARR}
-    return len(within) > 1 and not any(_is_orbax(name) for _, _, name in paths)
+            paths = [entry.path.rpartition("/") for entry in root.walk()]
+            arrays = [array for array, _, name in paths if array and name in _ZARR]
+            directories = {array.rpartition("/")[0] for array in arrays}
+            return len(directories) > 1 and not any(_is_orbax(name) for _, _, name in paths)
+        pending += [directory / name for name in directory.directories()[:_SOME][::-1]]
+    return False
 
 
 def _is_orbax(name: str) -> bool:
@@ -175,7 +163,7 @@ def _is_orbax(name: str) -> bool:
 
 
 def prefetch_documents(directory: Location) -> None:
-    """Asks a bucket at once for all that will be read of an item, or of a step."""
+    """In a bucket, starts all reads of an item's or a step's documents."""
     directory.prefetch(_DOCUMENTS)
     if not directory.is_local and (directory / TREE_FILE).exists():
         directory.prefetch(below=True)
@@ -184,9 +172,8 @@ def prefetch_documents(directory: Location) -> None:
 
 
 def _committed(root: Location, steps: dict[int, str], step: int | None) -> dict[int, str]:
-    """The steps that are committed. In a bucket, those that come before one that is are taken to be
-    so, too: there may be thousands, and looking into each is a request. What is no step is none
-    that is committed."""
+    """The committed steps. In a bucket, all steps before a committed one count as committed: there
+    may be thousands, and each check is a request."""
     if root.is_local:
         return {number: name for number, name in steps.items() if is_committed(root / name)}
     if step is not None:
@@ -196,7 +183,7 @@ def _committed(root: Location, steps: dict[int, str], step: int | None) -> dict[
 
 
 def manager_steps(root: Location, committed: bool = False) -> dict[int, str]:
-    """The steps of a manager's root, or its `committed` ones; none of anything else."""
+    """The steps of a manager's root, or only its `committed` ones; empty for anything else."""
     if not root.is_dir() or _is_item(root) or (root / CHECKPOINT_FILE).exists():
         return {}
     steps = step_directories(root)
@@ -204,15 +191,15 @@ def manager_steps(root: Location, committed: bool = False) -> dict[int, str]:
 
 
 def lacks_item(directory: Location, item: str) -> bool:
-    """Whether a step has items, and not this one. One that was saved without a name is any."""
+    """Whether a step has items, but not this one. An item without a name counts as any item."""
     names = [item, *_UNNAMED]
     step = directory.is_dir() and not _is_item(directory)
     return step and not any((directory / name).is_dir() for name in names)
 
 
 def check_inside(found: Item) -> None:
-    """Raises CheckpointFormatError where a step or an item is a symbolic link: it may lead out of
-    what was opened."""
+    """Raises CheckpointFormatError if a step or an item is a symbolic link. Its target may be
+    outside of the opened directory."""
     for directory in (found.root / found.step, found.directory):
         if directory != found.root and directory.is_symlink():
             raise CheckpointFormatError(
@@ -222,9 +209,8 @@ def check_inside(found: Item) -> None:
 
 
 def step_directories(root: Location) -> dict[int, str]:
-    """Step -> name of its directory, for the steps of a manager's root, committed or not; in a
-    bucket, by their names alone. Raises CheckpointFormatError where two directories are the same
-    step."""
+    """Step -> name of its directory, for the steps of a manager's root, committed or not. In a
+    bucket, only names are examined. Raises CheckpointFormatError if a step has two directories."""
     steps: dict[int, str] = {}
     for name in _directories(root):
         match = _STEP_NAME.fullmatch(name)
@@ -240,7 +226,7 @@ def step_directories(root: Location) -> dict[int, str]:
 
 
 def is_step(directory: Location) -> bool:
-    """Whether there is anything of a step in a directory."""
+    """Whether a directory has the contents of a step."""
     return (
         (directory / CHECKPOINT_FILE).exists()
         or _is_item(directory)
@@ -249,8 +235,8 @@ def is_step(directory: Location) -> bool:
 
 
 def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
-    """Why a new checkpoint, a manager's root of these steps if there are any, may not take the
-    place of what is in a directory; None if it may."""
+    """The reason why a new checkpoint, or a manager's root of these `steps`, may not replace a
+    directory; None if it may."""
     names = directory.names()
     if not names:
         return None
@@ -319,8 +305,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
 
 
 def _deleted_item(step: Location) -> str:
-    """The item of a step whose deletion has begun and not ended; "" if there is none. Orbax leaves
-    it out, however much of it is left."""
+    """The item of a step whose deletion is unfinished, or "". Orbax ignores such an item."""
     record = read_json(step / DELETION_FILE)
     if record is None:
         return ""
@@ -339,8 +324,9 @@ def _being_deleted(item: Location, hints: Iterable[str] = ()) -> CheckpointNotFo
 
 
 def _refuse(text: str, step: int | None, item: str | None) -> None:
-    for name, asked, what in (("step", step, "checkpoint"), ("item", item, "tree")):
-        if asked is not None:
+    """Raises CheckpointNotFoundError if a step or an item is given where there is none."""
+    for name, value, what in (("step", step, "checkpoint"), ("item", item, "tree")):
+        if value is not None:
             hints = [f"leave out {name}=..."]
             raise CheckpointNotFoundError(f"`{text}` is one {what} and has no {name}s", hints=hints)
 
@@ -376,10 +362,10 @@ def is_committed(directory: Location) -> bool:
 def check_committed(directory: Location, marked: bool = False) -> None:
     """Raises UncommittedCheckpointError for a checkpoint whose writer never finished.
 
-    Orbax writes into a directory with a temporary name, and notes the time of the commit last. A
-    missing `commit_success.txt` says nothing on a local disk: before 0.12.3 none was written. In a
-    bucket, where it is written last into the final directory, an item or a step must be `marked`
-    with one; an item's may be that of its step.
+    Orbax writes into a directory with a temporary name, and writes the time of the commit last. On
+    a disk, `commit_success.txt` may be missing: Orbax before 0.12.3 did not write it. In a bucket,
+    it is written last, so an item or a step must be `marked` with one. The marker of a step also
+    counts for its items.
     """
     reason, hint = None, "use an earlier step: the writer stopped before this one was complete"
     if TEMPORARY in directory.name:
@@ -407,16 +393,10 @@ def check_committed(directory: Location, marked: bool = False) -> None:
 
 
 def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Exception:
-    looked_at = [n for n in directory.names() if _LEGACY.fullmatch(n) or n.endswith(_WEIGHTS)]
-    found = {n: describe_file(directory / n) for n in looked_at[:_LOOKED_AT]}
-    files = [name for name, what in found.items() if what == MSGPACK]
-    if files:
-        return CheckpointFormatError(
-            f"`{directory}` holds Flax msgpack checkpoints, which are recognised but not read yet",
-            files,
-            ["restore it with flax.training.checkpoints and save it with Orbax"],
-        )
-    unfinished = [name for name in directory.names() if TEMPORARY in name]
+    names_here = directory.names()
+    weights = [n for n in names_here if _FLAX_NAME.fullmatch(n) or n.endswith(_WEIGHTS)]
+    described = {name: describe_file(directory / name) for name in weights[:_EXAMINED]}
+    unfinished = [name for name in names_here if TEMPORARY in name]
     unfinished = unfinished or [
         name
         for name in names
@@ -430,27 +410,27 @@ def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Ex
     return CheckpointFormatError(
         f"`{directory}` is not a checkpoint",
         [f"no {TREE_FILE}, no {CHECKPOINT_FILE}, no step directories, no zarr arrays"]
-        + [f"`{name}` is {what}" for name, what in found.items() if what != _UNKNOWN],
-        [] if directory.is_local else [_some_names(directory, directory.names())],
+        + [f"`{name}` is {what}" for name, what in described.items() if what != _UNKNOWN],
+        [] if directory.is_local else [_some_names(directory, names_here)],
     )
 
 
 def is_record_file(path: Location) -> bool:
-    """Whether it is a file that may be a record of digests: not one that is read as a
-    checkpoint."""
+    """Whether a path is a file that may be a digest record, and not a checkpoint."""
     if not path.is_file() or path.name.endswith(SAFETENSORS):
         return False
     return describe_file(path) != MSGPACK
 
 
 def describe_file(path: Location) -> str:
-    """What a file is, by its name and its first bytes."""
-    # Not of a pipe, which may never say anything.
+    """The format of a file, in words, from its name and its first bytes."""
     entry = path.entry(follow=True)
+    # Only of a file: a pipe may never end.
     start = path.part(0, min(8, entry.nbytes)) if entry and entry.is_file and entry.nbytes else b""
-    if foreign := next((_FOREIGN[magic] for magic in _FOREIGN if start.startswith(magic)), None):
-        return foreign
-    # A version follows, where an empty msgpack map ends.
+    for magic, description in _UNSUPPORTED.items():
+        if start.startswith(magic):
+            return description
+    # A pickle has a version after this byte. An empty msgpack map ends with it.
     if path.name.endswith((".pkl", ".pickle")) or (start[:1] == b"\x80" and start[1:]):
         return _PICKLE
     # A msgpack map: fixmap, map16 or map32.

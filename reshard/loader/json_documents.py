@@ -1,8 +1,8 @@
-"""JSON documents of a checkpoint, which may be untrusted: parsed here, and sound from then on.
+"""JSON documents of a checkpoint, which may be untrusted.
 
-What Python's parser lets pass and others trip over is refused: keys given twice, of which each
-reader takes another one; half a surrogate pair, which no file or terminal can hold; and nesting so
-deep that whoever walks it runs out of stack.
+Python's parser accepts some documents that other code fails on. They are refused: duplicate keys,
+which readers resolve differently; half of a surrogate pair, which no file or terminal can hold; and
+nesting so deep that recursion runs out of stack.
 """
 
 import json
@@ -12,18 +12,17 @@ from typing import Any
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.location import Location
 
-# Levels of JSON inside one another. Orbax's own documents have less than ten; what users attach to
-# a checkpoint may have more.
+# The deepest nesting. Orbax's documents have less than ten levels; users attach deeper ones.
 _MAX_LEVELS = 100
 _CONTAINERS = (dict, list)
-# Digits of a number. The largest that there are, of nanoseconds, have 19.
+# The most digits of a number. Times in nanoseconds have 19.
 _MAX_DIGITS = 40
 # An escape that may be half of a surrogate pair.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Location) -> dict[str, Any] | None:
-    """A JSON object, None where there is no file; raises CorruptCheckpointError for anything
+    """The JSON object in a file, or None without a file. Raises CorruptCheckpointError for anything
     else."""
     data = path.read()
     if data is None:
@@ -38,8 +37,8 @@ def read_json(path: Location) -> dict[str, Any] | None:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """A JSON document; raises ValueError where it is none, a key is there twice, text in it is not
-    Unicode, or it is nested too deeply."""
+    """Parses JSON. Raises ValueError if it is invalid, has a duplicate key or text that is not
+    Unicode, or is nested too deeply."""
     if isinstance(data, str):
         data = data.encode()
     try:
@@ -58,7 +57,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; raises ValueError if a key is there twice."""
+    """A JSON object. Raises ValueError for a duplicate key."""
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: set[str] = set()

@@ -5,8 +5,8 @@ Hugging Face, and the file `checkpoint` of Orbax's `aggregate=True`.
     extension 1, 3   an array, a NumPy scalar: [shape, "float32", the bytes, rows first]
     extension 2      a complex number: [real, imaginary]
 
-An array of over 2**30 bytes is a map `__msgpack_chunked_array__` of parts. A file is read from its
-beginning to its end, and the bytes of arrays are skipped. See `reshard.loader.plain_arrays`.
+An array of over 2**30 bytes is a map `__msgpack_chunked_array__` of parts. A file is parsed from
+its beginning to its end, and the bytes of arrays are skipped: see `plain_arrays`.
 """
 
 import struct
@@ -27,19 +27,15 @@ from reshard.storage.location import Location
 from reshard.tree import MAX_KEYS, Path, format_path
 from reshard.units import format_bytes
 
-# Bytes that are read at once, and entries of all maps and lists together: no model comes near.
+# Bytes per read, and the most entries of all maps and lists together.
 _PIECE, _MOST = 1 << 18, 1 << 20
 _CHUNKED = "__msgpack_chunked_array__"
-# How strings begin that stand for arrays elsewhere: in files of Orbax 0.2, and of `save_checkpoint`
+# Prefixes of strings that stand for arrays in other files, of Orbax 0.2 and of `save_checkpoint`
 # with arrays of several processes.
 _ELSEWHERE = ("PLACEHOLDER://", "//GDAPlaceholder:")
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-_NUMBERS = dict(
-    zip(
-        range(0xCA, 0xD4), [">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q"], strict=True
-    )
-)
-# First byte -> what follows, and how many bytes its length has.
+_NUMBERS = {0xCA + number: f">{code}" for number, code in enumerate("fdBHIQbhiq")}
+# First byte -> the kind of value, and the bytes of its length.
 _LENGTHS = {
     first + n: (kind, size)
     for first, kind, sizes in (
@@ -54,7 +50,7 @@ _LENGTHS = {
 
 
 def read(item: Item, requests: int) -> Checkpoint:
-    """The checkpoint of a file, or of a directory with an index of its files; see `reshard.open`
+    """The checkpoint of a file, or of a directory with an index of its files. See `reshard.open`
     for the errors."""
     root = item.root
     files = [""] if root.is_file() else [n for n in root.names() if n.endswith(MSGPACK_FILE)]
@@ -91,13 +87,13 @@ def read(item: Item, requests: int) -> Checkpoint:
 
 
 class _Reader:
-    """A file from its beginning to its end, whose arrays are skipped. Its methods raise ValueError
-    where it is no msgpack of Flax.
+    """A parser of one file, which skips arrays. Its methods raise ValueError if the file is not
+    Flax's msgpack.
 
     Attributes:
-      at: where it is in the file.
-      leaves: paths and leaves; a number is one of Python.
-      problems: arrays that cannot be read.
+      at: the position in the file.
+      leaves: paths and leaves. Numbers are Python's.
+      problems: unreadable arrays.
     """
 
     def __init__(self, root: Location, file: str):
@@ -123,7 +119,7 @@ class _Reader:
         return self._piece[start : start + count]
 
     def head(self) -> tuple[str, Any]:
-        """What comes next, and its length; or `number` and its value, None and bools included."""
+        """The next value's kind and length, or "number" and a number, None or a bool."""
         first = self.take(1)[0]
         if first < 0x80 or first >= 0xE0:
             return "number", first if first < 0x80 else first - 0x100
@@ -146,7 +142,7 @@ class _Reader:
         return kind, length
 
     def value(self, path: Path) -> None:
-        """Adds the next value, or the leaves below it."""
+        """Parses the next value, and adds its leaves."""
         if len(path) > MAX_KEYS:
             raise ValueError(f"it is nested more than {MAX_KEYS} levels deep")
         kind, length = self.head()
@@ -234,26 +230,26 @@ def _zarr_dtype(name: str) -> str:
 
 
 def _joined(parts: Mapping[Path, Any], what: str) -> PlainArray:
-    """The array whose parts, each of one axis, Flax has put into a map."""
-    shape = [n for path, n in parts.items() if path[0] == "shape"]
-    arrays = [array for path, array in parts.items() if path[0] == "chunks"]
-    keys = {("shape", str(n)) for n in range(len(shape))}
-    keys |= {("chunks", str(n)) for n in range(len(arrays))} | {(_CHUNKED,)}
-    if parts.keys() != keys or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"{what:.80} is a chunked array that Flax does not write")
-    if not arrays or not all(isinstance(array, PlainArray) for array in arrays):
-        raise ValueError(f"{what:.80} is a chunked array that Flax does not write")
-    sizes = [parts["shape", str(n)] for n in range(len(shape))]
-    arrays = [parts["chunks", str(n)] for n in range(len(arrays))]
-    runs = tuple(run for array in arrays for run in array.runs)
-    whole = arrays[0]._replace(shape=tuple(sizes), runs=runs)
-    if len({a.dtype for a in arrays}) > 1 or sum(size for _, size in runs) != whole.nbytes:
-        raise ValueError(f"{what:.80}: its parts do not make {list(sizes)} of one dtype")
-    return whole
+    """A chunked array, from the leaves of Flax's map: its shape, and one-dimensional parts."""
+    count = {key: sum(path[0] == key for path in parts) for key in ("shape", "chunks")}
+    keys = {(key, str(n)) for key in count for n in range(count[key])}
+    if parts.keys() == keys | {(_CHUNKED,)}:
+        shape = tuple(parts["shape", str(n)] for n in range(count["shape"]))
+        arrays = [parts["chunks", str(n)] for n in range(count["chunks"])]
+        numbers = all(type(n) is int and n >= 0 for n in shape)
+        if numbers and arrays and all(isinstance(array, PlainArray) for array in arrays):
+            runs = tuple(run for array in arrays for run in array.runs)
+            joined = arrays[0]._replace(shape=shape, runs=runs)
+            if {a.dtype for a in arrays} == {joined.dtype} and joined.nbytes == sum(
+                size for _, size in runs
+            ):
+                return joined
+            raise ValueError(f"{what:.80}: its parts do not make {list(shape)} of one dtype")
+    raise ValueError(f"{what:.80} is a chunked array that Flax does not write")
 
 
 def _number(leaf: Any) -> Any:
-    """A leaf; of a number of Python the array that Orbax makes of it."""
+    """A leaf. A Python number becomes an array, as in Orbax."""
     if not isinstance(leaf, bool | int | float | complex):
         return leaf
     values = np.asarray(leaf)

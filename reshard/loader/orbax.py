@@ -1,14 +1,13 @@
 """The PyTree item of Orbax: `_METADATA`, `_sharding`, `array_metadatas/*` and zarr arrays.
 
-Reads OCDBT and plain files, zarr v2 and v3. Facts about the documents are those of
-orbax-checkpoint 0.4.4 to 0.12.8.
+Reads OCDBT and plain files, zarr v2 and v3, as orbax-checkpoint 0.4.4 to 0.12.8 writes them.
 """
 
 import base64
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
-    """The checkpoint of an item, with so many requests to a bucket at once; see `reshard.open` for
-    the errors."""
+    """The checkpoint of an item. Sends at most `requests` to a bucket at once. See `reshard.open`
+    for the errors."""
     directory = item.directory
     detection.prefetch_documents(directory)
     document = read_json(directory / detection.TREE_FILE)
@@ -44,7 +43,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         raise CorruptCheckpointError(
             f"`{directory}` has no manifest.ocdbt, which its _METADATA promises: it is incomplete"
         )
-    _ = store.values  # in a bucket, while the documents below are on their way
+    _ = store.values  # in a bucket, while the requests for the documents below run
     shardings = read_json(directory / detection.SHARDING_FILE) or {}
     described, key_impls = _array_metadatas(directory)
     strings = read_json(directory / detection.STRINGS_FILE) or {}
@@ -80,18 +79,29 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         raise CorruptCheckpointError(
             f"`{directory}` is damaged: some of its leaves cannot be found or read", problems
         )
-    # On a disk, the plan tells soon enough.
-    state = "" if directory.is_local else directory.state(detection.RECORD_FILES)
-    source = Source(**vars(item), store=store, metadata=document, described=described, state=state)
+    source = source_of(item, store, document, described, detection.RECORD_FILES)
     notes = [f"step {step} was never committed and is left out" for step in item.uncommitted]
     if item.deleted:
         notes.append(f"item {item.deleted!r:.80} is left out: its deletion is unfinished")
     return Checkpoint(leaves, source, tuple(notes))
 
 
+def source_of(
+    item: Item,
+    store: ArrayStore,
+    document: dict[str, Any],
+    described: bool = True,
+    ignored: Collection[str] = (),
+) -> Source:
+    """The source of a checkpoint, in a bucket with the state of its files, except ignored ones. On
+    a disk, the plan reads their state soon enough."""
+    state = "" if item.directory.is_local else item.directory.state(ignored)
+    return Source(**vars(item), store=store, metadata=document, described=described, state=state)
+
+
 def _entries(document: dict[str, Any], file: Location) -> list[tuple[Path, str, bool]]:
-    """Path and value type of each leaf, which it takes out of the document of the tree; and whether
-    its value is elsewhere."""
+    """The path and value type of each leaf, and whether its value is elsewhere. Removes them from
+    the document."""
     entries = document.pop("tree_metadata", None)
     if not isinstance(entries, dict):
         raise CorruptCheckpointError(f"`{file}` has no tree_metadata")
@@ -99,21 +109,20 @@ def _entries(document: dict[str, Any], file: Location) -> list[tuple[Path, str, 
 
 
 def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Path, str]]:
-    """Path and value type of each leaf."""
+    """The path and value type of each leaf."""
     file = directory / detection.TREE_FILE
     parsed = _entries(document, file)
     if problems := tree_problems([path for path, _, _ in parsed]):
         raise CorruptCheckpointError(f"`{file}` describes no tree", problems)
-    record = document.get("value_metadata_tree")  # a JSON document of its own, inside a string
+    values = document.get("value_metadata_tree")  # a JSON document inside a string
     try:
-        if record is not None:
-            if not isinstance(record, str):
+        if values is not None:
+            if not isinstance(values, str):
                 raise ValueError("it is not text")
-            parse_json(record)
+            parse_json(values)
     except ValueError as error:
-        raise CorruptCheckpointError(
-            f"`{file}`: its value_metadata_tree cannot be read: {error}"
-        ) from error
+        text = f"`{file}`: its value_metadata_tree cannot be read: {error}"
+        raise CorruptCheckpointError(text) from error
     if any(not path for path, _, _ in parsed):
         raise CheckpointFormatError(
             f"the tree of `{directory}` is a single leaf, which is recognised but not read yet",
@@ -123,7 +132,7 @@ def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Pat
 
 
 def _below(node: Any, key: str) -> Any:
-    """Orbax nests the strings' names at each slash."""
+    """The child of a node: Orbax nests the names of strings at each slash."""
     return node.get(key) if isinstance(node, dict) else None
 
 
@@ -132,7 +141,7 @@ def without_tree(directory: Location) -> CorruptCheckpointError:
 
 
 def values_file(item: Item) -> Location | None:
-    """The msgpack file that holds the values of an item, and not its tree alone."""
+    """The msgpack file of an item, if it holds values, and not only the tree."""
     file = item.directory / "checkpoint"
     if detection.describe_file(file) != detection.MSGPACK:
         return None
@@ -164,7 +173,7 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
 
 
 def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
-    """Whether there are any, and the PRNG implementation by name of the array."""
+    """Whether the item has array metadata, and the PRNG implementation of arrays, by name."""
     folder = directory / detection.ARRAYS_FOLDER
     if folder.is_symlink():
         raise not_a_file(folder)
@@ -208,7 +217,7 @@ def _parse_key(key: Any, key_type: Any) -> str | int:
 
 
 def tree_problems(paths: Iterable[Path]) -> list[str]:
-    """Why the paths are not those of the leaves of one tree."""
+    """The reasons why paths are not the leaves of one tree."""
     containers: dict[tuple[str, ...], Path] = {}
     seen: dict[tuple[str, ...], Path] = {}
     problems = []
@@ -246,7 +255,7 @@ def array(
         return None
     encoded = shardings.get(base64.urlsafe_b64encode(name.encode()).decode())
     key_impl = key_impls.get(name)
-    name = name.removesuffix("/")  # TensorStore puts `a/` where it puts `a`
+    name = name.removesuffix("/")  # TensorStore stores `a/` as `a`
     try:
         array = parse_zarr(metadata, store.driver)
         sharding = None if encoded is None else parse_sharding(encoded, array.shape)
@@ -274,9 +283,9 @@ def array(
 
 
 def _keep_chunks(path: Path, name: str, array: ZarrArray, store: ArrayStore) -> list[str]:
-    """Leaves out all that is stored below the name of an array but its metadata and its chunks:
-    what no reader asks for is no part of it. Notes which files cannot hold a whole chunk; a line
-    for each chunk that has more bytes than it can have."""
+    """Removes the values below an array's name that are neither its metadata nor its chunks: no
+    reader uses them. Marks truncated plain chunks. Returns a line for each chunk that is larger
+    than any chunk of the array can be."""
     wrong, kept = [], {}
     for key, value in store.values[name].items():
         if key != store.metadata_key:
@@ -287,7 +296,7 @@ def _keep_chunks(path: Path, name: str, array: ZarrArray, store: ArrayStore) -> 
                     f"{format_path(path)}: its chunk `{key}` has {format_bytes(value.size)}, more "
                     f"than any of {list(array.chunks)} can have"
                 )
-            if value.size == UNKNOWN:  # a bucket has not told
+            if value.size == UNKNOWN:  # in a bucket
                 value = value._replace(size=math.prod(array.chunks) * array.dtype.itemsize)
             elif not store.ocdbt and value.size != (array.plain_chunk or value.size or 1):
                 value = value._replace(truncated=(value.size, array.plain_chunk or 1))

@@ -1,6 +1,7 @@
-"""Arrays that lie in files of another format as they are, rows first: safetensors and msgpack.
+"""Uncompressed, row-major arrays in files of another format: safetensors and msgpack.
 
-An array is read as zarr chunks, each of some of its rows: see `reshard.storage.btree`.
+An array is read as zarr chunks of some of its rows: see `btree.range_database` in
+`reshard.storage`.
 """
 
 import itertools
@@ -9,19 +10,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, Item, Leaf, Source
+from reshard.checkpoint import Checkpoint, Item, Leaf
 from reshard.errors import CorruptCheckpointError
 from reshard.loader.json_documents import read_json
-from reshard.loader.orbax import array
+from reshard.loader.orbax import array, source_of
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, format_path
 
-# Bytes of a chunk, at most, unless a single row has more; of an array in several runs, whose chunks
-# on a seam are kept in memory; and chunks along an axis.
+# The most bytes of a chunk, unless a single row has more. The same for an array in several runs of
+# bytes: its chunks that cross two runs are kept in memory. The most chunks along an axis.
 _CHUNK, _SEAM, _MOST = 8 << 20, 1 << 20, 1 << 16
-# Bytes of chunks on seams that are always kept; more are if they are few of all bytes.
+# Bytes of such chunks that may always be kept; more may be if they are few of all bytes.
 _MOST_SEAMS = 1 << 26
 
 
@@ -29,12 +30,12 @@ class PlainArray(NamedTuple):
     """An array in a file.
 
     Attributes:
-      file: the file, below what was opened.
+      file: the file, relative to the opened path.
       dtype: zarr's name of the dtype.
-      runs: where the bytes are in the file: the beginning of each run, and its length.
-      inline: the bytes themselves, if they are in no file.
+      runs: the offset and the length of each run of its bytes in the file.
+      inline: its bytes, if they are not in a file.
       value_type: as of an `ArrayHandle`.
-      name: the name that the file has for it; without one, its path.
+      name: its name in the file; by default, its path.
     """
 
     file: str
@@ -63,8 +64,8 @@ def checkpoint(
     problems: list[str],
     notes: Sequence[str] = (),
 ) -> Checkpoint:
-    """The checkpoint of plain arrays, and of other leaves. Raises CorruptCheckpointError if there
-    are problems."""
+    """The checkpoint of plain arrays and other leaves. Raises CorruptCheckpointError if there are
+    problems."""
     root = item.root
     store = ArrayStore(False, root, ("",), False, requests, ranged=True)
     vars(store)["values"] = {}
@@ -84,14 +85,12 @@ def checkpoint(
             found[path] = leaf
     if problems:
         raise CorruptCheckpointError(f"`{root}` cannot be read as {kind}", problems)
-    state = "" if root.is_local else root.state(())
     document = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
-    source = Source(**vars(item), store=store, metadata=document, described=True, state=state)
-    return Checkpoint(found, source, tuple(notes))
+    return Checkpoint(found, source_of(item, store, document), tuple(notes))
 
 
 def index_problems(index: Location, files: Mapping[str, str]) -> Iterator[str]:
-    """In what an index, if there is one, and the files that arrays are in differ."""
+    """The differences between an index, if it exists, and the `files` of arrays."""
     document = read_json(index)
     if document is None:
         return
@@ -109,8 +108,7 @@ def index_problems(index: Location, files: Mapping[str, str]) -> Iterator[str]:
 
 
 def _chunk_shape(plain: PlainArray) -> list[int]:
-    """The shape of the chunks of an array: some rows, of which all have equally many, or a part of
-    one row."""
+    """The shape of the chunks of an array: equally many rows each, or a part of one row."""
     chunk = [max(size, 1) for size in plain.shape]
     largest = _CHUNK if len(plain.runs) < 2 else _SEAM
     for axis, size in enumerate(chunk):
@@ -127,7 +125,7 @@ def _chunk_shape(plain: PlainArray) -> list[int]:
 def _chunks(
     root: Location, plain: PlainArray, chunk: list[int]
 ) -> tuple[bytes, dict[str, StoredValue]]:
-    """The zarr metadata of an array, and where each of its chunks is."""
+    """The zarr metadata of an array, and the place of each of its chunks."""
     nbytes = math.prod(chunk) * plain.itemsize
     grid = [size // part for size, part in zip(plain.shape, chunk, strict=True)]
     keys = itertools.product(*map(range, grid)) if math.prod(plain.shape) else ()
@@ -150,8 +148,8 @@ def _chunks(
 
 
 def _value(root: Location, plain: PlainArray, start: int, nbytes: int) -> StoredValue:
-    """Some bytes of an array: a range of its file, or, where they are in several runs, themselves,
-    which are read for that."""
+    """Some bytes of an array: a range of its file, or if they cross two runs, the bytes, which this
+    reads."""
     if plain.inline is not None:
         return StoredValue(nbytes, inline=plain.inline)
     parts = []

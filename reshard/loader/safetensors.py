@@ -4,7 +4,7 @@
     header     {"name": {"dtype": "BF16", "shape": [8, 4], "data_offsets": [0, 64]}, ...}
     data       the tensors, one after another, rows first
 
-The tensors are plain arrays: see `reshard.loader.plain_arrays`.
+The tensors are plain arrays: see `plain_arrays`.
 """
 
 import itertools
@@ -22,9 +22,9 @@ from reshard.tree import Path, as_python, natural
 from reshard.units import format_bytes
 
 INDEX = "model.safetensors.index.json"
-# Bytes of a header; more is refused, as safetensors itself does.
+# The most bytes of a header: the limit of safetensors itself.
 MAX_HEADER = 100_000_000
-# Its names of dtypes, and zarr's.
+# safetensors' name of a dtype -> zarr's.
 DTYPES = {
     "BOOL": "|b1",
     "U8": "|u1",
@@ -79,31 +79,23 @@ def _check_complete(root: Location) -> None:
 
 
 def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[str, PlainArray]]:
-    """The tensors of a file, by name; what is wrong with it is added to the problems."""
+    """The tensors of a file, by name. Appends the file's defects to the problems."""
     place = root / file
     size = place.file_bytes() or 0
     header, start = _header(place, size, problems)
     ends = []
     for name, entry in header.items():
         try:
-            dtype, shape, (begin, end) = (
-                entry["dtype"],
-                tuple(entry["shape"]),
-                entry["data_offsets"],
-            )
-            numbers = [*shape, begin, end]
-            if not all(type(number) is int and number >= 0 for number in numbers):
+            dtype, shape, (begin, end) = (entry[k] for k in ("dtype", "shape", "data_offsets"))
+            if not all(type(number) is int and number >= 0 for number in [*shape, begin, end]):
                 raise ValueError("a shape and offsets are whole numbers")
             if dtype not in DTYPES:
                 raise ValueError(f"the dtype {dtype!r:.40} is not supported")
-            tensor = PlainArray(
-                file, DTYPES[dtype], shape, ((start + begin, end - begin),), name=name
-            )
-            needed = tensor.nbytes
-            if end - begin != needed:
-                raise ValueError(
-                    f"it has {end - begin} bytes, and {dtype}{list(shape)} has {needed}"
-                )
+            runs = ((start + begin, end - begin),)
+            tensor = PlainArray(file, DTYPES[dtype], tuple(shape), runs, name=name)
+            if end - begin != tensor.nbytes:
+                text = f"{dtype}{list(shape)} has {tensor.nbytes}"
+                raise ValueError(f"it has {end - begin} bytes, and {text}")
         except (ValueError, TypeError, KeyError) as error:
             problems.append(f"`{place}`: `{name:.80}`: {error}")
         else:
@@ -118,15 +110,14 @@ def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[s
 
 
 def _header(place: Location, size: int, problems: list[str]) -> tuple[Mapping[str, Any], int]:
-    """The tensors as a header describes them, and where the data begins."""
+    """The descriptions of the tensors, and the offset of the data."""
     try:
         if size < 8:
             raise ValueError(f"it has {size} bytes")
         length = int.from_bytes(place.part(0, 8), "little")
         if length > min(MAX_HEADER, size - 8):
-            raise ValueError(
-                f"a header of {format_bytes(length)} in a file of {format_bytes(size)}"
-            )
+            text = f"a header of {format_bytes(length)} in a file of {format_bytes(size)}"
+            raise ValueError(text)
         header = parse_json(place.part(8, 8 + length))
         if not isinstance(header, dict):
             raise ValueError("its header is not a JSON object")

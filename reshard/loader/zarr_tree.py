@@ -1,18 +1,18 @@
-"""Arrays that TensorStore wrote without Orbax, as Levanter does: zarr v2 or v3, in an OCDBT
-database or in plain files. Nothing beside them says how they were sharded."""
+"""Arrays that TensorStore wrote without Orbax, for example for Levanter: zarr v2 or v3, in an OCDBT
+database or in plain files. Their shardings are unknown."""
 
-from reshard.checkpoint import Checkpoint, Item, Leaf, Source
+from reshard.checkpoint import Checkpoint, Item, Leaf
 from reshard.errors import CorruptCheckpointError
 from reshard.loader.json_documents import parse_json
-from reshard.loader.orbax import array, tree_problems, without_tree
+from reshard.loader.orbax import array, source_of, tree_problems, without_tree
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.ocdbt import MANIFEST
 from reshard.tree import Path, natural
 
 
 def read(item: Item, requests: int) -> Checkpoint:
-    """The checkpoint of a directory; see `reshard.open` for the errors. An array's path is its key,
-    split at each `/`."""
+    """The checkpoint of a directory. An array's path is its key, split at each `/`. See
+    `reshard.open` for the errors."""
     root = item.root
     parts = ("",) if (root / MANIFEST).exists() else ()
     stores = [ArrayStore(zarr3, root, parts, True, requests) for zarr3 in (False, True)]
@@ -20,7 +20,7 @@ def read(item: Item, requests: int) -> Checkpoint:
     if len(used) > 1:
         raise CorruptCheckpointError(f"`{root}` holds arrays of zarr v2 and of zarr v3")
     if not used or not any("/" in name for name in used[0].values):
-        raise without_tree(root)  # as of an item of Orbax, whose names have no `/`
+        raise without_tree(root)  # an item of Orbax: its names have no `/`
     (store,) = used
     leaves: dict[Path, Leaf] = {}
     problems: list[str] = []
@@ -32,14 +32,12 @@ def read(item: Item, requests: int) -> Checkpoint:
     problems += tree_problems(leaves)
     if problems:
         raise CorruptCheckpointError(f"`{root}` is no tree of arrays that can be read", problems)
-    state = "" if root.is_local else root.state(())
     document = {"use_ocdbt": store.ocdbt, "use_zarr3": store.zarr3}
-    source = Source(**vars(item), store=store, metadata=document, described=True, state=state)
-    return Checkpoint(leaves, source)
+    return Checkpoint(leaves, source_of(item, store, document))
 
 
 def _is_group(metadata: bytes | None) -> bool:
-    """Whether a `zarr.json` is that of a directory of arrays."""
+    """Whether a `zarr.json` describes a group instead of an array."""
     try:
         document = parse_json(metadata or b"")
     except ValueError:

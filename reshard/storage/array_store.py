@@ -1,11 +1,11 @@
 """The arrays of one checkpoint item, in plain files or in OCDBT databases.
 
-All I/O on array bytes goes through the key-value stores opened here, by TensorStore.
+TensorStore reads and writes all bytes of arrays, through the key-value stores opened here.
 """
 
-import collections
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -28,24 +28,22 @@ from reshard.storage.ocdbt import (
 )
 from reshard.units import format_bytes
 
-# Bytes of one array's metadata. Larger ones are not read.
+# The most bytes of one array's metadata that is read.
 _MAX_METADATA = 1 << 16
-# Where a chunk of blosc says how many bytes it decodes to, and how many chunks are asked at once.
+# Where a blosc chunk stores its decoded bytes, and how many chunks are examined at once.
 _BLOSC_SIZE = slice(4, 8)
 _HEADERS = 1000
-# Documents that are read before they are asked for.
-_READ_AHEAD = 1000
-# Bytes of an array's name: what a path of a file may have.
+# Metadata documents that are read at once.
+_TOGETHER = 1000
+# The most bytes of an array's name: those of a file's path.
 _MAX_NAME = 4096
-# Stored values of which so many are read faster once the B-tree is in small nodes.
+# From this many stored values on, reading is faster through a B-tree of small nodes.
 _MANY_VALUES = 4096
 
 
 def name_problem(name: str) -> str | None:
-    """Why nothing may be stored under a name; None if it may.
-
-    Names are paths below the checkpoint, for some readers if not for all.
-    """
+    """The reason why nothing may be stored under a name; None if it may. Some readers use the name
+    as a path below the checkpoint."""
     if "\0" in name:
         return "its name holds a NUL"
     if name.startswith("/") or ".." in name.split("/"):
@@ -56,7 +54,7 @@ def name_problem(name: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ZarrVersion:
-    """Whether arrays are of zarr v3 rather than v2, and what that decides."""
+    """Whether arrays are of zarr v3 rather than v2."""
 
     zarr3: bool
 
@@ -77,12 +75,12 @@ class ArrayStore(ZarrVersion):
 
     Attributes:
       directory: the item's directory.
-      parts: directories of OCDBT databases to read, relative to `directory`: `("",)` for a merged
-        one, `("ocdbt.process_0", ...)` for one that was never merged, `()` for plain files.
+      parts: directories of OCDBT databases, relative to `directory`: `("",)` for a merged one,
+        `("ocdbt.process_0", ...)` for unmerged ones, `()` for plain files.
       omits_fill: an absent chunk holds the fill value. Otherwise, an absent chunk is missing data.
-      requests: requests to a bucket that are under way at once.
-      manifest: where the manifest of a merged database is, if it is not in `directory`.
-      ranged: values are ranges of files of another format, and no database lists them: `values` is
+      requests: the most requests that are sent to a bucket at once.
+      manifest: the directory of a merged database's manifest, if it is not `directory`.
+      ranged: values are ranges of files of another format. No database lists them: `values` is
         given.
     """
 
@@ -99,7 +97,7 @@ class ArrayStore(ZarrVersion):
         return bool(self.parts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is open, and `values`: arrays are pickled with theirs."""
+        """Everything but open stores and `values`: each array is pickled with its own values."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"has_many": self.has_many}
 
@@ -109,7 +107,7 @@ class ArrayStore(ZarrVersion):
 
     @functools.cached_property
     def _root(self) -> ts.KvStore:
-        """The files, or the one database. What is read of a B-tree stays in memory with it."""
+        """The files, or the only database, with its cached B-tree nodes."""
         spec = self.directory.spec
         if self.ranged:
             ranges = (
@@ -129,23 +127,23 @@ class ArrayStore(ZarrVersion):
     def values(self) -> dict[str, dict[str, StoredValue]]:
         """Array name -> key below it -> stored value, for everything in the store.
 
-        Reads no array byte: B-tree nodes for OCDBT, directory entries for plain files.
+        Reads B-tree nodes or lists directories, and no array.
         """
-        found = {} if self.ocdbt else dict(_list_files(self.directory))
+        values = {} if self.ocdbt else dict(_list_files(self.directory))
         for part in self.parts:
             (self.directory / part).prefetch([MANIFEST])
         for part in self.parts:
             directory = self.directory / part
-            found |= stored_values(directory, part, self.metadata_key, self.manifest)
-        return _group_by_array(found, self.metadata_key)
+            values |= stored_values(directory, part, self.metadata_key, self.manifest)
+        return _group_by_array(values, self.metadata_key)
 
     @functools.cached_property
     def has_many(self) -> bool:
-        """Whether it holds more values than are found fast in the nodes that Orbax writes."""
+        """Whether it holds so many values that finding one in the nodes of Orbax is slow."""
         return sum(map(len, self.values.values())) >= _MANY_VALUES
 
     def largest_chunk(self, name: str) -> int:
-        """Stored bytes of the largest chunk of an array; 0 where none is there."""
+        """Stored bytes of the largest chunk of an array; 0 if it has no chunk."""
         if name not in self._largest_chunks:  # a worker's store has other arrays for each task
             values = self.values[name].items()
             sizes = (value.size for key, value in values if key != self.metadata_key)
@@ -157,15 +155,10 @@ class ArrayStore(ZarrVersion):
         return {}
 
     def read_metadata(self, names: Iterable[str]) -> Iterator[bytes | None]:
-        """The zarr metadata of each of these arrays, or None if it is not there; many are read at
-        once."""
-        ahead: collections.deque[Callable[[], bytes | None]] = collections.deque()
-        for name in names:
-            ahead.append(self._begin_metadata(name))
-            if len(ahead) > _READ_AHEAD:
-                yield ahead.popleft()()
-        while ahead:
-            yield ahead.popleft()()
+        """The zarr metadata of each of these arrays, or None without one. Reads many at once."""
+        rest = iter(names)
+        while reads := [self._begin_metadata(name) for name in itertools.islice(rest, _TOGETHER)]:
+            yield from (read() for read in reads)
 
     def _begin_metadata(self, name: str) -> Callable[[], bytes | None]:
         value = self.values.get(name, {}).get(self.metadata_key, StoredValue(0))
@@ -177,24 +170,24 @@ class ArrayStore(ZarrVersion):
         return lambda: checked(read, f"the metadata of `{name}`").value or None
 
     def truncated_file(self, name: str) -> str | None:
-        """Which file of an array does not have the bytes that it would have to have, and how many
-        it has; None if all have. Nothing is read to know that."""
+        """The first truncated file of an array, in words; None if all are long enough. Reads
+        nothing."""
         truncated: dict[str, tuple[int, int]] = {}
-        for _, _, file, _, sizes, _ in self.values[name].values():
-            if sizes is not None and file is not None:
-                truncated[file] = max(truncated.get(file, sizes), sizes)
+        for value in self.values[name].values():
+            if value.truncated is not None and value.file is not None:
+                truncated[value.file] = max(truncated.get(value.file, (0, 0)), value.truncated)
         if not truncated:
             return None
-        file, (found, needed) = min(truncated.items())
-        expected = f"at least {needed}" if found < needed else str(needed)
-        text = f"`{self.directory / file}` has {found} bytes, expected {expected}"
-        rest = len(truncated) - 1
-        return f"{text}; {rest} more of its files are damaged" if rest else text
+        file, (nbytes, needed) = min(truncated.items())
+        expected = f"at least {needed}" if nbytes < needed else str(needed)
+        text = f"`{self.directory / file}` has {nbytes} bytes, expected {expected}"
+        others = len(truncated) - 1
+        return f"{text}; {others} more of its files are damaged" if others else text
 
     def check_blosc(self, name: str, nbytes: int) -> None:
-        """Raises CorruptCheckpointError unless all chunks of an array say, as chunks of blosc, that
-        they decode to `nbytes`, as a chunk does: TensorStore would believe them. Reads the first
-        bytes of each, once."""
+        """Raises CorruptCheckpointError unless the headers of all blosc chunks of an array say that
+        they decode to `nbytes`, the bytes of a chunk. TensorStore does not check that. Reads each
+        header once."""
         if self._checked.get(name) == nbytes:
             return
         keys = [key for key in self.values[name] if key != self.metadata_key]
@@ -219,7 +212,7 @@ class ArrayStore(ZarrVersion):
         """The key-value store below one array's name."""
         if len(self.parts) < 2:
             return self._root / f"{name}/"
-        # Databases that were never merged hold different chunks of one array: a layer a key.
+        # Unmerged databases hold different chunks of one array: each key is a layer.
         layers = [
             {"base": ocdbt_spec(self.directory / v.part) | {"path": f"{name}/{key}"}, "exact": key}
             for key, v in sorted(self.values[name].items())
@@ -239,8 +232,8 @@ class ArrayStore(ZarrVersion):
 
 @functools.lru_cache(maxsize=1024)
 def array_spec(driver: str, metadata: bytes, **options: bool) -> ts.Spec:
-    """What all arrays of the same metadata are opened with, wherever they are: for thousands of
-    small arrays, parsing it takes longer than reading."""
+    """The spec of all arrays with the same metadata. It is cached: for thousands of small arrays,
+    parsing takes longer than reading."""
     return ts.Spec(
         {
             "driver": driver,
@@ -254,7 +247,7 @@ def array_spec(driver: str, metadata: bytes, **options: bool) -> ts.Spec:
 
 
 def _list_files(directory: Location) -> Iterator[tuple[str, StoredValue]]:
-    """Every file below the folders of a directory, and not the item's own small files."""
+    """Every file below the folders of a directory. The item's documents are not in folders."""
     for entry in directory.walk():
         if "/" in entry.path and (entry.is_file or not entry.is_dir):
             if not entry.is_file:
@@ -265,8 +258,8 @@ def _list_files(directory: Location) -> Iterator[tuple[str, StoredValue]]:
 def _group_by_array(
     found: dict[str, StoredValue], metadata_key: str
 ) -> dict[str, dict[str, StoredValue]]:
-    """A key below the names of several arrays (`a/c/0` where there are `a` and `a/c`) may be a
-    chunk of any of them: each has it until the loader leaves out what is none of its chunks."""
+    """Groups values by array. A key below the names of several arrays (`a/c/0` for `a` and `a/c`)
+    is in each of them, until the loader removes the keys that are not chunks."""
     ending = f"/{metadata_key}"
     arrays = {key.removesuffix(ending): {} for key in found if key.endswith(ending)}
     for key, value in found.items():

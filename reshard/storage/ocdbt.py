@@ -1,6 +1,6 @@
-"""OCDBT databases: their specs, and what their B-trees hold, read without reading an array.
+"""OCDBT databases: their specs, and the contents of their B-trees, read without an array.
 
-Facts about the B-tree are TensorStore's (`tensorstore.ocdbt.dump`).
+Facts about the B-tree are from TensorStore (`tensorstore.ocdbt.dump`).
 """
 
 import functools
@@ -22,35 +22,35 @@ from reshard.storage.store_errors import store_error, translated_errors
 from reshard.units import format_bytes
 
 MANIFEST = "manifest.ocdbt"
-# What begins so is the database of a process, which Orbax merges into one, in an item.
+# The prefix of the databases of single processes, which Orbax merges into one.
 PROCESS = "ocdbt.process_"
-# Folders of a database: of all its data files, or of values, of nodes, and of nodes for a while.
+# Folders of data files: of any kind, of values, of nodes, and of temporary nodes.
 FOLDERS = ("d", "ocdbt_data", "ocdbt_meta", "ocdbt_tmp_meta")
-# Orbax writes root nodes of up to 100 MB; the pool must hold one, or each read decodes it again.
-# Array data is never cached: no array driver is given this pool.
+# The cache of B-tree nodes. Orbax writes root nodes of up to 100 MB. If the cache cannot hold one,
+# each read decodes it again. Array data is not cached: no array driver gets this pool.
 BTREE_CACHE = "cache_pool#ocdbt"
 BTREE_CACHE_BYTES = 100_000_000
-# What is read of a bucket is read together with what is less than so many bytes away, as Orbax
-# does; but at most so many at once, since a single connection is slow.
+# In a bucket, reads that are this close together are one request, as in Orbax. A single request is
+# bounded: one connection is slow.
 _COALESCED = {
     "experimental_read_coalescing_threshold_bytes": 1_000_000,
     "experimental_read_coalescing_merged_bytes": 1 << 26,
     "experimental_read_coalescing_interval": "1ms",
 }
-# What Orbax gives its root database, so that readers need one read for the whole B-tree.
+# Orbax's settings for its root database, so that readers need one read for the whole B-tree.
 _ROOT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
-# Every commit of a batch writes the nodes on its path again: small ones keep that linear.
+# Each commit rewrites the nodes on its path. Small nodes keep the total linear.
 _STAGE_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 1 << 18}
-# Bytes of memory that a key takes which is merged.
+# Bytes of memory per merged key.
 _KEY_BYTES = 1024
-# Arrays whose entries are copied to other nodes at once.
+# Arrays whose entries are copied at once.
 _PIECE = 10_000
-# Where the nodes in memory are, and the most bytes of one.
+# The place of nodes in memory, and the most bytes of one.
 _NODES = "nodes/"
 _MEMORY_NODES = {"base": {"driver": "memory", "path": _NODES}, "prefix": _NODES}
-_PREFIXES = ("btree_node_data_prefix", "version_tree_node_data_prefix", "value_data_prefix")
 _SMALL_NODE = 1 << 14
-# Nodes of a B-tree that are read at once of a bucket.
+_PREFIXES = ("btree_node_data_prefix", "version_tree_node_data_prefix", "value_data_prefix")
+# Nodes of a B-tree in a bucket that are read at once.
 _NODES_AHEAD = 8
 
 
@@ -59,10 +59,12 @@ def new_context(
     mapped: Location | None = None,
     requests: int = bucket.REQUESTS,
 ) -> ts.Context:
-    """Shared resources of stores, with a cache of decoded B-tree nodes. Files are synced once,
-    before the commit, and not at each write. What is only read is `mapped` into memory where that
-    is safe: the page cache is read in place, and no fresh memory is touched for stored bytes. Of
-    buckets, `requests` are under way at once."""
+    """Shared resources of stores, with a cache of decoded B-tree nodes.
+
+    Files are synced once, before the commit, and not at each write. If it is safe, files of the
+    `mapped` directory, which are only read, are mapped into memory instead of copied. `requests`
+    to a bucket are sent at once.
+    """
     resources = {BTREE_CACHE: {"total_bytes_limit": btree_cache_bytes}, "file_io_sync": False}
     resources |= bucket.resources(requests) | thread_limits()
     if mapped is not None and mapped.is_local and disk.on_local_disk(mapped):
@@ -71,7 +73,7 @@ def new_context(
 
 
 def ocdbt_spec(directory: Location, manifest: Location | None = None) -> dict[str, Any]:
-    """The OCDBT database in a directory; `manifest` if its manifest is in another one."""
+    """The OCDBT database in a directory, whose manifest may be in another directory."""
     spec = {"driver": "ocdbt", "base": directory.spec, "cache_pool": BTREE_CACHE}
     if not directory.is_local:
         spec |= _COALESCED
@@ -81,7 +83,7 @@ def ocdbt_spec(directory: Location, manifest: Location | None = None) -> dict[st
 
 
 def wait_written(write: ts.Future, directory: Location) -> None:
-    """Waits for a write below a directory; raises DestinationError if it fails."""
+    """Waits for a write below a directory. Raises DestinationError if it fails."""
     try:
         write.result()
     except ValueError as error:
@@ -91,21 +93,21 @@ def wait_written(write: ts.Future, directory: Location) -> None:
 
 
 def stage_spec(directory: Location, name: str, file_bytes: int) -> dict[str, Any]:
-    """A database that batches are committed to, in data files of about so many bytes."""
+    """A database for the commits of batches, with data files of about `file_bytes`."""
     spec = _writable(ocdbt_spec(directory / name), _STAGE_CONFIG)
     return spec | {"target_data_file_size": file_bytes}
 
 
 def root_spec(directory: Location, name: str) -> dict[str, Any]:
     """A database of a directory whose nodes and manifest are below a name in it. It refers to data
-    files as the root database does, which has the same manifest in the directory itself."""
+    files like the root database, whose manifest is in the directory itself."""
     spec = _writable(ocdbt_spec(directory, directory / name), _ROOT_CONFIG)
     return spec | dict.fromkeys(_PREFIXES, f"{name}/d/")
 
 
 def memory_manifest(directory: Location, path: str, name: str) -> dict[str, Any]:
-    """A database of small nodes in a directory, whose manifest is in memory; the names of its files
-    begin with `name`, as of `root_spec`."""
+    """A database of small nodes in a directory, with its manifest in memory. The names of its files
+    begin with `name`, as in `root_spec`."""
     manifest = {"driver": "memory", "path": path}
     spec = _writable(ocdbt_spec(directory), _STAGE_CONFIG) | {"manifest": manifest}
     return spec | dict.fromkeys(_PREFIXES, f"{name}/d/")
@@ -150,8 +152,8 @@ def build_root(
 def entry_copies(
     source: ts.KvStore, target: ts.KvStore, names: Iterable[str]
 ) -> Iterator[ts.Future]:
-    """Copies the entries of all arrays from one database to another one, to be waited for one after
-    another: piece by piece, for all of it at once takes much memory."""
+    """Copies the entries of all arrays from one database to another. Wait for each copy before the
+    next one: a single copy would take much memory."""
     keys = sorted(name.encode(errors="surrogateescape") for name in names)
     for begin, end in itertools.pairwise([b"", *keys[_PIECE::_PIECE], b""]):
         yield source.experimental_copy_range_to(target, ts.KvStore.KeyRange(begin, end))
@@ -202,12 +204,11 @@ class StoredValue(NamedTuple):
 
     Attributes:
       size: stored bytes.
-      part: the OCDBT database whose B-tree lists it, as in `ArrayStore.parts`; "" for plain files.
-      file: the file that holds it, relative to the item's directory; None where the value is
-        inlined in the B-tree.
-      inline: the bytes themselves, for zarr metadata that is inlined.
-      truncated: bytes that the file has, and that it would have to have to hold this value, where
-        it is too short.
+      part: the OCDBT database that lists it, as in `ArrayStore.parts`; "" for plain files.
+      file: the file that holds it, relative to the item's directory; None if the B-tree holds it.
+      inline: its bytes, for zarr metadata in the B-tree.
+      truncated: bytes of the file, and bytes that the file needs to hold this value, if it is too
+        short.
       offset: where it begins in the file.
     """
 
@@ -222,7 +223,7 @@ class StoredValue(NamedTuple):
 def stored_values(
     directory: Location, part: str, metadata_key: str, manifest: Location | None = None
 ) -> Iterator[tuple[str, StoredValue]]:
-    """Every key of an OCDBT database with where its value is, from its B-tree nodes alone."""
+    """Every key of an OCDBT database, and the place of its value, from its B-tree nodes alone."""
     file_bytes = functools.cache(lambda file: _data_file(directory, file).file_bytes())
     for _, prefix, entries in _btree_nodes(directory, manifest):
         for entry in entries:
@@ -242,13 +243,14 @@ def stored_values(
 
 
 def node_files(directory: Location, manifest: bytes | None = None) -> set[str]:
-    """Files below `directory` that hold the nodes of its OCDBT database, whose `manifest` need not
-    be there yet."""
+    """Files below `directory` that hold the nodes of its OCDBT database. A `manifest` may be given
+    that is not written yet."""
     return {file for file, _, _ in _btree_nodes(directory, manifest, leaves=False)}
 
 
 def contents(directory: Location) -> tuple[int, set[str]]:
-    """How many keys an OCDBT database has, and the files below its directory that hold values."""
+    """The number of keys of an OCDBT database, and the files below its directory that hold
+    values."""
     keys, files = 0, set()
     for _, _, entries in _btree_nodes(directory):
         keys += len(entries)
@@ -265,79 +267,80 @@ def value_files(directory: Location, nodes: bool = False) -> set[str]:
 def _btree_nodes(
     directory: Location, manifest: Location | bytes | None = None, leaves: bool = True
 ) -> Iterator[tuple[str, bytes, list[dict[str, Any]]]]:
-    """The file of each node of the newest version of a database, whose manifest may be in another
-    directory, or in memory; and of leaves, unless these are not to be read, the key prefix and the
-    entries."""
-    base, decode, seen = directory.open(new_context()), _Decoder(), set()
+    """The file, the key prefix and the entries of each node of a database's newest version, level
+    by level. Only leaves have entries here, and only if `leaves` are read. The manifest may be in
+    another directory, or in memory."""
+    base, decode, seen = directory.open(new_context()), _Decoder(), set[str]()
     with translated_errors(f"the OCDBT database in `{directory}`", other=CorruptCheckpointError):
         data = manifest
         if not isinstance(data, bytes):
             data = ((data or directory) / MANIFEST).read() or b""
         newest = decode(MANIFEST, data).get("versions", [])[-1:]
-        roots = [(v["root"], v["root_height"]) for v in newest]
         # The root of an empty database has no location.
-        left = [(r["location"], height, b"") for r, height in roots if "location" in r]
-        while left:
-            reads = []
-            while left and len(reads) < (1 if directory.is_local else _NODES_AHEAD):
-                location, height, prefix = left.pop()
-                if location in seen:
-                    raise ValueError(f"several nodes refer to node {location}")
-                seen.add(location)
-                if height or leaves:
-                    reads.append((location, height, prefix, _begin_node(directory, base, location)))
-                else:
-                    file = _split_location(location)[0]
-                    _data_file(directory, file)
-                    yield file, prefix, []
-            for location, height, prefix, read in reads:
-                file, _, size = _split_location(location)
-                if (data := read()) is None:
-                    raise ValueError(f"the data file `{file}` is missing")
-                node = decode(file, data, f"{location.rsplit(':', 2)[0]}:0:{size}")
-                if node["height"] != height:
-                    raise ValueError(f"node {location} is at height {node['height']}, not {height}")
-                if height:
-                    left += [
-                        (entry["location"], height - 1, prefix + entry["subtree_common_prefix"])
-                        for entry in node["entries"]
-                    ]
-                yield file, prefix, [] if height else node["entries"]
-                # TensorStore 0.1.86 leaks what is in the values of a document's entries.
-                node["entries"].clear()
+        level = [(v["root"]["location"], b"") for v in newest if "location" in v["root"]]
+        height = newest[0]["root_height"] if newest else 0
+        together = 1 if directory.is_local else _NODES_AHEAD
+        while level and (height or leaves):
+            below = []
+            for start in range(0, len(level), together):
+                group = level[start : start + together]
+                reads = [_begin_node(directory, base, location) for location, _ in group]
+                for (location, prefix), read in zip(group, reads, strict=True):
+                    if location in seen:
+                        raise ValueError(f"several nodes refer to node {location}")
+                    seen.add(location)
+                    file, _, size = _split_location(location)
+                    if (data := read()) is None:
+                        raise ValueError(f"the data file `{file}` is missing")
+                    node = decode(file, data, f"{location.rsplit(':', 2)[0]}:0:{size}")
+                    entries = node["entries"]
+                    if node["height"] != height:
+                        raise ValueError(
+                            f"node {location} is at height {node['height']}, not {height}"
+                        )
+                    yield file, prefix, [] if height else entries
+                    for entry in entries if height else ():
+                        below.append((entry["location"], prefix + entry["subtree_common_prefix"]))
+                    # TensorStore 0.1.86 leaks the values in a document's entries.
+                    entries.clear()
+            level, height = below, height - 1
+        for location, prefix in level:
+            file = _split_location(location)[0]
+            _data_file(directory, file)
+            yield file, prefix, []
 
 
 def _begin_node(directory: Location, base: ts.KvStore, location: str) -> Callable[[], bytes | None]:
-    """Begins to read a node; see `node_read`."""
+    """Starts to read a node. See `node_read`."""
     file, offset, size = _split_location(location)
     place = _data_file(directory, file)
     if size > MAX_DOCUMENT:
         raise ValueError(f"a node of its B-tree has {format_bytes(size)}")
     if directory.is_local:
-        place.file_bytes()  # of a pipe, nothing is read
+        place.file_bytes()  # raises for a pipe, which may never end
     return node_read(base, file, slice(offset, offset + size), location, ocdbt.dump)
 
 
 class _Decoder:
-    """Decodes what files of one database begin with, which is looked at before TensorStore is given
-    it."""
+    """Decodes nodes of one database, each at the start of its data. Bounds the memory that this
+    takes before TensorStore decodes them."""
 
     def __init__(self) -> None:
         self._memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
-        self._taken = 0
+        self._decoded = 0
 
     def __call__(self, file: str, data: bytes, location: str | None = None) -> dict[str, Any]:
-        self._taken += decoded_bytes(data)
-        if self._taken > MAX_BTREE:
+        self._decoded += decoded_bytes(data)
+        if self._decoded > MAX_BTREE:
             raise ValueError("its B-tree is larger than any checkpoint's")
         self._memory.write(file, data).result()
-        found = ocdbt.dump(self._memory, location).result()
+        node = ocdbt.dump(self._memory, location).result()
         self._memory.write(file, None).result()
-        return found
+        return node
 
 
 def _data_file(directory: Location, file: str) -> Location:
-    """A data file; raises an error where its name leads elsewhere."""
+    """A data file. Raises an error if its name leads outside of the directory."""
     names = file.split("/")
     if not {"", ".", ".."}.isdisjoint(names) or "\0" in file:
         raise CorruptCheckpointError(
@@ -352,7 +355,7 @@ def _data_file(directory: Location, file: str) -> Location:
 
 
 def _split_location(location: str) -> tuple[str, int, int]:
-    """File, relative to the database, offset and bytes of a `KIND:BASE:FILE:OFFSET:SIZE`."""
+    """The file, relative to the database, the offset and the bytes of a node or value location."""
     start, offset, size = location.rsplit(":", 2)
-    _, base, file = start.split(":", 2)
+    _, base, file = start.split(":", 2)  # KIND:BASE:FILE
     return base + file, int(offset), int(size)

@@ -231,8 +231,8 @@ def _read(
     comparisons = {path: ElementComparison(a.shape, *tolerances) for path, (a, _) in pairs.items()}
     digests = {path: Digest(handle.shape, handle.dtype) for path, handle in alone.items()}
     report = counted(sum(handle.nbytes for handle in handles), progress)
-    takers = [*comparisons.values(), *digests.values()]
-    failed = read_values(groups, takers, max_memory, report, workers, executor)
+    accumulators = [*comparisons.values(), *digests.values()]
+    failed = read_values(groups, accumulators, max_memory, report, workers, executor)
     if failed:
         raise CorruptCheckpointError(
             f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",

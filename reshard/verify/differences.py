@@ -1,4 +1,4 @@
-"""`Diff`: in what two checkpoints differ, as a report and as JSON. Pure."""
+"""`Diff`: how two checkpoints differ, as a report and as JSON. Pure."""
 
 import collections
 import dataclasses
@@ -11,29 +11,29 @@ from typing import Any
 import numpy as np
 
 from reshard.tree import Path, format_path
+from reshard.units import count_of
 from reshard.verify.elementwise import ElementDifference
 
 # Leaves that a repr lists; `Diff.report` lists them all.
 _SHOWN = 200
 # Characters of a string leaf in a report.
 _MAX_TEXT = 60
-_VALUES = "values=True compares contents, and finds moved leaves"
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One thing in which A and B differ.
+    """One difference between A and B.
 
     Attributes:
-      what: `"removed"` (in A alone), `"added"` (in B alone), `"moved"` (the same contents at
-        another path), `"kind"` (array, string, None, empty container), `"position"` (in a list on
-        one side, in a dict on the other), `"key"` (the type of PRNG keys), `"shape"`, `"dtype"`,
-        `"values"`, `"string"`; where it was asked for also `"sharding"`, `"chunks"`, `"format"`.
-      path: the leaf, as A calls it if A has it; `()` for the format.
-      a: what it is in A: text, a list of sizes, or the first element that differs, a numpy scalar;
-        None for what is in B alone.
-      b: what it is in B; the new path of what has moved.
-      elements: how many differ and by how much, of arrays that were read.
+      what: `"removed"` (only in A), `"added"` (only in B), `"moved"` (the same contents at another
+        path), `"kind"` (array, string, None, empty container), `"position"` (in a list on one
+        side, in a dict on the other), `"key"` (the type of PRNG keys), `"shape"`, `"dtype"`,
+        `"values"`, `"string"`; if asked for also `"sharding"`, `"chunks"`, `"format"`.
+      path: the leaf's path in A, or in B if A lacks it; `()` for the format.
+      a: A's side: text, a list of sizes, or the first element that differs, a numpy scalar; None
+        for an added leaf.
+      b: B's side; for a moved leaf, its new path.
+      elements: for arrays that were read, how many elements differ and by how much.
     """
 
     what: str
@@ -43,13 +43,14 @@ class Difference:
     elements: ElementDifference | None = None
 
     def texts(self) -> tuple[str, str]:
-        """Both sides as a report has them; elements that are printed alike with their bits."""
-        a, b = _text(self.a), _text(self.b)
-        if self.what == "string":
-            a, b = repr(self.a), repr(self.b)
+        """Both sides as in a report. Elements that look the same get their bits."""
+        text = repr if self.what == "string" else _text
+        a, b = text(self.a), text(self.b)
         if self.elements is not None and a == b:
             a, b = f"{a} ({_bits(self.a)})", f"{b} ({_bits(self.b)})"
-        return (a, b) if self.what == "moved" else (_clipped(a), _clipped(b))
+        if self.what != "moved":
+            a, b = (t if len(t) <= _MAX_TEXT else t[:_MAX_TEXT] + "..." for t in (a, b))
+        return a, b
 
     def document(self) -> dict[str, Any]:
         """What `reshard diff --json` has of it."""
@@ -74,19 +75,17 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Diff:
-    """In what two checkpoints differ. `print()` shows it, a line a leaf.
+    """How two checkpoints differ. `print()` shows it, a line a leaf.
 
     Attributes:
-      a: where A is.
-      b: where B is.
-      differences: in the order of A's tree; what is in B alone comes last.
+      a, b: where they are.
+      differences: in the order of A's tree, then the added leaves.
       values: whether arrays were read.
-      rtol: the relative tolerance.
-      atol: the absolute tolerance.
-      compared: arrays whose contents were compared.
-      not_compared: arrays of equal shape and dtype whose contents were not.
-      nbytes: bytes of each array, as A calls it if A has it.
-      by_digests: arrays that were compared by digests recorded on both sides.
+      rtol, atol: the relative and the absolute tolerance.
+      compared: number of arrays whose contents were compared.
+      not_compared: number of arrays of equal shape and dtype whose contents were not compared.
+      nbytes: bytes of each array, by its path in A, or in B if A lacks it.
+      by_digests: number of arrays that were compared by digests recorded on both sides.
     """
 
     a: str
@@ -102,8 +101,8 @@ class Diff:
 
     @property
     def equal(self) -> bool | None:
-        """Whether A and B are equal; None where that is not known: no difference was found, but
-        contents of arrays were not compared."""
+        """Whether A and B are equal; None if no difference was found, but contents of arrays were
+        not compared."""
         if self.differences:
             return False
         return None if self.not_compared else True
@@ -129,8 +128,8 @@ class Diff:
         return document
 
     def report(self, limit: int | None = None, phrase: Callable[[str], str] = str) -> str:
-        """What differs, a line a leaf, of at most `limit` leaves; and how it was compared. `phrase`
-        says how a hint is written: as a call, if nothing else is said."""
+        """The differences, a line a leaf, of at most `limit` leaves, and how contents were
+        compared. `phrase` rewrites hints, which are calls."""
         by_leaf = itertools.groupby(self.differences, key=lambda found: found.path)
         leaves = [(path, list(found)) for path, found in by_leaf]
         rows = [_row(path, found) for path, found in leaves[:limit]]
@@ -142,11 +141,10 @@ class Diff:
             lines.append(f"... and {len(leaves) - len(rows)} more leaves")
         counts = collections.Counter(found.what for found in self.differences)
         kinds = ", ".join(f"{count} {what}" for what, count in counts.items())
+        total = _counted(len(self.differences), "difference") + f": {kinds}" * bool(kinds)
         if self.equal is None:
-            lines.append(f"no differences found; {self.open_question()}")
-        else:
-            lines.append(_counted(len(self.differences), "difference") + f": {kinds}" * bool(kinds))
-        return "\n".join([*lines, *self._how(phrase)])
+            total = f"no differences found; {self.open_question()}"
+        return "\n".join([*lines, total, *self._how(phrase)])
 
     def open_question(self) -> str:
         """`the contents of 3 arrays were not compared`."""
@@ -158,20 +156,19 @@ class Diff:
         if not self.values:
             yield f"{recorded}, {self.not_compared} not compared"
             if self.not_compared or (self.of("removed") and self.of("added")):
-                yield f"hint: {phrase(_VALUES)}"
+                yield f"hint: {phrase('values=True compares contents, and finds moved leaves')}"
             return
         if self.by_digests:
             yield recorded
-        moved = self.of("moved")
-        if moved:
+        if moved := self.of("moved"):
             yield f"{_counted(len(moved), 'moved array')} compared by digests"
-        other = "other array" if moved or self.by_digests else "array"
-        arrays = f"{_counted(self.compared - self.by_digests, other)} compared"
+        read = self.compared - self.by_digests
         how = "bit for bit"
         if self.rtol or self.atol:
             how = f"|A - B| <= {self.atol:g} + {self.rtol:g} * |B|, integers exactly"
         mixed = ", as numbers where dtypes differ" if self.of("dtype") else ""
-        yield arrays + f": {how}{mixed}" * (self.compared > self.by_digests)
+        other = "other array" if moved or self.by_digests else "array"
+        yield f"{_counted(read, other)} compared" + f": {how}{mixed}" * (read > 0)
 
     def _repr_html_(self) -> str:
         from reshard.report.page import framed
@@ -183,7 +180,7 @@ class Diff:
 
 
 def _row(path: Path, found: Sequence[Difference]) -> tuple[str, str, str]:
-    """What differs in a leaf, its path, and both sides."""
+    """How a leaf differs, its path, and both sides."""
     pairs = [difference.texts() for difference in found]
     sides = []
     if found[0].what not in ("added", "moved"):
@@ -204,19 +201,15 @@ def _measured(found: ElementDifference) -> str:
 
 
 def _counted(count: int, noun: str) -> str:
-    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+    return count_of(count, noun) if count else f"no {noun}s"
 
 
 def _text(value: Any) -> str:
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
-def _clipped(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
-
-
 def _bits(value: np.generic) -> str:
-    data = np.asarray(value).tobytes()
+    data = value.tobytes()
     return f"0x{int.from_bytes(data, sys.byteorder):0{2 * len(data)}x}"
 
 

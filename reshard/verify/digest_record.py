@@ -6,10 +6,10 @@
      "files": {"_METADATA": "..."},
      "beside": {"metrics/metrics": "..."}}
 
-Arrays go by their names in the store, which no transform changes; a digest that was not computed is
-null. Strings of the tree go by such names as well, with their SHA-256. So do the documents of the
-tree, under `files`. Earlier versions also recorded other files: those in the item's own directory
-there, and under `beside` those of the step around it.
+Arrays have their names in the store, which no transform changes. A digest that was not computed is
+null. `strings` has the SHA-256 of strings in the tree, and `files` that of the tree's documents.
+Earlier versions also recorded other files: under `files` those in the item's directory, and under
+`beside` those of the step.
 """
 
 import dataclasses
@@ -40,13 +40,11 @@ FILE = RECORD_FILE
 _VERSION = 1
 _KEYS = {"version", "arrays", "strings", "files", "beside"}
 _DIGEST, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
-# What becomes `FILE` once it is complete.
-TEMPORARY = RECORD_TEMPORARY
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRecord:
-    """What is recorded of one array; `digest` is None where it was not computed."""
+    """The record of one array; `digest` is None if it was not computed."""
 
     dtype: str
     shape: Shape
@@ -58,11 +56,11 @@ class ArrayRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What is recorded of one item.
+    """The record of one item.
 
     Attributes:
-      arrays: name in the store -> what is recorded of the array.
-      strings: what would be the name in the store -> SHA-256 of the text.
+      arrays: name in the store -> record of the array.
+      strings: name that the leaf would have in the store -> SHA-256 of the text.
       files, beside: path below the item's, and the step's, directory -> SHA-256.
     """
 
@@ -79,28 +77,28 @@ class Record:
     def write(self, file: Location) -> None:
         """Replaces the record of a checkpoint. Raises DestinationError if that fails."""
         try:
-            file.replace(self.dump(), TEMPORARY)
+            file.replace(self.dump(), RECORD_TEMPORARY)
         except OSError as error:
             raise DestinationError(f"`{file}` cannot be written: {error.strerror}") from error
 
     def digest(self, handle: ArrayHandle) -> str | None:
-        """The digest of an array that is read as it is stored, and is what was recorded."""
+        """The digest of an array that is read as it is stored, if its kind is the recorded one."""
         entry = self.array(handle) if handle.stored is not None else None
         return None if entry is None or self.other_kind(handle) else entry.digest
 
     def array(self, handle: ArrayHandle) -> ArrayRecord | None:
-        """What is recorded of a stored array, cast or not; None for derived ones."""
+        """The record of a stored array, cast or not; None for derived arrays."""
         return self.arrays.get(handle.data.name) if isinstance(handle.data, StoredArray) else None
 
     def other_kind(self, handle: ArrayHandle) -> str | None:
-        """`it is float32[4], and float32[5]`, of a stored array that is not what was recorded."""
+        """`it is float32[4], and float32[5]`, for a stored array of another kind than recorded."""
         entry = self.array(handle)
         if entry is None or entry == (stored := stored_record(handle, entry.digest)):
             return None
         return f"it is {stored}, and {entry}"
 
     def lacks(self, path: Path, leaf: Leaf) -> str | None:
-        """What it does not say of a leaf of another checkpoint."""
+        """What the record lacks for a leaf of another checkpoint; None if it has all."""
         if isinstance(leaf, str):
             recorded = self.strings.get(stored_name(path))
             if recorded != _text_hash(leaf):
@@ -114,15 +112,15 @@ class Record:
         return None
 
     def gone_arrays(self, source: Source, where: str) -> list[str]:
-        """Arrays that are not stored, a line each."""
+        """The recorded arrays that are not stored, a line each."""
         gone = [name for name in self.arrays if name not in source.store.values]
         return [f"the array `{name}`: {where}, but missing" for name in gone]
 
     def changed_files(
         self, source: Source, hash_of: Callable[[Location], str | None] = Location.sha256
     ) -> list[str]:
-        """Files that are not what they were when they were recorded, a line each. `hash_of` is None
-        for those of which it is enough that they are there."""
+        """Recorded files that have changed, a line each. `hash_of` returns None for files that only
+        have to exist."""
         step = source.root / source.step
         files = {source.store.directory / path: sha256 for path, sha256 in self.files.items()}
         if source.item:  # a step was opened, not the item alone
@@ -149,13 +147,13 @@ def stored_record(handle: ArrayHandle, digest: str | None = None) -> ArrayRecord
 
 
 def forget_hint(path: Location) -> str:
-    """What to type where what is recorded is not to count any more."""
+    """A hint for a record that should no longer count."""
     return f"rm {shell_quoted(str(path))} deletes the record"
 
 
 def read_record(path: Location, hint: str = "") -> Record | None:
-    """The record in a file, or None where there is none. Raises CorruptCheckpointError if it is
-    none; `hint` says what to type then, or else removes it."""
+    """The record in a file, or None if the file does not exist. Raises CorruptCheckpointError, with
+    this hint, if the file is no record."""
     data = path.read()
     if data is None:
         return None
@@ -189,7 +187,7 @@ def _array(entry: Any) -> ArrayRecord:
 
 
 def _hashes(entries: Any) -> dict[str, str]:
-    """Paths and hashes. A path that leaves the directory is no path of a record."""
+    """Paths and hashes. Raises ValueError for a path that leaves the directory."""
     for path, digest in entries.items():
         parts = path.split("/")
         if path.startswith("/") or "\0" in path or not {"", ".", ".."}.isdisjoint(parts):

@@ -1,10 +1,10 @@
-"""Two arrays of one shape compared element by element, while their values come in box by box. Pure.
+"""Compares two arrays of one shape element by element, box by box. Pure.
 
-Arrays of one dtype are equal where their bits are, so that 0.0 and -0.0 differ, and so do NaNs of
-different payloads. With a tolerance, floating-point and complex elements a and b are equal where
-|a - b| <= atol + rtol * |b|, if neither side overflows. NaN equals any NaN, and an infinity equals
-itself alone. Arrays of two dtypes are compared as numbers. Differences of integers are exact; all
-others are those of float64 or complex128.
+Elements of one dtype are equal if their bits are equal: 0.0 and -0.0 differ, and so do NaNs with
+different payloads. With a tolerance, floating-point and complex elements a and b are equal if
+|a - b| <= atol + rtol * |b| and neither side overflows. NaN then equals any NaN, and an infinity
+only itself. Elements of two dtypes are compared as numbers. Differences of integers are exact; all
+others are computed in float64 or complex128.
 """
 
 import collections
@@ -18,7 +18,7 @@ import numpy as np
 from reshard.arrays.boxes import Box, Shape, shape_of, start_of
 from reshard.arrays.dtypes import kind_of
 
-# Elements that are looked at together: what is made of them stays in a core's cache.
+# Elements that are compared at once: their intermediate arrays stay in a core's cache.
 _SLAB = 1 << 15
 
 
@@ -28,16 +28,14 @@ class ElementDifference:
 
     Attributes:
       count: elements that differ.
-      size: elements that there are.
-      non_finite: those of `count` that are NaN or infinite on a side.
-      max_abs: the largest |a - b| of the others, an int where both are integers; None if there are
-        no others.
-      max_rel: the largest |a - b| / |b| of the others; infinite where b is 0.
+      size: elements of each array.
+      non_finite: elements of `count` that are NaN or infinite on a side.
+      max_abs: the largest finite |a - b|, an int if both are integers; None if there is none.
+      max_rel: the largest |a - b| / |b| of these elements; infinite if b is 0.
       index: the first element that differs, in row-major order.
-      a: what it is on the one side, a numpy scalar.
-      b: what it is on the other.
-      abs_histogram: k -> how many have 2^k <= |a - b| < 2^(k + 1), in float64.
-      rel_histogram: the same of |a - b| / |b|, where b is not 0.
+      a, b: its values, numpy scalars.
+      abs_histogram: k -> number of elements with 2^k <= |a - b| < 2^(k + 1), in float64.
+      rel_histogram: the same for |a - b| / |b|, where b is not 0.
     """
 
     count: int
@@ -53,11 +51,7 @@ class ElementDifference:
 
 
 class ElementComparison:
-    """The comparison of two arrays of one shape, while their values come in.
-
-    Attributes:
-      state: how the elements that came in differ; None if none does.
-    """
+    """A comparison in progress. `state` is the difference so far, None if there is none."""
 
     def __init__(self, shape: Shape, rtol: float, atol: float):
         self.state: ElementDifference | None = None
@@ -96,7 +90,7 @@ class ElementComparison:
             )
 
     def merge(self, state: ElementDifference | None) -> None:
-        """Adds how other elements of the same arrays differ."""
+        """Adds the difference of other elements of the same arrays."""
         if self.state is None or state is None:
             self.state = self.state or state
             return
@@ -113,7 +107,7 @@ class ElementComparison:
         )
 
     def _differing(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The places at which two slabs differ, and there: |a - b|, |b|, and whether both are
+        """The places where two slabs differ, and for each |a - b|, |b|, and whether both are
         finite."""
         wide_a, wide_b, common = _numbers(a.dtype, b.dtype)
         inexact = common.kind in "fc"
@@ -136,14 +130,14 @@ class ElementComparison:
             finite = np.isfinite(x) & np.isfinite(y)
             if a.dtype == b.dtype and not (self._rtol or self._atol):
                 return places, gap, size, finite
-            # Nothing is known to be near where |a - b| or |b| overflows.
+            # If |a - b| or |b| overflows, the elements are not known to be near.
             differs = ~(gap <= self._atol + self._rtol * size) | np.isinf(gap + size)
             differs[~finite] = _other_parts(x[~finite], y[~finite])
             return places[differs], gap[differs], size[differs], finite[differs]
 
 
 def _histogram(values: np.ndarray) -> dict[int, int]:
-    """k -> how many numbers are in 2^k to 2^(k + 1); without 0 and infinity."""
+    """k -> how many numbers are in [2^k, 2^(k + 1)), without 0 and infinity."""
     values = values[(values > 0) & np.isfinite(values)]
     powers, counts = np.unique(np.frexp(values)[1] - 1, return_counts=True)
     return dict(zip(powers.tolist(), counts.tolist(), strict=True))
@@ -158,8 +152,8 @@ def _sum(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 @functools.cache
 def _numbers(one: np.dtype, other: np.dtype) -> tuple[np.dtype, np.dtype, np.dtype]:
-    """The widest dtypes of the kinds of two dtypes, and the one that holds both; object, which is
-    Python's integers, where no other holds the integers of both."""
+    """The widest dtypes of the kinds of two dtypes, and a dtype that holds both: object, for
+    Python's integers, if no other does."""
     wide = _widest(one), _widest(other)
     mixed = {*wide} == {np.dtype(np.int64), np.dtype(np.uint64)}
     return *wide, np.dtype(object) if mixed else np.result_type(*wide)
@@ -174,14 +168,14 @@ def _widest(dtype: np.dtype) -> np.dtype:
 
 
 def _integer_gap(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """|x - y|; of integers of one dtype as uint64, which holds them all."""
+    """|x - y|; for integers of one dtype as uint64, which holds all differences."""
     if x.dtype == object:
         return np.abs(x - y)
     return np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
 
 
 def _other_parts(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Where numbers differ, NaN equal to NaN; the parts of complex ones each from its like."""
+    """Where numbers differ, with NaN equal to NaN. Complex numbers differ if a part does."""
     words = x.itemsize // 8
     x, y = (part.view(np.float64).reshape(-1, words) for part in (x, y))
     return ((x != y) & ~(np.isnan(x) & np.isnan(y))).any(axis=1)

@@ -1,4 +1,4 @@
-"""The values of arrays, box by box: for whoever looks at all of them once."""
+"""Reads all values of arrays once, box by box, for `verify`, `diff` and digests."""
 
 import dataclasses
 import itertools
@@ -29,31 +29,28 @@ Cuts = tuple[tuple[int, ...], ...]
 Failed = dict[int, Mapping[int, ReshardError]]
 
 
-class Taker(Protocol):
-    """Takes the values of a group, box by box, in any order, and keeps none of them."""
+class Accumulator(Protocol):
+    """Accepts the values of a group, box by box, in any order, and keeps none of them."""
 
-    @property
-    def add(self) -> Callable[..., None]: ...
+    add: Callable[..., None]
+    merge: Callable[[Any], None]
 
     @property
     def state(self) -> Any: ...
 
-    @property
-    def merge(self) -> Callable[[Any], None]: ...
-
 
 def read_values(
     groups: Sequence[Group],
-    takers: Sequence[Taker],
+    accumulators: Sequence[Accumulator],
     max_memory: int,
     progress: Report,
     workers: int | None = None,
     executor: Executor | None = None,
 ) -> Failed:
-    """Reads every element of all arrays once, for the taker of each group; in so many workers, or
-    in an executor, if that is said. An error does not end it: what follows of that group is left
-    out. Raises MemoryLimitError with all stored chunks that do not fit into `max_memory`, and
-    StoreError where a bucket does not give what it is asked for."""
+    """Reads every element of all arrays once, for the accumulator of each group, in this process,
+    in workers or in an executor. After an error, the rest of that group is skipped. Raises
+    MemoryLimitError with all stored chunks that do not fit into `max_memory`, and StoreError if a
+    bucket refuses a request."""
     if not groups:
         return {}
     least = [(group[0].path, least_memory(group)) for group in groups]
@@ -61,33 +58,33 @@ def read_values(
     limit = in_flight(max_memory, cores(), max((nbytes for _, nbytes in least), default=0))
     turns = list(_turns(groups, limit // WINDOW, max_memory))
     if workers is None and executor is None:
-        every = dict(enumerate(groups)), dict(enumerate(takers))
+        every = dict(enumerate(groups)), dict(enumerate(accumulators))
         return ReadTask(0, 1, 0, *every, turns, max_memory).run(progress)[1]
     division = Division(turns)
     count = task_count(sum(turn.nbytes for turn in turns), workers)
     tasks = []
     for number in range(count):
-        if not (parts := division.share(number, count)):
-            continue
-        own = [turns[part.piece]._replace(start=part.start, stop=part.stop) for part in parts]
-        numbers = [n for turn in own for n in turn.numbers]
-        some, each = {n: groups[n] for n in numbers}, {n: takers[n] for n in numbers}
-        tasks.append(ReadTask(number, count, division.weight(parts), some, each, own, max_memory))
+        if parts := division.share(number, count):
+            own = [turns[part.piece]._replace(start=part.start, stop=part.stop) for part in parts]
+            numbers = [n for turn in own for n in turn.numbers]
+            each = {n: groups[n] for n in numbers}, {n: accumulators[n] for n in numbers}
+            weight = division.weight(parts)
+            tasks.append(ReadTask(number, count, weight, *each, own, max_memory))
     check_tasks(tasks, executor)
     failed: Failed = {}
     for states, errors in run_tasks(tasks, progress, workers=workers, executor=executor):
         for number, state in states.items():
-            takers[number].merge(state)
+            accumulators[number].merge(state)
         failed = errors | failed  # of the first box, as in one process
     return failed
 
 
 class _Turn(NamedTuple):
-    """Boxes of groups, of all of them the first one, then the second one, and so on.
+    """Boxes of groups, in turn: the first box of each group, then the second of each, and so on.
 
     Attributes:
-      numbers: those of the groups.
-      start, stop: the first box, and the one after the last one.
+      numbers: of the groups.
+      start, stop: the first box, and the one after the last.
       count: boxes of each group.
       nbytes: decoded bytes of all boxes.
     """
@@ -100,20 +97,19 @@ class _Turn(NamedTuple):
     nbytes: int
 
     def weight(self, count: int) -> int:
-        """Bytes of the first so many boxes, as if all were of one size."""
+        """Bytes of the first `count` boxes, as if all had the same size."""
         return self.nbytes * count // self.count
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadTask:
-    """A part of what is read, and what takes it. Attributes as of `read_values`, by number of a
-    group."""
+    """One task of `read_values`; groups and accumulators by number of the group."""
 
     number: int
     of: int
     nbytes: int
     groups: Mapping[int, Group]
-    takers: Mapping[int, Taker]
+    accumulators: Mapping[int, Accumulator]
     turns: Sequence[_Turn]
     max_memory: int
 
@@ -140,10 +136,10 @@ class ReadTask:
                     if errors:
                         failed.setdefault(number, errors)
                     elif number not in failed:
-                        self.takers[number].add(reads[start].box, *values[start:stop])
-                    values[start:stop] = [None] * len(places)  # memory is counted without them
+                        self.accumulators[number].add(reads[start].box, *values[start:stop])
+                    values[start:stop] = [None] * len(places)  # the budget no longer counts them
                     report(sum(read.nbytes for read in reads[start:stop]))
-        return {number: taker.state for number, taker in self.takers.items()}, failed
+        return {number: each.state for number, each in self.accumulators.items()}, failed
 
     def _units(self, failed: Failed) -> Iterator[Unit]:
         """The boxes of all turns, less groups that have failed."""
@@ -158,7 +154,7 @@ class ReadTask:
 
 
 def _turns(groups: Sequence[Group], limit: int, max_memory: int) -> Iterator[_Turn]:
-    """All boxes, group by group; those that share chunks in turn."""
+    """All boxes. Groups that share chunks, and have the same boxes, are read in turn."""
     first = [next((h for h in group if isinstance(h.data, Derived)), group[0]) for group in groups]
     for together in co_read_groups(first):
         alike: dict[Cuts, list[int]] = {}
@@ -171,8 +167,8 @@ def _turns(groups: Sequence[Group], limit: int, max_memory: int) -> Iterator[_Tu
 
 
 def _cuts(group: Group, limit: int, max_memory: int) -> Cuts:
-    """Boxes of whole chunks of all arrays of a group, several if they are small. Where such a box
-    is too large, it ends wherever a chunk of one of the arrays does."""
+    """Boxes of whole chunks of all arrays of a group, several chunks if they are small. If such a
+    box is too large, boxes end wherever a chunk of one of the arrays ends."""
     shape = group[0].shape
     chunks = [handle.chunk_shape for handle in group]
     box = common_multiple(chunks, shape)
@@ -186,20 +182,20 @@ def _cuts(group: Group, limit: int, max_memory: int) -> Cuts:
 
 
 def _buffers(group: Group, elements: int) -> tuple[int, int]:
-    """Bytes that so many elements of each array are read into, and bytes of them once they have
-    been read: where they are rounded, as they were and as they are."""
+    """Bytes of the buffers for so many elements of each array, while they are read and afterwards.
+    Arrays that are rounded then have two buffers."""
     read = sum(handle.read_dtype.itemsize for handle in group)
     rounded = sum(h.dtype.itemsize for h in group if h.read_dtype != h.dtype)
     return elements * read, elements * (read + rounded)
 
 
 def least_memory(group: Group) -> int:
-    """Bytes that one box takes that is in one chunk of each array of a group."""
+    """Bytes in flight for a box that is in one chunk of each array of a group."""
     return _cost(group, tuple(map(min, zip(*(h.chunk_shape for h in group), strict=True))))
 
 
 def _cost(group: Group, box: Shape) -> int:
-    """Bytes that a box of this shape takes, whose corner is that of a chunk of each array."""
+    """Bytes in flight for a box of this shape that begins where a chunk of each array does."""
     decoding = sum(
         grid_size(box, handle.chunk_shape) * decoded_together([handle]).nbytes for handle in group
     )
@@ -208,7 +204,7 @@ def _cost(group: Group, box: Shape) -> int:
 
 
 def counted(whole: int, progress: Progress | None) -> Report:
-    """What takes numbers of bytes that were read, and tells how much is done of `whole`."""
+    """A function that accepts numbers of bytes, and reports their sum, of `whole` bytes."""
     done = 0
 
     def count(nbytes: int) -> None:
@@ -227,8 +223,8 @@ def read_digests(
     workers: int | None = None,
     executor: Executor | None = None,
 ) -> tuple[dict[Path, str], dict[Path, ReshardError]]:
-    """Path -> digest of the arrays that can be read, and path -> why not of the others. Raises
-    MemoryLimitError as `read_values`."""
+    """Path -> digest of each array that can be read, and path -> error of each other array. Raises
+    as `read_values` does."""
     failed: dict[Path, ReshardError] = {}
     readable: list[ArrayHandle] = []
     for leaf in leaves:

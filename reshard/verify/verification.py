@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, readable, and what its digests were recorded of."""
+"""`verify` and `digest`: whether a checkpoint is complete, readable, and as recorded."""
 
 import dataclasses
 import os
@@ -26,21 +26,21 @@ from reshard.verify.digest_record import (
 )
 from reshard.verify.values import Progress, counted, read_digests
 
-# Path -> what is wrong with a leaf.
+# Path -> problems of a leaf.
 _Texts = defaultdict[Path, list[str]]
-# Path -> digests that an array is to have, each with what is said of it where it has another.
+# Path -> digests that an array must have, each with its origin.
 _Expected = defaultdict[Path, list[tuple[str, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `verify` found. `print()` shows it.
+    """The result of `verify`. `print()` shows it.
 
     Attributes:
-      path: what was read: the step of a root, the item of a step that has several.
-      problems: what is wrong, a line each, in the order of the tree.
+      path: the checkpoint: the step of a root, the item of a step that has several.
+      problems: all problems, a line each, in the order of the tree.
       digests: path -> digest of each array that could be read.
-      compared: how many of these there was something to compare with.
+      compared: number of arrays that were compared with at least one digest.
     """
 
     path: Location
@@ -50,22 +50,20 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; so is the truth of it."""
+        """Whether nothing is wrong; also the truth value of the result."""
         return not self.problems
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __repr__(self) -> str:
-        read = count_of(len(self.digests), "array")
-        said = f"{read} read, {self.compared} compared with digests, nothing is wrong"
-        if self.problems:
-            wrong = count_of(len(self.problems), "problem")
-            said = f"{read} read, {self.compared} compared with digests, {wrong}"
-        elif self.digests and not self.compared:
-            said = f"{read} read; no digests to compare them with"
-        lines = [f"`{self.path}`: {said}"]
-        return "\n".join(map(printable, [*lines, *(f"  {line}" for line in self.problems)]))
+        read = f"{count_of(len(self.digests), 'array')} read"
+        wrong = count_of(len(self.problems), "problem") if self.problems else "nothing is wrong"
+        result = f"{read}, {self.compared} compared with digests, {wrong}"
+        if self.digests and not self.compared and self.ok:
+            result = f"{read}; no digests to compare them with"
+        lines = [f"`{self.path}`: {result}", *(f"  {line}" for line in self.problems)]
+        return "\n".join(map(printable, lines))
 
 
 def verify(
@@ -114,36 +112,35 @@ def verify(
     whole = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
     how = parse_bytes(max_memory), counted(whole, progress), workers, executor
     wrong: _Texts = defaultdict(list)
-    files: list[str] = []
     expected: _Expected = defaultdict(list)
+    files: list[str] = []
     try:
         own = read_record(ckpt.source.store.directory / FILE)
     except ReshardError as error:
-        own = None
         files += [error.summary, *error.problems]
-    if own is not None:
-        files += _expect(own, ckpt, "on record", wrong, expected) + own.changed_files(ckpt.source)
+    else:
+        if own is not None:
+            files += _expect(own, ckpt, "on record", wrong, expected)
+            files += own.changed_files(ckpt.source)
     if isinstance(other, Record):
-        name = f"`{against}`"
-        files += _expect(other, ckpt, f"of {name}", wrong, expected)
+        files += _expect(other, ckpt, f"of `{against}`", wrong, expected)
         for path, leaf in ckpt.items():
             if lacking := other.lacks(path, leaf):
-                wrong[path].append(f"{name} {lacking}")
+                wrong[path].append(f"`{against}` {lacking}")
     elif other is not None:
         name = f"`{other.source.path}`"
         here = {there: path for path, there in partners(ckpt, other).items()}
         comparable = _compare_trees(ckpt, other, here, name, wrong)
         digests, failed = read_digests(other.arrays, *how)
-        for there, text in digests.items():
-            if there in comparable:
-                expected[here[there]].append((text, f"of {name}"))
+        for there in comparable.intersection(digests):
+            expected[here[there]].append((digests[there], f"of {name}"))
         for there, error in failed.items():
             wrong[here.get(there, there)].append(f"in {name}, {reason(error, there)}")
     digests, failed = read_digests(ckpt.arrays, *how)
     for path, error in failed.items():
         wrong[path].append(reason(error, path))
     for path, text in digests.items():
-        differing = [where for recorded, where in expected.get(path, ()) if recorded != text]
+        differing = [where for digest, where in expected.get(path, ()) if digest != text]
         wrong[path] += [f"its values are not those {where}" for where in differing]
     order = dict.fromkeys([*(path for path in ckpt if path in wrong), *wrong])
     problems = [f"{format_path(path)}: {text}" for path in order for text in wrong[path]]
@@ -154,8 +151,8 @@ def verify(
 def _expect(
     record: Record, ckpt: Checkpoint, where: str, wrong: _Texts, expected: _Expected
 ) -> list[str]:
-    """Adds the digests that a record has of a checkpoint, and arrays that are not those on record;
-    a line for each array that is not stored."""
+    """Adds the recorded digests of a checkpoint's arrays, and arrays of another kind than recorded.
+    Returns a line for each recorded array that is not stored."""
     for leaf in ckpt.arrays:
         if other_kind := record.other_kind(leaf):
             wrong[leaf.path].append(f"{other_kind} {where}")
@@ -167,8 +164,8 @@ def _expect(
 def _compare_trees(
     ckpt: Checkpoint, other: Checkpoint, here: Mapping[Path, Path], name: str, wrong: _Texts
 ) -> set[Path]:
-    """Adds leaves that one side alone has, or that differ in path or kind; the other's leaves whose
-    values can be compared. `here` has the path of each leaf that both have, by the other's."""
+    """Adds leaves of one side, and those that differ in path or kind. Returns the other side's
+    leaves whose values can be compared. `here` maps the other side's paths of common leaves."""
     for path in ckpt.keys() - here.values():
         wrong[path].append(f"{name} does not have it")
     wrong |= {path: [f"only {name} has it"] for path in other if path not in here}
@@ -186,7 +183,7 @@ def _compare_trees(
 
 
 def reason(error: ReshardError, path: Path) -> str:
-    """Why an array cannot be read, in a line that its path stands before."""
+    """Why an array cannot be read, as a line without the path of the array."""
     return " ".join((error.summary.removeprefix(f"{format_path(path)}: "), *error.problems))
 
 
@@ -249,8 +246,8 @@ def digest(
 
 
 def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
-    """The record of a checkpoint: of the arrays that there are digests of, by path, and of those
-    that are recorded already. Strings are those that were saved, under whatever paths they are."""
+    """The record of a checkpoint: of arrays with these digests, by path, and of arrays that are
+    recorded already. Strings are recorded under their saved paths."""
     recorded = read_record(ckpt.source.store.directory / FILE)
     arrays = dict(recorded.arrays) if recorded is not None else {}
     arrays |= {

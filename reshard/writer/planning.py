@@ -296,8 +296,8 @@ def _check_prefix(destination: Location) -> list[str]:
     if not set(manager_steps(parent).values()) - {destination.name}:
         return []
     return [
-        f"`{parent}` holds steps: a CheckpointManager that cleans up deletes what is not complete "
-        "there, and so this job's; another prefix is safe"
+        f"`{parent}` has other steps: a CheckpointManager that removes incomplete steps there "
+        "would delete this job's files; another prefix is safe"
     ]
 
 

@@ -15,6 +15,7 @@ from reshard.loader.detection import (
     DELETION_FILE,
     MARKER,
     RECORD,
+    RECORD_FILES,
     SHARDING_FILE,
     STRINGS_FILE,
     TEMPORARY,
@@ -25,7 +26,6 @@ from reshard.loader.detection import (
 from reshard.storage.disk import Entry
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
-from reshard.verify import digest_record
 
 # Names in an item's directory that the writer makes itself, but for arrays and staged databases.
 WRITTEN = frozenset(
@@ -37,8 +37,7 @@ WRITTEN = frozenset(
         MANIFEST,
         *FOLDERS,
         MARKER,
-        digest_record.FILE,
-        digest_record.TEMPORARY,
+        *RECORD_FILES,
     }
 )
 # What begins so is a job's, beside its destination. Orbax neither lists nor removes it: it would
@@ -46,7 +45,7 @@ WRITTEN = frozenset(
 # own temporary suffix.
 UNFINISHED_PREFIX = ".reshard-"
 # Files that may be written at any time.
-NO_STATE = (digest_record.FILE, digest_record.TEMPORARY)
+NO_STATE = RECORD_FILES
 # Files that are copied at once from or to a bucket.
 _COPIES = 32
 

@@ -1,0 +1,257 @@
+"""Ready maps: from Hugging Face's tensors to the trees of JAX projects, `hf:MODEL-TARGET`.
+
+Each TOML file in `maps_hf/` describes the tensors of some models and their places in one project:
+
+    models = { llama = ["llama"] }         # a name, and its values of `model_type`
+    targets = { tunix = {} }               # a name, and variables of its own
+    defaults = { tie_word_embeddings = false }     # for what `config.json` does not say
+
+    [[block]]                              # for each number of a layer, each tensor of a list
+    each = { n = 'layers' }
+    tensors = 'layer'
+    hf = 'model/layers/{n}/'
+    to = 'layers/{n}/'
+
+    [[tensors.layer]]
+    hf = 'mlp/up_proj/weight'
+    shape = ['ffn', 'width']
+    transpose = [1, 0]                     # and other operations of a map file, in its order
+    to = 'mlp/up_proj/kernel/value'
+
+Texts in the place of numbers, and what is in the braces of a path, are expressions over the sizes
+in `config.json` (see `_variables`). A block or a tensor with `when` counts only if that is true.
+Tensors with the same new path are stacked, along the axis `stack`. The operations in `first` come
+before the others. `require` lists expressions that
+must be true.
+
+A ready map becomes an ordinary map with a rule for each leaf. So a tensor that is missing, or has
+another shape, is an error in both directions.
+"""
+
+import importlib.resources
+import itertools
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.checkpoint import Checkpoint
+from reshard.convert.map_rules import Map
+from reshard.convert.mapfile import config_numbers, map_of, read_map
+from reshard.errors import ArgumentError, ReshardError
+from reshard.loader.json_documents import read_json
+from reshard.storage.location import parse_location
+
+PREFIX = "hf:"
+_FILES = importlib.resources.files("reshard.convert") / "maps_hf"
+_CONFIG = "config.json"
+_NO_OPERATIONS = {"hf", "to", "shape", "when", "first", "stack"}
+
+
+def ready_map(
+    name: str,
+    config: str | os.PathLike[str],
+    *,
+    vocab: int | None = None,
+    scan_axis: int | None = None,
+    to: str | None = None,
+) -> Map:
+    """The ready map for a model. `reshard help maps` lists their names.
+
+    Args:
+      name: `"hf:MODEL-TARGET"`; with `"hf:auto-TARGET"`, the configuration says the model.
+      config: a Hugging Face directory, or its `config.json`.
+      vocab: rows that the JAX model's embedding has. Rows beyond the vocabulary are zeros.
+      scan_axis: the axis of layers in the JAX model's scanned arrays, 1 by default.
+      to: for `to_nnx`, `"nnx"`. By default, the map is for `remap`.
+
+    Raises:
+      ArgumentError: there is no such map, the configuration is of another model or lacks a size, or
+        an argument does not fit.
+
+    Example:
+      >>> with open("config.json", "w") as file:
+      ...     _ = file.write('{"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, '
+      ...         '"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}')
+      >>> len(reshard.ready_map("hf:llama-tunix", "config.json").rules)
+      12
+    """
+    values = _config(config)
+    maps, wanted = ready_maps(), name.removeprefix(PREFIX)
+    kind = values.get("model_type")
+    fitting = [key for key in maps if kind in maps[key]["models"][key.partition("-")[0]]]
+    model = (fitting or [""])[0].partition("-")[0]
+    key = wanted.replace("auto", model, 1) if wanted.startswith("auto-") else wanted
+    if key not in fitting:
+        raise ArgumentError(
+            f"there is no ready map `{name}` for `{config}`, whose `model_type` is {kind!r}",
+            [f"for this model: {', '.join(fitting) or 'none'}", f"all: {', '.join(maps)}"],
+            [PREFIX + each for each in fitting],
+        )
+    document = maps[key]
+    variables = _variables(document.get("defaults", {}) | values, f"`{config}`")
+    variables |= document["targets"][key.partition("-")[2]] | {"model": model}
+    if scan_axis is not None:
+        if "scan_axis" not in variables:
+            raise ArgumentError(f"{name} has no scanned layers: scan_axis has no effect")
+        variables["scan_axis"] = scan_axis
+    padding = 0 if vocab is None else vocab - variables["vocab"]
+    if padding < 0:
+        raise ArgumentError(f"vocab={vocab} is less than `vocab_size`, {variables['vocab']}")
+    variables["padding"] = padding
+    untrue = [rule for rule in document.get("require", ()) if not _value(rule, variables)]
+    if untrue:
+        problems = [f"it requires that {rule}" for rule in untrue]
+        raise ArgumentError(f"{name} is not for the model of `{config}`", problems)
+    rules = [*_rules(document, variables)]
+    if to is not None:
+        if to != variables.get("api"):
+            raise ArgumentError(f"{name} is not for a conversion to {to}: it is for `remap`")
+        rules = [rule | _in_conversion(rule) for rule in rules]
+    return map_of({"rule": rules}, name)
+
+
+def find_map(
+    map_file: str | os.PathLike[str] | Map,
+    ckpt: Checkpoint,
+    to: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+) -> Map:
+    """The map that an argument means: a map, a file, or the ready map for a Hugging Face
+    checkpoint, whose configuration is beside it if no other is given. Raises ArgumentError, as
+    `ready_map` and `read_map`."""
+    if isinstance(map_file, Map):
+        return map_file
+    if isinstance(map_file, str) and map_file.startswith(PREFIX):
+        return ready_map(map_file, config or ckpt.source.root, to=to)
+    try:
+        numbers = config_numbers(_config(config or ckpt.source.root))
+    except ReshardError:
+        if config:
+            raise
+        numbers = {}
+    return read_map(map_file, numbers)
+
+
+def ready_maps() -> dict[str, dict[str, Any]]:
+    """The name of each ready map, without its prefix, and the document that describes it."""
+    found = {}
+    for file in sorted(_FILES.iterdir(), key=lambda file: file.name):
+        document = tomllib.loads(file.read_text("utf-8"))
+        pairs = itertools.product(document["models"], document["targets"])
+        found |= {f"{model}-{target}": document for model, target in pairs}
+    return found
+
+
+def _config(config: str | os.PathLike[str]) -> dict[str, Any]:
+    """The document `config.json` of a directory, beside a file, or of its own path."""
+    place = parse_location(config)
+    if place.name != _CONFIG:
+        place = (place.parent if place.is_file() else place) / _CONFIG
+    document = read_json(place)
+    if document is None:
+        raise ArgumentError(f"there is no `{place}`", hints=["config=..."])
+    return document
+
+
+def _variables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What expressions may use: sizes of the model, and whether its embeddings are tied."""
+    problems = []
+
+    def size(key: str, default: int | None = None) -> int:
+        value = default if config.get(key) is None else config[key]
+        if type(value) is not int or value < 1:
+            problems.append(f"`{key}` is {value!r}, not a size")
+            return 1
+        return value
+
+    heads, width = size("num_attention_heads"), size("hidden_size")
+    found = {
+        "width": width,
+        "ffn": size("intermediate_size"),
+        "layers": size("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": size("num_key_value_heads", heads),
+        "head_dim": size("head_dim", width // heads),
+        "vocab": size("vocab_size"),
+        "tied": config.get("tie_word_embeddings") is True,
+    }
+    found["query_scalar"] = config.get("query_pre_attn_scalar") or found["head_dim"]
+    if problems:
+        raise ArgumentError(f"{name} does not describe a model", problems)
+    return found
+
+
+def _rules(document: Mapping[str, Any], variables: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rules of a map file, with the whole path of every leaf."""
+    for block in document["block"]:
+        if not _value(block.get("when", "True"), variables):
+            continue
+        each: dict[str, str] = block.get("each", {})
+        numbers = itertools.product(*(range(_value(count, variables)) for count in each.values()))
+        gathered: dict[str, dict[str, Any]] = {}  # by the new path
+        for values in numbers:
+            scope = {**variables, **dict(zip(each, values, strict=True))}
+            for tensor in document["tensors"][block["tensors"]]:
+                if not _value(tensor.get("when", "True"), scope):
+                    continue
+                names = tensor["hf"] if isinstance(tensor["hf"], list) else [tensor["hf"]]
+                sources = [f"^{re.escape(_text(block['hf'] + n, scope))}$" for n in names]
+                first, operations = _operations(tensor, scope)
+                yield from ({"from": source, **first} for source in sources if first)
+                to = _text(block["to"] + tensor["to"], scope)
+                if (axis := tensor.get("stack", block.get("stack"))) is not None:
+                    operations["stack"] = {"axis": _filled(axis, scope)}
+                rule = gathered.setdefault(to, {"from": [], "to": to, **operations})
+                rule["from"] += sources
+        for rule in gathered.values():
+            yield rule if "stack" in rule else rule | {"from": rule["from"][0]}
+
+
+def _operations(
+    tensor: Mapping[str, Any], scope: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The operations of a rule, after those of another one if there are any to do `first`. Their
+    `reshape` always says which shape the tensor must have."""
+    shape, found = _filled(tensor["shape"], scope), []
+    for table in (tensor.get("first", {}), tensor):
+        own = {key: value for key, value in table.items() if key not in _NO_OPERATIONS}
+        made = {key: _filled(value, scope) for key, value in own.items()}
+        shape = [shape[axis] for axis in made.get("transpose", range(len(shape)))]
+        if table:
+            made["reshape"] = {"from": shape, "to": made.get("reshape", shape)}
+            shape = made["reshape"]["to"]
+        if not any(map(any, made.get("pad", {}).get("widths", ()))):
+            made.pop("pad", None)
+        found.append(made)
+    return found[0], found[1]
+
+
+def _in_conversion(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """The paths of a rule as a conversion to NNX has them: below `params`, and attributes."""
+    source = rule["from"]
+    if isinstance(source, list):
+        paths: dict[str, Any] = {"from": [text.replace("^", "^params/", 1) for text in source]}
+    else:
+        paths = {"from": source.replace("^", "^params/", 1)}
+    return paths | ({"to": rule["to"].removesuffix("/value")} if "to" in rule else {})
+
+
+def _filled(value: Any, scope: Mapping[str, Any]) -> Any:
+    """A value of TOML with the value of each text in it that is an expression."""
+    if isinstance(value, list):
+        return [_filled(each, scope) for each in value]
+    if isinstance(value, dict):
+        return {key: _filled(each, scope) for key, each in value.items()}
+    return _value(value, scope) if isinstance(value, str) else value
+
+
+def _text(template: str, scope: Mapping[str, Any]) -> str:
+    """A path with the values of the expressions in its braces."""
+    return re.sub(r"\{([^}]*)\}", lambda match: str(_value(match[1], scope)), template)
+
+
+def _value(expression: str, scope: Mapping[str, Any]) -> Any:
+    """The value of an expression, which is always of a file of this package."""
+    return eval(expression, {"__builtins__": {}}, dict(scope))

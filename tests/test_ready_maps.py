@@ -1,0 +1,189 @@
+"""Ready maps of tiny models, compared with NumPy; there and back; and what is refused. What the
+models compute is in `test_ready_maps_logits.py`."""
+
+import json
+import re
+
+import hf_models
+import hf_targets
+import numpy as np
+import pytest
+from flax import nnx
+from in_process import refused, shown
+from safetensors.numpy import load_file
+
+import reshard
+from reshard.cli.help import topics
+from reshard.convert.ready_maps import ready_maps
+
+NAMES = [*ready_maps()]
+# Hidden size, heads and vocabulary as the models have them; and the variants of one.
+VARIANTS = {
+    "as it is": {},
+    "as many key-value heads": {"num_key_value_heads": 4},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+def model_of(name):
+    return name.partition("-")[0]
+
+
+def values(ckpt):
+    return {"/".join(map(str, a.path)): a.rounded(a.view().read().result()) for a in ckpt.arrays}
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    config = hf_models.CONFIGS["llama"]
+    hf_models.write(tmp_path / "hf", config, hf_models.tensors(config))
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_there_and_back(tmp_path, name, variant):
+    config = hf_models.CONFIGS[model_of(name)] | VARIANTS[variant]
+    tensors = hf_models.tensors(config)
+    hf_models.write(tmp_path / "hf", config, tensors)
+    made = reshard.remap(reshard.open(tmp_path / "hf"), f"hf:{name}")
+    project = hf_targets.TARGETS[name.partition("-")[2]]
+    assert_same(values(made), project(tensors, config))
+    again = reshard.ready_map(f"hf:{name}", tmp_path / "hf" / "config.json")
+    back = values(reshard.remap(made, again, reverse=True))
+    assert_same(back, {key.replace(".", "/"): value for key, value in tensors.items()})
+
+
+def test_every_map_is_in_the_help():
+    listed = re.findall(r"`hf:([\w-]+)`", topics()["maps"])
+    assert {*NAMES} <= {*listed}
+
+
+def test_the_commands(tmp_path, llama):
+    shown(tmp_path, "ckpt", "hf", "out/0", "--map", "hf:auto-tunix", "--vocab", 64)
+    got = values(reshard.open(tmp_path / "out/0"))
+    tensors = load_file(llama / "model.safetensors")
+    embedding = got["embedder/input_embedding/value"]
+    np.testing.assert_array_equal(embedding[:48], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(embedding[48:], 0)
+    words = ["--map", "hf:llama-tunix", "--reverse", "--vocab", 64]
+    shown(tmp_path, "export", "out/0", "back", *words, "--like", "hf")
+    shown(tmp_path, "ckpt", "out/0", "back.0", *words, "--config", "hf")
+    assert_same(load_file(tmp_path / "back" / "model.safetensors"), tensors)
+    assert reshard.diff(tmp_path / "back.0", llama, values=True).equal
+    told = refused(tmp_path, "export", "out/0", "more", *words)
+    assert told.endswith("config.json`\n\nhint: --config HF_DIR\n")
+
+
+def test_padding_that_was_trained_is_not_cut_off(tmp_path, llama):
+    padded = reshard.ready_map("hf:llama-tunix", llama, vocab=64)
+    made = reshard.remap(reshard.open(llama), padded)
+    name = ("embedder", "input_embedding", "value")
+    trained = made[name].at(name).rounded(made[name].view().read().result()) + 1
+    reshard.save(made, tmp_path / "out")
+    # TensorStore writes what training would.
+    stored = reshard.open(tmp_path / "out")[name]
+    writable = stored.view()
+    writable.write(trained).result()
+    with pytest.raises(reshard.ReshardError, match="it was padded with"):
+        reshard.save(
+            reshard.remap(reshard.open(tmp_path / "out"), padded, reverse=True), tmp_path / "back"
+        )
+
+
+def test_a_conversion_to_the_model(tmp_path):
+    """The map's paths below `params`, and the attributes of a model."""
+
+    class Weight(nnx.Module):
+        def __init__(self, *shape):
+            self.w = nnx.Param(np.zeros(shape, "float32"))
+
+    class Attention(nnx.Module):
+        def __init__(self):
+            self.q_proj, self.o_proj = Weight(24, 4, 8), Weight(4, 8, 24)
+            self.k_proj, self.v_proj = Weight(24, 2, 8), Weight(24, 2, 8)
+
+    class Linear(nnx.Module):
+        def __init__(self, *shape):
+            self.kernel = nnx.Param(np.zeros(shape, "float32"))
+
+    class Mlp(nnx.Module):
+        def __init__(self):
+            self.gate_proj, self.up_proj = Linear(24, 40), Linear(24, 40)
+            self.down_proj = Linear(40, 24)
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.attn, self.mlp = Attention(), Mlp()
+            self.input_layernorm, self.post_attention_layernorm = Weight(24), Weight(24)
+
+    class Embedder(nnx.Module):
+        def __init__(self):
+            self.input_embedding = nnx.Param(np.zeros((48, 24), "float32"))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.embedder, self.final_norm = Embedder(), Weight(24)
+            self.layers = nnx.List([Layer() for _ in range(3)])
+
+    config = hf_models.CONFIGS["llama"] | {"tie_word_embeddings": True}
+    tensors = hf_models.tensors(config)
+    hf_models.write(tmp_path / "hf", config, tensors)
+    ckpt = reshard.open(tmp_path / "hf")
+    made = reshard.to_nnx(ckpt, Model, layout="linen-params", map_file="hf:auto-tunix")
+    assert_same(values(made), hf_targets.tunix(tensors, config))
+    with pytest.raises(reshard.ArgumentError, match="is not for a conversion to linen"):
+        reshard.to_linen(ckpt, map_file="hf:auto-tunix")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "gpt2"}, "whose `model_type` is 'gpt2'"),
+        ({"num_hidden_layers": 4}, r"`\^model/layers/3/input_layernorm/weight\$`: matches no leaf"),
+        ({"num_hidden_layers": 2}, "no rule applies to model/layers/2/mlp/up_proj/weight"),
+        ({"tie_word_embeddings": True}, "no rule applies to lm_head/weight"),
+        ({"head_dim": 4}, r"its shape is \[24, 32\], not \[24, 16\]"),
+        ({"vocab_size": 47}, r"its shape is \[48, 24\], not \[47, 24\]"),
+        ({"hidden_size": "24"}, "`hidden_size` is '24', not a size"),
+        ({"intermediate_size": None}, "`intermediate_size` is None, not a size"),
+    ],
+)
+def test_another_configuration_is_refused(tmp_path, llama, change, told):
+    config = hf_models.CONFIGS["llama"] | change
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(reshard.ReshardError, match=told):
+        reshard.remap(reshard.open(llama), "hf:auto-tunix")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("hf:llama-jaxformers", {}, "for this model: llama-"),
+        ("hf:gemma2-tunix", {}, "no ready map `hf:gemma2-tunix` for"),
+        ("hf:llama-tunix", {"vocab": 47}, "vocab=47 is less than `vocab_size`, 48"),
+        ("hf:llama-tunix", {"scan_axis": 0}, "scan_axis has no effect"),
+    ],
+)
+def test_arguments_that_are_refused(llama, name, given, told):
+    with pytest.raises(reshard.ArgumentError, match=told):
+        reshard.ready_map(name, llama, **given)
+
+
+def test_what_a_project_cannot_compute_is_refused(tmp_path):
+    """Tunix scales queries by the size of a head alone."""
+    config = hf_models.CONFIGS["gemma2"] | {"query_pre_attn_scalar": 12}
+    hf_models.write(tmp_path / "hf", config, hf_models.tensors(config))
+    with pytest.raises(reshard.ArgumentError, match="query_scalar == head_dim"):
+        reshard.ready_map("hf:gemma2-tunix", tmp_path / "hf")
+
+
+def test_arguments_of_ready_maps_need_one(tmp_path, llama):
+    told = refused(tmp_path, "ckpt", "hf", "out", "--vocab", 64)
+    assert "--vocab and --scan-axis require --map hf:NAME" in told
