@@ -437,8 +437,7 @@ def test_one_rule_is_for_all_numbers(name, to, tmp_path):
 def test_no_rule_for_all_numbers_is_shown_unless_it_decides_them_all(names, model, tmp_path):
     path = saved(tmp_path / "linen", {"params": linears(*names.split())})
     error = refused(reshard.to_nnx, path, model)
-    assert "such as" in error.hints[-1]
-    assert not [hint for hint in error.hints if r"(\d+)" in hint]
+    assert not [hint for hint in error.hints if r"(\d+)" in hint or "NAME" in hint]
 
 
 def test_rules_for_all_numbers_follow_one_another(tmp_path):
@@ -774,43 +773,6 @@ def test_a_level_above_an_nnx_model(tmp_path):
     assert error.hints[0] == r'reshard.rename(ckpt, [("(^|/)inner/", r"\1")]) removes it'
 
 
-def test_a_level_above_does_not_hide_what_else_is_wrong(tmp_path):
-    """Shapes, what structure leaves open, and what is missing: all that is told without it."""
-    params = model_params(block="layer") | {"odd": linears("a", "b")}
-
-    class More(NnxModel):
-        def __init__(self):
-            super().__init__(heads=4)
-            self.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
-
-    plain = refused(reshard.to_nnx, saved(tmp_path / "plain", {"params": params}), More)
-    assert plain.problems[0].startswith("params/layer_*/attention/query/kernel and blocks/*/")
-    assert "[8, 2, 4] in the checkpoint, [8, 4, 2] in the model" in plain.problems[0]
-    assert plain.problems[-1] == "dropout/rngs/key  threefry2x32 keys[]: missing"
-    tree = {"params": {"transformer": params}}
-    error = refused(reshard.to_nnx, saved(tmp_path / "linen", tree), More)
-    assert error.problems == (BELOW.format("transformer"), *plain.problems)
-    assert error.hints[0].startswith("reshard.rename")
-    assert error.hints[2:] == plain.hints
-
-
-def test_a_level_above_gates_in_one_array_is_told_with_the_rule_for_them(tmp_path):
-    params = gated_params()
-    plain = refused(reshard.to_nnx, saved(tmp_path / "plain", {"params": params}), gated_parts)
-    # Less than half of the leaves would have a place, if all of these were open.
-    path = saved(tmp_path / "linen", {"params": {"net": params}})
-    error = refused(reshard.to_nnx, path, gated_parts)
-    expected = ((BELOW.format("net"), *plain.problems), plain.hints)
-    assert (error.problems, error.hints[2:]) == expected
-    # Both hints, one after the other.
-    (tmp_path / "map.toml").write_text(plain.hints[0].split(":\n", 1)[1])
-    ckpt = reshard.rename(reshard.open(path), [(r"(^|/)net/", r"\1")])
-    ckpt = reshard.to_nnx(ckpt, gated_parts, map_file=tmp_path / "map.toml")
-    for i, layer in enumerate(reshard.restore(ckpt, gated_parts()).layers):
-        here = params[f"layer_{i}"]["gating_einsum"]
-        np.testing.assert_array_equal(here[1], layer.up_proj.kernel[...])
-
-
 def test_what_is_dropped_below_a_level_above_takes_its_moments_along(tmp_path):
     params = model_params() | {"odd": linears("a")}
     tree = {"params": {"net": params}, "opt_state": optax.adam(0.1).init({"net": params})}
@@ -901,6 +863,4 @@ def test_no_level_is_taken_away_where_that_finds_nothing(tmp_path):
     (problem,) = error.problems
     assert problem.startswith("transformer, perhaps embed")
     # Nor is a whole tree to be one of several modules.
-    assert [hint for hint in error.hints if "from" in hint] == [
-        "map_file=... decides, by rules such as: from = '^params/transformer/', to = 'params/NAME/'"
-    ]
+    assert not [hint for hint in error.hints if "from" in hint]

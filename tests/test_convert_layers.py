@@ -338,24 +338,16 @@ def test_gates_of_nnx_that_are_arrays_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "gates, listed, rule",
-    [
-        ("ir iz in hr hz", "hr, hz, in, ... iz (5)", ("NAME", "dense_i")),
-        ("i h", "h and i", ("h", "NAME")),
-        ("ir", "ir", ("ir", "NAME")),
-    ],
+    "gates, listed",
+    [("ir iz in hr hz", "hr, hz, in, ... iz (5)"), ("i h", "h and i"), ("ir", "ir")],
 )
-def test_a_model_that_is_a_cell_with_other_gates(gates, listed, rule, tmp_path):
+def test_a_model_that_is_a_cell_with_other_gates(gates, listed, tmp_path):
     shapes = {"i": (8, 4), "h": (4, 4)}
     params = {gate: {"kernel": some(*shapes[gate[0]])} for gate in gates.split()}
     problems, hints = refusal_of(tmp_path, params, of(nnx.GRUCell, 8, 4))
     assert problems == (OTHER_CELL.format(listed, "dense_i and dense_h"),)
-    assert hints == (
-        "source=..., the Linen model, supplies the classes",
-        "map_file=... decides, by rules such as: from = '^params/{}/', to = 'params/{}/'".format(
-            *rule
-        ),
-    )
+    assert hints[:1] == ("source=..., the Linen model, supplies the classes",)
+    assert not [hint for hint in hints if "NAME" in hint]
 
 
 def test_a_model_that_is_a_cell_beside_an_array(tmp_path):

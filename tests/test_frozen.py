@@ -556,6 +556,7 @@ PROSE = (
     "`to = ",
     "--layout chooses another",
     "reshard.stack(",
+    "--emit-map FILE",
     "reshard inspect PATH",
 )
 

@@ -10,9 +10,9 @@ import numpy as np
 import tensorstore as ts
 
 from reshard.arrays import boxes
+from reshard.arrays import operations as ops
 from reshard.arrays.boxes import Shape
 from reshard.arrays.dtypes import cast_once, is_miscast
-from reshard.arrays.operations import Apply, Constant, Operation, Stack, Unstack
 from reshard.arrays.zarr import Encoding, parse_encoding
 from reshard.errors import ArgumentError, CorruptCheckpointError
 from reshard.sharding.mesh import (
@@ -103,7 +103,7 @@ def chunk_shape_of(array: ts.TensorStore) -> Shape:
 class Outputs:
     """The outputs of one operation over some arrays, stored or derived themselves."""
 
-    operation: Operation | Constant
+    operation: ops.Operation | ops.Constant
     inputs: "tuple[ArrayHandle, ...]"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,18 +113,27 @@ class Outputs:
     @functools.cached_property
     def views(self) -> list[ts.TensorStore]:
         """Views of the outputs, of the dtype on disk."""
-        if isinstance(self.operation, Apply):  # the function is given what a reader would be
+        if isinstance(self.operation, ops.Apply):  # the function is given what a reader would be
             (handle,) = self.inputs
             return [self.operation.view(handle.view(), handle.dtype, handle.rounded)]
-        return self.operation.views([handle.stored_view() for handle in self.inputs])
+        views = [handle.stored_view() for handle in self.inputs]
+        if not isinstance(self.operation, ops.Computed):
+            return self.operation.views(views)
+        first, shapes = self.inputs[0], [handle.shape for handle in self.inputs]
+        (chunk,) = self.operation.chunks([handle.chunk_shape for handle in self.inputs], shapes)
+        made_dtype = self.operation.made_dtype(first.dtype, first.stored_dtype)
+        return [self.operation.view(views, chunk, first.dtype, made_dtype)]
 
     @functools.cached_property
     def remapped(self) -> "list[list[StoredChunk]] | None":
         """The stored chunks that each output consists of; None where some are computed."""
         operation, grids = self.operation, {handle.chunk_shape for handle in self.inputs}
-        if not isinstance(operation, Stack | Unstack) or len(grids) > 1:
+        if isinstance(operation, ops.Copies):
+            chunks = self.inputs[0].remapped_chunks()
+            return None if chunks is None else [chunks] * operation.count
+        if not isinstance(operation, ops.Stack | ops.Unstack) or len(grids) > 1:
             return None
-        apart = isinstance(operation, Unstack)
+        apart = isinstance(operation, ops.Unstack)
         if apart and self.inputs[0].chunk_shape[operation.axis] > 1:
             return None
         parts = [handle.remapped_chunks() for handle in self.inputs]
@@ -149,7 +158,7 @@ class Derived:
     part: int
 
     @property
-    def operation(self) -> Operation | Constant:
+    def operation(self) -> ops.Operation | ops.Constant:
         return self.outputs.operation
 
     @property

@@ -1,4 +1,4 @@
-"""Operations on whole arrays: they move elements, join and part arrays; `Apply` alone makes values.
+"""Operations on whole arrays: they move elements, join and split arrays, or compute values.
 Nothing here reads an array.
 
     inputs  ->  operation  ->  outputs        inverse(shapes of the inputs)
@@ -9,6 +9,10 @@ Nothing here reads an array.
     n           Stack          1              Unstack
     1           Unstack        n              Stack
     1           Pad            1              Crop
+    1           Interleave     1              Interleave
+    1           Copies         n              Equal
+    n           Equal          1              Copies
+    1           Scale, Add     1              Scale, Add
     0, 1        Constant, Apply 1             none
 """
 
@@ -42,6 +46,8 @@ from reshard.sharding.mesh import Spec
 _MOST_PARTS = 1 << 16  # that an array is taken apart into: no model comes near
 # Functions of the user's run one at a time, whichever threads read what they make.
 _APPLYING = threading.Lock()
+# Elements that are computed at once: what that takes stays in the cache.
+_BLOCK = 1 << 14
 
 Shapes = Sequence[Shape]
 Views = Sequence[ts.TensorStore]
@@ -318,6 +324,244 @@ class Crop(_Boxes):
         return [(0, [before for before, _ in self.widths])]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interleave(_Boxes):
+    """Blocks of an axis, each of which is `parts` equal parts, with the parts interleaved:
+
+        [a0 a1 a2 b0 b1 b2]  ->  [a0 b0 a1 b1 a2 b2]        parts = 2
+
+    Attributes:
+      axis: the axis.
+      parts: the number of parts of a block.
+      block: the size of a block; the whole axis if None.
+      undo: whether interleaved elements go back into parts.
+    """
+
+    axis: int
+    parts: int
+    block: int | None = None
+    undo: bool = False
+
+    def __str__(self) -> str:
+        blocks = "" if self.block is None else f" in blocks of {self.block}"
+        verb = "deinterleaved into" if self.undo else "interleaved from"
+        return f"axis {self.axis} {verb} {self.parts} parts{blocks}"
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        shape = one_shape(inputs)
+        size = shape[from_front(self.axis, shape)]
+        block = self._block(size)
+        if self.parts < 1 or block < 1 or size % block or block % self.parts:
+            blocks = "" if self.block is None else f"blocks of {self.block} with "
+            raise TreeMismatchError(
+                f"axis {self.axis} of {list(shape)} does not have {blocks}{self.parts} equal parts"
+            )
+        return [shape]
+
+    def _block(self, size: int) -> int:
+        return size if self.block is None else self.block
+
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return dataclasses.replace(self, undo=not self.undo)
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Shapes) -> list[Shape]:
+        axis = from_front(self.axis, inputs[0])
+        size = inputs[0][axis]
+        step = min(math.lcm(chunks[0][axis], self._block(size)), size)
+        return [replaced(chunks[0], axis, step)]
+
+    def sources(self, part: int, box: Box, inputs: Shapes) -> Sources:
+        """Whole blocks."""
+        axis = from_front(self.axis, inputs[0])
+        block, ends = self._block(inputs[0][axis]), box[axis]
+        start, stop = ends.start // block * block, -(-ends.stop // block) * block
+        return [(0, replaced(box, axis, slice(start, stop)))]
+
+    def views(self, views: Views) -> list[ts.TensorStore]:
+        shape = tuple(views[0].shape)
+        self.shapes([shape])
+        axis = from_front(self.axis, shape)
+        rows = self._block(shape[axis]) // self.parts
+        form = (-1, rows, self.parts) if self.undo else (-1, self.parts, rows)
+        order = np.arange(shape[axis]).reshape(form).swapaxes(1, 2).reshape(-1)
+        return [views[0][ts.d[axis][order]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copies(_Boxes):
+    """An array, `count` times."""
+
+    count: int
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        if not 0 < self.count <= _MOST_PARTS:
+            raise TreeMismatchError(f"there cannot be {self.count} copies")
+        return [one_shape(inputs)] * self.count
+
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return Equal(self.count)
+
+
+class _Computed(_Boxes):
+    """Operations that compute each element from the same element of each input. They are done when
+    a box is read, a chunk at a time."""
+
+    __slots__ = ()
+
+    # Whether the inverse gives back the same bits. If not, results are rounded.
+    exact: bool = True
+
+    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
+        return [(number, (0,) * len(shape)) for number, shape in enumerate(inputs)]
+
+    def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
+        """The dtype of what is computed of values that are `stored`, and read as `dtype`."""
+        raise NotImplementedError
+
+    def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
+        """Computes a flat block of the output, which is read as `dtype`."""
+        raise NotImplementedError
+
+    def view(
+        self, views: Views, chunk: Shape, dtype: np.dtype, made_dtype: np.dtype
+    ) -> ts.TensorStore:
+        """A view of the output, of `made_dtype`, which is computed in chunks."""
+
+        def read(domain: ts.IndexDomain, into: np.ndarray, _: object) -> ts.Future:
+            promise, future = ts.Promise.new()
+            reads = [view[domain].read() for view in views]
+            left = threading.Semaphore(len(reads) - 1)
+
+            def done(_: object) -> None:
+                if left.acquire(blocking=False):
+                    return  # another read has not ended
+                try:
+                    given = [np.asarray(each.result()).reshape(-1) for each in reads]
+                    flat = np.empty(into.size, into.dtype)
+                    for start in range(0, flat.size, _BLOCK):
+                        block = slice(start, start + _BLOCK)
+                        with np.errstate(all="ignore"):
+                            self.compute([each[block] for each in given], flat[block], dtype)
+                    into[...] = flat.reshape(into.shape)
+                except BaseException as error:
+                    promise.set_exception(error)
+                else:
+                    promise.set_result(None)
+
+            for each in reads:
+                each.add_done_callback(done)
+            return future
+
+        layout = ts.ChunkLayout(read_chunk_shape=chunk)
+        shape = tuple(views[0].shape)
+        return ts.virtual_chunked(
+            read, dtype=ts.dtype(made_dtype), shape=shape, chunk_layout=layout
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Equal(_Computed):
+    """Arrays that must be equal, bit for bit, as one. Where they are not, reading fails."""
+
+    count: int
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        if len(inputs) != self.count or len({*inputs}) != 1:
+            raise TreeMismatchError(f"{shape_text(inputs)} cannot be equal")
+        return [inputs[0]]
+
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return Copies(self.count)
+
+    def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
+        return stored
+
+    def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
+        first = np.ascontiguousarray(values[0])
+        for other in values[1:]:
+            different = first.view(np.uint8) != np.ascontiguousarray(other).view(np.uint8)
+            if different.any():
+                raise TreeMismatchError("arrays that must be equal differ")
+        into[...] = first
+
+
+class _Affine(_Computed):
+    """Arithmetic with a constant, in float32 or wider, which is rounded once."""
+
+    __slots__ = ()
+
+    constant: float
+
+    def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
+        """float32 for what is read in at most 16 bits, float64 for the rest."""
+        return np.dtype(np.float32 if max(2 * dtype.itemsize, stored.itemsize) <= 4 else np.float64)
+
+    def arithmetic(self, values: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        if not self.constant or not math.isfinite(self.constant):
+            raise TreeMismatchError(f"{self}: the number must be finite, and not 0")
+        return [one_shape(inputs)]
+
+    def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
+        into[...] = self.arithmetic(values[0].astype(into.dtype))
+        before, after = values[0].astype(dtype), into.astype(dtype)
+        lost = np.count_nonzero(np.isfinite(before) & ~np.isfinite(after))
+        if lost:
+            raise TreeMismatchError(f"{self}: {lost} elements overflow in {dtype.name}")
+        if not self.exact:
+            return
+        expected = self.arithmetic(before.astype(into.dtype))
+        same = (after.astype(into.dtype) == expected) & ((before == 0) == (after == 0))
+        lost = np.count_nonzero(~same & (before == before))
+        if lost:
+            raise TreeMismatchError(
+                f"{self}: {lost} elements underflow in {dtype.name}, which rounds them",
+                hints=["`rounds = true` in the rule's `scale` allows that"],
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scale(_Affine):
+    """Values times a factor. A power of two is exact: underflow is an error, unless it `rounds`.
+    Overflow is always one."""
+
+    constant: float
+    rounds: bool = False
+
+    def __str__(self) -> str:
+        return f"scaled by {self.constant}"
+
+    @property
+    def exact(self) -> bool:
+        return not self.rounds and abs(math.frexp(self.constant)[0]) == 0.5
+
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return Scale(1 / self.constant, self.rounds)
+
+    def arithmetic(self, values: np.ndarray) -> np.ndarray:
+        return values * values.dtype.type(self.constant)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Add(_Affine):
+    """Values plus a constant. That rounds; overflow is an error."""
+
+    constant: float
+
+    exact = False
+
+    def __str__(self) -> str:
+        return f"increased by {self.constant}"
+
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return Add(-self.constant)
+
+    def arithmetic(self, values: np.ndarray) -> np.ndarray:
+        return values + values.dtype.type(self.constant)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Constant:
     """Values in memory, made of nothing that is stored."""
@@ -416,4 +660,6 @@ class Apply:
         return made
 
 
-Operation = Transpose | Reshape | Split | Concat | Stack | Unstack | Pad | Crop | Apply
+Computed = Equal | Scale | Add
+Moving = Transpose | Reshape | Split | Concat | Stack | Unstack | Pad | Crop | Interleave
+Operation = Moving | Copies | Computed | Apply

@@ -21,7 +21,7 @@ from reshard.tree import format_path
 
 
 class _Api(click.Choice):
-    """One of Flax's APIs. A mesh, which `--to` of `ckpt` takes, gets an error of its own."""
+    """One of Flax's APIs. The error for a mesh, as `ckpt --to` takes it, says --mesh."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if re.fullmatch(r"\d+(x\d+)*|.*=.*", value):
@@ -74,7 +74,7 @@ def command(
     convert = converter(to, flags)
 
     def change(ckpt: Checkpoint) -> Checkpoint:
-        # What is dropped is known to the conversion, so that optimizer state goes with it.
+        # The conversion drops leaves together with their optimizer state.
         later = not any(flags[name] for name in ("select", "rename", "stack", "unstack"))
         ckpt = prepared(ckpt, flags | {"drop": ()} if later else flags)
         with _draft(emit_map):
@@ -124,7 +124,7 @@ def command(
 
 @contextlib.contextmanager
 def _draft(file: str | None) -> Iterator[None]:
-    """Of a conversion that is refused, writes the map of what is decided; of several, the first."""
+    """If a conversion is refused, writes a draft of its map, with `TODO` for open leaves."""
     try:
         yield
     except TreeMismatchError as error:
@@ -133,11 +133,16 @@ def _draft(file: str | None) -> Iterator[None]:
                 out.write(error.draft())
             hint = f"--map {file}, once each `TODO` in it is replaced: all else is decided there"
             error.hints = (hint, *error.hints)
+        elif any(row.origin == "ambiguous" for row in error.outcomes) and not any(
+            hint.startswith(("map_file", "resh")) for hint in error.hints
+        ):
+            hint = "--emit-map FILE writes a draft of a map: each open leaf with its candidates"
+            error.hints = (*error.hints, hint)
         raise
 
 
 def _checked(made: Conversion, dst: str, flags: options.Flags) -> Conversion:
-    """A conversion with a note that its outputs are equal; if they are not, this is the end."""
+    """The conversion with a note that its outputs are equal. Exits if they differ."""
     compared = check_outputs(made, flags)
     number = made.source.source.number
     step = f"step {number}: " if flags["step"] == "all" and number is not None else ""

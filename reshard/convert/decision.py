@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,12 +22,11 @@ from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
-from reshard.convert.layout import Layout, detect
+from reshard.convert.layout import Layout
 from reshard.convert.leafmap import LeafMap, Output, Row, Source, Value, Zeros, renaming
 from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
-from reshard.convert.module_tree import inside
 from reshard.convert.optimizer import (
     Leaves,
     followed,
@@ -40,7 +38,6 @@ from reshard.convert.optimizer import (
 )
 from reshard.convert.ready_maps import find_map
 from reshard.convert.suggestions import (
-    Level,
     covering_globs,
     hints_for,
     level_above,
@@ -48,14 +45,12 @@ from reshard.convert.suggestions import (
 )
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.restore.matching import TargetLeaf
-from reshard.transforms import rename
 from reshard.tree import (
     Path,
     as_python,
     format_glob,
     format_path,
     named_in,
-    split_path,
 )
 from reshard.units import count_leaves
 
@@ -275,9 +270,10 @@ class _Work:
         model, found = model_map(said, source_side, target_side, own)
         if found.abstentions and rules is None:
             placed = len(model.values.keys() & target_side.shapes.keys())
-            level = level_above(self._ckpt, layout, target_side, own, placed)
+            level = level_above(source_side, target_side, own, placed)
             if level is not None:
-                raise self._misplaced(init, level)
+                problem, hints = level
+                raise self._error([problem], hints)
         self._notes += shown_once(
             f"{listed(one)} were matched to {listed(other)} by number"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
@@ -285,25 +281,6 @@ class _Work:
         self._undecided(found, said, source_side, target_side)
         self._groups = tuple(group for group in found.groups if group not in found.numbered)
         return _Part(model), initial
-
-    def _misplaced(self, init: Sequence[str], level: Level) -> TreeMismatchError:
-        """The error of a source with a level above the model: that, and all that stands against the
-        source without it."""
-        problems, hints, other = [level.problem], level.hints, self._other
-        left_out: dict[Path, ArrayHandle] = {
-            split_path(re.sub(*level.names, format_path(path))): leaf
-            for path, leaf in self._left_out.items()
-        }
-        try:
-            ckpt = rename(self._ckpt, [level.names])
-            layout = detect(ckpt, self._layout.kind)
-            if other is not None and level.keys:
-                other = dataclasses.replace(other, outline=inside(other.outline, level.keys))
-            decide(ckpt, layout, self._to, self._target, None, init, other, left_out)
-        except TreeMismatchError as error:
-            problems += error.problems
-            hints = [*hints, *error.hints]
-        return self._error(problems, hints)
 
     def _initial(self, globs: Sequence[str], optional: Sequence[str]) -> set[Path]:
         """Saved paths of the leaves of the target that globs name, by their path in the model or in
@@ -435,7 +412,10 @@ class _Work:
         for path, owner, _ in mirrors:
             assert self._target is not None
             leaf, value = self._target.leaves[there[path]], model.map.values.get(owner)
+            by_rule = "map" in model.map.origin.get(owner, "")  # its state is not known
             if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
+                if by_rule:
+                    continue
                 values[path] = Zeros(leaf.shape, leaf.dtype)
         zeros = {
             path: Zeros(*leaf)
@@ -816,6 +796,12 @@ def differences(
                 yield None, f"{pair}: {both} cannot be combined", ""
     for place, value in whole.values.items():
         wanted = targets.get(place)
+        if isinstance(value, Zeros) and place in names and isinstance(wanted, TargetLeaf):
+            filled = f"{value.dtype.name}{list(value.shape)}"
+            expected = f"{wanted.dtype}{list(wanted.shape)}"
+            if filled != expected:
+                text = f"filled as {filled}, the model has {expected}"
+                yield place, f"{format_path(names[place])}: {text}", ""
         if isinstance(value, Zeros) or place not in names or not isinstance(wanted, TargetLeaf):
             continue
         source, function = made_of(value)

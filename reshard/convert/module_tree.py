@@ -254,28 +254,6 @@ def without(module: Module, paths: Collection[Path]) -> Module:
     return less(module)
 
 
-def inside(module: Module, keys: tuple[str, ...]) -> Module:
-    """The outline of what is in a module at a path, as if nothing was around it; the whole if there
-    is nothing at the path."""
-    found: Module | None = module
-    for key in keys:
-        found = found and found.children.get(key)
-
-    def moved(path: tuple[str, ...]) -> tuple[str, ...]:
-        start = 0 if path[: len(keys)] == keys else 1  # behind the collection
-        return path[:start] + path[start + len(keys) :]
-
-    def without_level(at: Module) -> Module:
-        held = {
-            name: tuple(dataclasses.replace(leaf, path=moved(leaf.path)) for leaf in leaves)
-            for name, leaves in at.leaves.items()
-        }
-        children = {name: without_level(child) for name, child in at.children.items()}
-        return dataclasses.replace(at, path=moved(at.path), children=children, leaves=held)
-
-    return module if found is None else without_level(found)
-
-
 @functools.lru_cache(maxsize=1024)
 def unlifted(kind: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """What the class may be that a Linen name has: the name itself, and what is left of it without

@@ -1,24 +1,28 @@
-"""What would make a refused conversion go on: hints, tried before they are shown; and texts that
-differ in nothing but numbers of layers, as one."""
+"""Hints of a refused conversion; and texts that differ only in the numbers of layers, as one."""
 
 import collections
 import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.arrays.boxes import Shape
-from reshard.checkpoint import Checkpoint
 from reshard.convert.align import Abstention
-from reshard.convert.layout import COLLECTIONS, Layout, detect
+from reshard.convert.layout import COLLECTIONS
 from reshard.convert.map_rules import MapResult
-from reshard.convert.map_writer import NAME, renaming_rules, rules_of, unstacking_rules
-from reshard.convert.model_map import Side, by_map, model_map, side_of
+from reshard.convert.map_writer import renaming_rules, rules_of, unstacking_rules
+from reshard.convert.model_map import Side, by_map, model_map
 from reshard.convert.replacement import toml_text
-from reshard.errors import ReshardError
 from reshard.restore.matching import stacking_call
-from reshard.transforms import rename
-from reshard.tree import Path, as_python, format_glob, format_path, glob_text, named_by
+from reshard.tree import (
+    Path,
+    as_python,
+    format_glob,
+    format_path,
+    glob_text,
+    named_by,
+    split_path,
+)
 
 MAX_GLOBS = 5
 # A number that ends a key: of a member of a list, or of a layer with a name of its own.
@@ -37,13 +41,13 @@ def hints_for(
     known: bool,
     saved: Mapping[Path, Path],
 ) -> list[str]:
-    """What may decide what is open beside what a map says, which may be for the other direction.
-    `known`: whether there is the model of the source. `saved`: the source's saved paths."""
+    """Hints for what is open after a map has been applied, which may be for the other direction.
+    `known`: the model of the source is given. `saved`: the source's saved paths."""
     forth = target.api == "nnx"
     leaves, others = said.map.shapes, (target if said.to == target.api else source).shapes
     linen, nnx = (leaves, others) if said.to == "nnx" else (others, leaves)
     ahead = [] if forth else ['to = "nnx"\n']
-    if not said.map.origin and (rules := _stacks(abstentions, linen, nnx)):
+    if not said.map.origin and (rules := _unstack_rules(abstentions, linen, nnx)):
         return [_shown([*ahead, *rules])]  # which may decide what else is open
     if not (said.map.origin or known) and (
         calls := _stack_calls(abstentions, linen, nnx, saved, forth)
@@ -57,8 +61,8 @@ def hints_for(
     if not known and any(COLLECTIONS.isdisjoint(p[:1]) for entry in rest for p in entry.linen):
         api = "Linen" if forth else "NNX"
         hints.append(f"source=..., the {api} model, supplies the classes")
-    sure, likely = _renames(rest, linen, nnx, said)
-    rules = renaming_rules(sure, leaves) or renaming_rules(likely, leaves)[:1]
+    numbered, others = _renames(rest, linen, nnx, said)
+    rules = renaming_rules(numbered, leaves) or renaming_rules(others, leaves)[:1]
     if len(rules) > 1:
         hints.append(_shown([f"[[rule]]\n{rule}\n" for rule in rules]))
     elif rules:
@@ -73,75 +77,55 @@ def _shown(rules: Sequence[str]) -> str:
     return f"map_file=... decides, by {kind} such as:{text}"
 
 
-class Level(NamedTuple):
-    """A level of the source that the model has not: what to tell of it, its keys if these are keys
-    of the tree, new names without it, as `rename` has them, and hints: these, and, where one rule
-    says the same, that, which a record keeps for the way back."""
-
-    problem: str
-    keys: tuple[str, ...]
-    names: tuple[str, str]
-    hints: list[str]
-
-
 def level_above(
-    ckpt: Checkpoint, layout: Layout, target: Side, initial: Collection[Path], placed: int
-) -> Level | None:
-    """A level of a source that is above the model, like `transformer`, or keys that hold several
-    levels. None if taking it away does not find places for half of the leaves, and for more than
-    the number that is `placed` with it. `initial`: leaves of the model that keep their value.
-    """
-    for level, rule in _levels(layout):
-        try:
-            renamed = rename(ckpt, [level.names])
-            source = side_of(renamed, detect(renamed, layout.kind))
-            said = by_map(None, source, target)
-        except ReshardError:
+    source: Side, target: Side, initial: Collection[Path], placed: int
+) -> tuple[str, list[str]] | None:
+    """A level of the source that is above the model, like `transformer`, or keys that hold several
+    levels: the problem, and hints. None if taking it away does not find places for half of the
+    leaves, and for more than `placed`. `initial`: leaves of the model that keep their value."""
+    for problem, rename, rule in _levels(source):
+        names = {path: split_path(re.sub(*rename, format_path(path))) for path in source.shapes}
+        shapes = {tuple(map(str, names[path])): shape for path, shape in source.shapes.items()}
+        if len(shapes) < len(names):
             continue
-        if source.api != layout.api or len(source.shapes) < len(layout.model):
-            continue
-        made, _ = model_map(said, source, target, initial)
+        dtypes = {tuple(map(str, names[path])): dtype for path, dtype in source.dtypes.items()}
+        below = Side(source.api, shapes, dtypes)
+        made, _ = model_map(by_map(None, below, target), below, target, initial)
         found = len(made.values.keys() & target.shapes.keys())
-        if placed < found and 2 * found >= len(source.shapes):
+        if placed < found and 2 * found >= len(shapes):
+            hints = [f"reshard.rename(ckpt, {as_python([rename])}) removes it"]
             if rule:
                 one, other = map(toml_text, rule)
                 text = f"does so for the way back, too: from = {one}, to = {other}"
-                level.hints.append(f"map_file=... {text}")
-            return level
+                hints.append(f"map_file=... {text}")
+            return problem, hints
     return None
 
 
-def _levels(layout: Layout) -> Iterator[tuple[Level, tuple[str, str] | None]]:
-    """The levels that may be above a model, the least of them first; and the regex and the
-    replacement of a rule that takes each away."""
-    begin = 1 if layout.api == "linen" else 0
-    modules = [tuple(map(str, path[begin:-1])) for path in layout.model]
+def _levels(source: Side) -> Iterator[tuple[str, tuple[str, str], tuple[str, str] | None]]:
+    """The levels that may be above a model, the shortest first: the problem; the regex and the
+    replacement that take it away from any path; and those of a rule."""
+    begin = 1 if source.api == "linen" else 0
+    modules = [tuple(map(str, path[begin:-1])) for path in source.shapes]
     split = [tuple("/".join(path).split("/")) for path in modules]
-    common = split[0] if split else ()
-    for keys in split:
-        while keys[: len(common)] != common:
-            common = common[:-1]
-
-    def level(text: str, pattern: str, into: str, keys: tuple[str, ...] = ()) -> Level:
-        hints = [f"reshard.rename(ckpt, {as_python([(pattern, into)])}) removes it"]
-        return Level(text, keys, (pattern, into), hints)
-
+    pairs = zip(min(split, default=()), max(split, default=()), strict=False)
+    common = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
     joined = [key for path in modules for key in path if "/" in key]
     if joined:
         text = f"keys like {format_path((joined[0],))} hold several levels"
-        yield level(text, r'"([^"]*/[^"]*)"', r"\1"), None
+        yield text, (r'"([^"]*/[^"]*)"', r"\1"), None
     for end in range(1, len(common) + 1):
-        name = format_path(common[:end])
+        name = format_path(tuple(common[:end]))
         text, regex = f"all leaves are below `{name}`, which the model lacks", re.escape(name)
         if joined:
-            yield level(text, rf'"{regex}/([^"]*)"', r"\1"), None
+            yield text, (rf'"{regex}/([^"]*)"', r"\1"), None
             continue
         rule = None
         if begin:
-            kinds = {path[0] for path in layout.model}
+            kinds = {path[0] for path in source.shapes}
             (kind, kept) = (*map(str, kinds),) * 2 if len(kinds) == 1 else (r"([^/]+)", r"\1")
             rule = f"^{kind}/{regex}/", f"{kept}/"
-        yield level(text, rf"(^|/){regex}/", r"\1", common[:end]), rule
+        yield text, (rf"(^|/){regex}/", r"\1"), rule
 
 
 def _renames(
@@ -150,29 +134,31 @@ def _renames(
     nnx: Mapping[Path, Shape],
     said: MapResult,
 ) -> tuple[list[_Rename], list[_Rename]]:
-    """What a map may rename: what numbers in names say, and the first of what else may be. None of
-    these in modules that hold leaves which the map has made: it may have another order."""
+    """Renames by numbers in names; and, of as many candidates on both sides, the first two whose
+    leaves have the same shapes. No numbers in modules that hold leaves which the map has made: it
+    may have another order."""
     made = {p[begin:end] for p in said.map.origin for begin in (0, 1) for end in range(1, len(p))}
     forth = said.to == "nnx"
     found: tuple[list[_Rename], list[_Rename]] = ([], [])
-    several = (entry for entry in abstentions if entry.linen)
-    for entry in sorted(several, key=lambda entry: len(entry.linen) != len(entry.nnx)):
+    for entry in abstentions:
         ones, others = _below(entry.linen, linen, (0, 1)), _below(entry.nnx, nnx)
         free = made.isdisjoint(entry.nnx if forth else entry.linen)
-        pairs = _numbered(ones, others) if free else []
-        renames = found[0 if pairs else 1]
-        for one, other in pairs or [_pair(ones, others)]:
-            if one == other:  # then the standard conversions say as much
+        pairs, renames = _numbered(ones, others) if free else [], found[0]
+        if not pairs and len(ones) == len(others):
+            every = itertools.product(ones, others)
+            alike = [pair for pair in every if ones[pair[0]] == others[pair[1]]]
+            if not alike and len(ones) == 1 and (one := entry.linen[0]) in linen:
+                # A parameter of the user's own, and a layer: its one leaf of that shape.
+                inside = [p for p in nnx if p[: len(entry.nnx[0])] == entry.nnx[0]]
+                fits = [p for p in inside if nnx[p] == linen[one]]
+                alike = [(one, fits[0])] if len(fits) == 1 else []
+            pairs, renames = alike[:1], found[1]
+        for one, other in pairs:
+            kinds = sorted({path[:1] for path in linen if path[1 : len(one) + 1] == one})
+            if one == other:  # the standard conversions match these
                 continue
-            at, there = next(iter(ones)), next(iter(others), other)  # where it is a name to fill in
-            at, there = one if one in ones else at, other if other in others else there
-            kinds = sorted({path[:1] for path in linen if path[1 : len(at) + 1] == at})
-            if forth and not kinds:  # the one leaf that it may be in a module
-                shape = linen.get(one)
-                may = [p for p, x in nnx.items() if p[: len(other)] == other and x == shape]
-                renames.append((one, may[0] if len(may) == 1 else (NAME,), True))
-            elif not forth and there in nnx:
-                renames.append((other, one, True))
+            if one in linen or other in nnx:
+                renames.append((one, other, True) if forth else (other, one, True))
             elif forth:
                 renames += [((*kind, *one), (*kind, *other), False) for kind in kinds]
             else:
@@ -206,24 +192,6 @@ def _series(paths: Iterable[Path]) -> Iterable[tuple[Any, dict[int, Path]]]:
     return found.items()
 
 
-def _pair(
-    linen: Mapping[Path, Sequence[_Inside]], nnx: Mapping[Path, Sequence[_Inside]]
-) -> tuple[Path, Path]:
-    """The first two of what is open whose leaves have the same shapes, or else the first two. Of
-    the side that has more of them than the other, or of several on both, the user names the one."""
-    named = {(NAME,): ()}
-    one, other = next(iter(linen)), next(iter(nnx or named))
-    pairs = itertools.product(linen.items(), nnx.items())
-    alike = next(((a, b) for (a, leaves), (b, others) in pairs if leaves == others), None)
-    if alike:
-        one, other = alike
-    elif 1 < len(linen) == len(nnx):
-        other = (NAME,)
-    if len(linen) < len(nnx):
-        return one, (NAME,)
-    return ((NAME,) if len(linen) > len(nnx) > 0 else one), other
-
-
 def _below(
     paths: Iterable[Path], tree: Mapping[Path, Shape], begins: Sequence[int] = (0,)
 ) -> dict[Path, list[_Inside]]:
@@ -237,7 +205,7 @@ def _below(
     return {path: sorted(leaves) for path, leaves in found.items()}
 
 
-def _stacks(
+def _unstack_rules(
     abstentions: Sequence[Abstention], linen: Mapping[Path, Shape], nnx: Mapping[Path, Shape]
 ) -> list[str]:
     """The rules that unstack modules of Linen's, as the shapes of their leaves show."""
@@ -264,17 +232,14 @@ def _stack_calls(
         if not forth:
             apart, whole = (*stack[:-1], apart[-1]), stack
         for path, name in saved.items():
-            inner = path[1:] if forth else path  # the collection may not be saved
-            begin = len(name) - len(inner)
-            while begin >= 0 and tuple(map(str, name[begin : begin + len(inner)])) != inner:
-                begin -= 1
-            inside = (
-                _list_of(inner[: len(there)])[0] == there if forth else inner[: len(stack)] == stack
-            )
-            if begin >= 0 and inside:
-                layers, module = (*name[:begin], *apart), (*name[:begin], *whole)
-                call = ("stack", layers, module) if forth else ("unstack", module, layers)
-                calls |= dict.fromkeys(stacking_call(*call, axis) for axis in axes)
+            part = path[1 : 1 + len(there)] if forth else path[: len(stack)]
+            if (_list_of(part)[0] if forth else part) != (there if forth else stack):
+                continue
+            texts = tuple(map(str, name))  # the collection may not be saved
+            begin = next(i for i in range(len(name)) if texts[i : i + len(part)] == part)
+            layers, module = (*name[:begin], *apart), (*name[:begin], *whole)
+            call = ("stack", layers, module) if forth else ("unstack", module, layers)
+            calls |= dict.fromkeys(stacking_call(*call, axis) for axis in axes)
     return list(calls)
 
 
