@@ -195,7 +195,6 @@ MANY_IMPORTS = {
     "reshard.loader.orbax": 30,
     "reshard.restore.device_reads": 27,
     "reshard.restore.restore": 38,
-    "reshard.restore.target": 26,
     "reshard.transforms": 31,
     "reshard.verify.comparison": 27,
     "reshard.verify.verification": 26,
