@@ -30,7 +30,7 @@ from reshard.cli.model_argument import build_target
 from reshard.cli.subprocess_model import run_in_subprocess
 from reshard.convert import map_writer
 from reshard.convert.conversion import conversion
-from reshard.convert.outputs import OutputComparison
+from reshard.convert.model_run import OutputComparison
 from reshard.tree import format_path
 
 pytestmark = pytest.mark.usefixtures("forked")
