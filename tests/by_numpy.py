@@ -35,6 +35,15 @@ def in_numpy(operation: Any, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
             whole = np.full(sizes, np.array(fill, one.dtype), one.dtype)
             whole[tuple(slice(a, n - b) for n, (a, b) in zip(sizes, widths, strict=True))] = one
             return [whole]
+        case ops.Interleave(axis, parts, block, undo):
+            block = one.shape[axis] if block is None else block
+            first = np.moveaxis(one, axis, 0)
+            blocks = first.reshape(len(first) // block, block, *first.shape[1:])
+            places = np.arange(block).reshape(parts, -1).T.ravel()
+            places = np.argsort(places) if undo else places
+            return [np.moveaxis(blocks[:, places].reshape(first.shape), 0, axis)]
+        case ops.Copies(count):
+            return [one] * count
         case ops.Crop(widths):
             inside = (slice(a, n - b) for n, (a, b) in zip(one.shape, widths, strict=True))
             return [one[tuple(inside)]]

@@ -1011,7 +1011,7 @@ map.toml: its rules cannot be read
   rule 4: `from` is not a text or a list of them: []
   rule 5, `a`: it has no effect: give it `to`, an operation or `drop = true`
   rule 5, `a`: `too` is not known
-  rule 6, `a`: `to` is not a text: 7
+  rule 6, `a`: `to` is not a text or a list of them: 7
   rule 7, `a`: `to`: invalid group reference 1 at position 1
   rule 8, `a`: `to`: unknown group name 'x'
   rule 9, `a`: `to`: `{x}`: there is no name `x` here
@@ -1025,7 +1025,7 @@ map.toml: its rules cannot be read
   rule 17, `a`: `drop` is not true: False
   rule 18, `a`: `drop` cannot be combined with other keys
   rule 19, `a`: `init` is not known: put it before the first rule
-  rule 20, `a` + `b`: only `concat` and `stack` take several regexes
+  rule 20, `a` + `b`: only `concat`, `stack` and `equal` take several regexes
   rule 21, `a`: `transpose` is not a list of whole numbers: 1
   rule 21, `a`: `reshape` is not a list of sizes, where one may be -1, or a table: [-1, -1]
   rule 21, `a`: `pad` is not a table: 3

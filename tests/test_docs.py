@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from typing import Any, NamedTuple
 
 import in_process
@@ -26,7 +27,7 @@ from flax import nnx
 
 import reshard
 from reshard.convert.map_rules import apply_map
-from reshard.convert.mapfile import read_map
+from reshard.convert.mapfile import map_of, read_map
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 ROOT = pathlib.Path(__file__).parents[1]
@@ -249,7 +250,9 @@ def test_the_demonstrations_leave_this_process_as_it_is(demos):
 
 
 def test_the_rules_for_whole_modules_are_some(tmp_path):
-    (text,) = texts("maps", "toml")
+    computed, text = texts("maps", "toml")
+    numbers = {"hidden_size": 16, "num_attention_heads": 4, "vocab_size": 32000}
+    assert len(map_of(tomllib.loads(computed), "map.toml", numbers).rules) == 2
     (tmp_path / "map.toml").write_text(text)
     leaves = {("params", "ConvBlock_0", "x"): (2,), ("batch_stats", "ConvBlock_0", "x"): (3,)}
     leaves |= {("params", "blocks", "a", "w"): (2, 5)}

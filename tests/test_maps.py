@@ -1,5 +1,9 @@
 """A map makes another tree without a model; what its rules compute, compared with NumPy."""
 
+import json
+import os
+
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -129,3 +133,287 @@ def test_reverse_needs_a_map(tmp_path, weights):
     opened(tmp_path, weights)
     told = refused(tmp_path, "ckpt", "model.safetensors", "out", "--reverse")
     assert "--reverse requires --map FILE" in told
+
+
+# Arithmetic, constants, several names, RoPE: compared with NumPy, bit for bit.
+
+WORKED = r"""
+[vars]
+head_size = 'hidden_size // num_attention_heads'
+rows = 24                                           # of the vocabulary, padded
+
+[[rule]]                                            # one source, two names
+from = '^embed_tokens/weight$'
+pad = { axis = 0, from = 'vocab_size', to = 'rows', value = 0 }
+to = ['params/embed/embedding', 'params/head/embedding']
+
+[[rule]]                                            # Gemma's norms are w + 1
+from = '^layers/(\d+)/norm/weight$'
+add = 1
+to = 'params/layers_\1/norm/scale'
+
+[[rule]]                                            # halves of a head -> pairs
+from = '^layers/(\d+)/k_proj/weight$'
+rope = { axis = 0, head_size = 'head_size', to = 'pairs' }
+transpose = [1, 0]                                  # [out, in] -> [in, out]
+to = 'params/layers_\1/k/kernel'
+
+[[rule]]
+from = '^layers/(\d+)/q_proj/weight$'
+scale = 'head_size ** -0.5'
+rope = { axis = 0, head_size = 'head_size', to = 'pairs' }
+transpose = [1, 0]
+to = 'params/layers_\1/query/kernel'
+
+[[rule]]                                            # GPT-OSS has gate and up element by element
+from = '^layers/(\d+)/gate_up$'
+deinterleave = { axis = -1, parts = 2 }
+split = { axis = -1, into = ['params/layers_\1/gate', 'params/layers_\1/up'] }
+
+[[rule]]                                            # nothing of it on the other side
+to = 'params/layers_{}/norm/bias'
+fill = { value = 0.5, shape = ['hidden_size'], dtype = 'bfloat16', count = 'num_hidden_layers' }
+"""
+CONFIG = {"hidden_size": 16, "num_attention_heads": 4, "vocab_size": 21, "num_hidden_layers": 2}
+BF16 = ml_dtypes.bfloat16
+
+
+def hugging_face(dtype=BF16):
+    rng = np.random.default_rng(3)
+    shapes = {"embed_tokens.weight": (21, 16)}
+    for n in range(2):
+        shapes |= {f"layers.{n}.norm.weight": (16,), f"layers.{n}.gate_up": (16, 10)}
+        shapes |= {f"layers.{n}.{name}_proj.weight": (16, 16) for name in "qk"}
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def expected_of(tensors):
+    """The worked example, by NumPy."""
+    dtype = tensors["embed_tokens.weight"].dtype
+    wide = "f4" if dtype == BF16 else "f8"
+    embedding = np.concatenate([tensors["embed_tokens.weight"], np.zeros((3, 16), dtype)])
+    made = {"embed/embedding": embedding, "head/embedding": embedding}
+    for n in range(2):
+        layer, gate_up = f"layers_{n}", tensors[f"layers.{n}.gate_up"]
+        norm = tensors[f"layers.{n}.norm.weight"].astype(wide) + np.array(1, wide)
+        made[f"{layer}/norm/scale"] = norm.astype(dtype)
+        made[f"{layer}/norm/bias"] = np.full(16, 0.5, BF16)
+        made |= {f"{layer}/gate": gate_up[:, ::2], f"{layer}/up": gate_up[:, 1::2]}
+        for name in "qk":
+            weight = tensors[f"layers.{n}.{name}_proj.weight"].reshape(4, 2, 2, 16)
+            made[f"{layer}/{name}/kernel"] = weight.swapaxes(1, 2).reshape(16, 16).T
+        half = made.pop(f"{layer}/q/kernel").astype(wide) * np.array(0.5, wide)
+        made[f"{layer}/query/kernel"] = half.astype(dtype)
+    return {f"params/{name}": value for name, value in made.items()}
+
+
+def assert_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert found[name].shape == value.shape, name
+        assert found[name].tobytes() == np.ascontiguousarray(value).tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", [BF16, "f2", "f4", "f8"])
+def test_the_worked_example_and_back(tmp_path, dtype):
+    tensors = hugging_face(dtype)
+    opened(tmp_path, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "worked"}))
+    file, source = map_of(tmp_path, WORKED), tmp_path / "model.safetensors"
+    told = shown(tmp_path, "ckpt", source, tmp_path / "out", "--map", file)
+    itemsize = np.dtype(dtype).itemsize
+    assert f"rounded  2 arrays, {2 * 16 * itemsize} B" in told
+    made = reshard.open(tmp_path / "out")
+    assert_bits(values(made), expected_of(tensors))
+    assert_bits(values(reshard.remap(reshard.open(source), file)), expected_of(tensors))
+    back = reshard.remap(made, file, reverse=True, config=tmp_path)
+    plan = reshard.plan(back)
+    assert plan.document()["rounded"] == {"arrays": 2, "bytes": 2 * 16 * itemsize}
+    wide, expected = "f4" if itemsize == 2 else "f8", {}
+    for name, value in tensors.items():
+        if "norm" in name:
+            norm = (value.astype(wide) + np.array(1, wide)).astype(value.dtype)
+            value = (norm.astype(wide) - np.array(1, wide)).astype(value.dtype)
+        expected[name.replace(".", "/")] = value
+    assert_bits(values(back), expected)
+    reshard.export(reshard.select(back, "**"), tmp_path / "hf")
+    assert_bits(values(reshard.open(tmp_path / "hf")), expected)
+
+
+def test_only_what_is_the_same_becomes_one(tmp_path):
+    tensors = hugging_face()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    file = map_of(tmp_path, WORKED)
+    made = reshard.remap(opened(tmp_path, tensors), file, config=tmp_path)
+    leaves = {"/".join(path): array for path, array in ((a.path, a.read()) for a in made.arrays)}
+
+    def back(**changed):
+        tree = {}
+        for name, value in (leaves | changed).items():
+            *above, last = name.split("/")
+            inner = tree
+            for key in above:
+                inner = inner.setdefault(key, {})
+            inner[last] = value
+        ckpt = reshard.open(save_pytree(tmp_path / f"made{len(os.listdir(tmp_path))}", tree))
+        return reshard.remap(ckpt, file, reverse=True, config=tmp_path)
+
+    other = leaves["params/head/embedding"].copy()
+    other[3, 4] += 1
+    with pytest.raises(reshard.ReshardError, match="arrays that must be equal differ"):
+        back(**{"params/head/embedding": other})["embed_tokens/weight"].read()
+    with pytest.raises(reshard.ReshardError, match="arrays that must be equal differ"):
+        reshard.save(back(**{"params/head/embedding": other}), tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    other = np.concatenate([leaves["params/head/embedding"][:-1], np.ones((1, 16), BF16)])
+    with pytest.raises(reshard.TreeMismatchError, match="it was padded with 0, but holds other"):
+        back(**{"params/head/embedding": other, "params/embed/embedding": other})
+    bias = np.full(16, 0.25, BF16)
+    told = "params/layers_1/norm/bias: not 0.5"
+    with pytest.raises(reshard.TreeMismatchError, match=told):
+        back(**{"params/layers_1/norm/bias": bias})
+
+
+def computed(tmp_path, values, rule):
+    """What a rule makes of an array, and the path back."""
+    ckpt = reshard.open(save_pytree(tmp_path / f"in{len(os.listdir(tmp_path))}", {"x": values}))
+    file = map_of(tmp_path, f"[[rule]]\nfrom = '^x$'\nto = 'y'\n{rule}")
+    made = reshard.remap(ckpt, file)
+    return made, lambda: reshard.remap(made, file, reverse=True)["x"].read()
+
+
+@pytest.mark.parametrize("dtype", [BF16, "f2", "f4", "f8", ml_dtypes.float8_e4m3fn])
+@pytest.mark.parametrize("factor", [0.25, -2.0, 0.3, 11.313708498984761])
+def test_scales(tmp_path, dtype, factor):
+    rng = np.random.default_rng(5)
+    x = np.append(rng.uniform(0.5, 8, (700, 7)), [[0, -0.0, 1, -1, 2, 3, 4]], 0).astype(dtype)
+    made, back = computed(tmp_path, x, f"scale = {factor}")
+    wide = "f4" if x.dtype.itemsize <= 2 else "f8"
+    expected = (x.astype(wide) * np.array(factor, wide)).astype(dtype)
+    assert made["y"].read().tobytes() == expected.tobytes()
+    exact = factor in (0.25, -2.0)
+    assert reshard.plan(made).rounded.arrays == (not exact)
+    again = back()
+    if exact:
+        assert again.tobytes() == x.tobytes()
+    else:
+        ulps = np.abs(again.astype(wide) - x.astype(wide)) / np.abs(np.spacing(x)).astype(wide)
+        assert ulps.max() <= 1
+    narrow = reshard.cast(made, BF16)["y"].read()  # in one rounding
+    assert narrow.tobytes() == (x.astype(wide) * np.array(factor, wide)).astype(BF16).tobytes()
+
+
+def test_what_under_or_overflows(tmp_path):
+    tiny = np.array([2**-14, 1e-7, 0, np.nan, np.inf, -1], "f2")
+    told = "scaled by 0.125: 1 elements underflow in float16"
+    with pytest.raises(reshard.TreeMismatchError, match=told) as error:
+        computed(tmp_path, tiny, "scale = 0.125")[0]["y"].read()
+    assert error.value.hints == ("`rounds = true` in the rule's `scale` allows that",)
+    made, _ = computed(tmp_path, tiny, "scale = { by = 0.125, rounds = true }")
+    assert made["y"].read().tobytes() == (tiny.astype("f4") / 8).astype("f2").tobytes()
+    assert reshard.plan(made).rounded.arrays == 1
+    for rule in ("scale = 2", "scale = 1.5", "add = 30000"):
+        with pytest.raises(reshard.TreeMismatchError, match="1 elements overflow in float16"):
+            computed(tmp_path, np.array([60000, 1, np.inf], "f2"), rule)[0]["y"].read()
+    with pytest.raises(reshard.TreeMismatchError, match="x: int32 cannot be scaled by 2"):
+        computed(tmp_path, np.arange(3, dtype="i4"), "scale = 2")
+    smallest = np.array([1e-40, 1], BF16)
+    with pytest.raises(reshard.TreeMismatchError, match="1 elements underflow in bfloat16"):
+        computed(tmp_path, smallest, "scale = '2 ** -30'")[0]["y"].read()
+
+
+def test_state_of_what_is_computed_must_be_dropped(tmp_path):
+    weights = {"layer_0": {"w": np.ones(3, "f4")}, "layer_1": {"w": np.ones(3, "f4")}}
+    tree = {"params": weights, "opt_state": [{"mu": weights, "count": np.zeros((), "i4")}]}
+    ckpt = reshard.open(save_pytree(tmp_path / "saved", tree))
+    rules = r"[[rule]]\nfrom = '^(opt_state.*|params/layer_1/w)$'\nto = '\1'\n[[rule]]\n"
+    rules += r"from = '^params/layer_0/w$'\nadd = 1\nto = 'params/layer_0/scale'"
+    file = map_of(tmp_path, rules.replace("\\n", "\n"))
+    told = "opt_state/0/mu/layer_0/w: it is optimizer state of params/layer_0/w, whose values"
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.remap(ckpt, file)
+    assert [text.startswith(told) for text in error.value.problems] == [True]
+    made = reshard.remap(reshard.select(ckpt, drop="opt_state/0/mu/layer_0"), file)
+    np.testing.assert_array_equal(made["params/layer_0/scale"].read(), np.full(3, 2, "f4"))
+
+
+WRONG = r"""
+[vars]
+a = 3
+b = 'c + 1'
+[[rule]]
+from = '^x$'
+scale = 0
+[[rule]]
+from = '^x$'
+rope = { axis = 0, head_size = 'd', to = 'quarters' }
+interleave = { axis = 0, parts = 'a / 2', whole = true }
+[[rule]]
+from = '^x$'
+to = ['a', 'b']
+split = { axis = 0, into = ['c', 'd'] }
+[[rule]]
+from = '^x$'
+fill = { value = 1, shape = [1], dtype = 'float33' }
+to = 'y'
+[[rule]]
+from = ['^x$', '^y$']
+to = 'z'
+[[rule]]
+from = '^x$'
+equal = true
+to = 'z'
+[[rule]]
+when = 'a - 3'
+from = '('
+[[rule]]
+from = '^x$'
+add = '9 ** 9 ** 9'
+pad = { axis = 0, to = '__import__("os")' }
+"""
+TOLD = """
+the file: `vars`: `b`: `c + 1`: neither `[vars]` nor the config has `c`
+rule 1, `^x$`: `scale` is not a number other than 0, or a table: 0
+rule 2, `^x$`: `interleave`: `parts` is not a whole number: 1.5
+rule 2, `^x$`: `interleave`: `whole` is not known
+rule 2, `^x$`: `rope`: `head_size`: `d`: neither `[vars]` nor the config has `d`
+rule 2, `^x$`: `rope`: `to` is not `pairs` or `halves`: 'quarters'
+rule 3, `^x$`: `to` cannot be combined with `into`, which has the new paths
+rule 3, `^x$`: `to` is a list: `split` needs another rule
+rule 4, `^x$`: `fill` needs either `to` or `from`, and no other key
+rule 4, `^x$`: `fill`: not a dtype: 'float33'
+rule 5, `^x$` + `^y$`: only `concat`, `stack` and `equal` take several regexes
+rule 6, `^x$`: `equal` needs a list in `from`
+rule 8, `^x$`: `add`: `9 ** 9 ** 9` has no value: math range error
+rule 8, `^x$`: `pad`: `to`: `__import__("os")`: only `+ - * / // % **` and parentheses are allowed
+rule 8, `^x$`: `pad`: `value` is missing
+"""
+
+
+def test_what_is_wrong_with_numbers_and_operations(tmp_path):
+    opened(tmp_path, {"x": np.ones(1, "f4")})
+    with pytest.raises(reshard.ArgumentError) as error:
+        reshard.remap(reshard.open(tmp_path / "model.safetensors"), map_of(tmp_path, WRONG))
+    assert error.value.problems == tuple(TOLD.strip().splitlines())
+
+
+def test_sizes_that_do_not_fit(tmp_path):
+    x = {"x": np.ones((6, 2), "f4"), "y": np.ones(3, "f4")}
+    rules = "[[rule]]\nfrom = '^x$'\n{}\nto = 'z'\n[[rule]]\nfrom = '^y$'\nto = 'y'\n{}"
+    cases = [
+        ("pad = { axis = 0, to = 4, value = 0 }", "axis 0 has the size 6, more than 4: `pad` cuts"),
+        ("pad = { axis = 1, from = 3, to = 4, value = 0 }", "axis 1 has the size 2, not 3"),
+        ("rope = { axis = 0, head_size = 4, to = 'pairs' }", "have blocks of 4 with 2 equal parts"),
+        ("interleave = { axis = 1, parts = 3 }", "does not have 3 equal parts"),
+    ]
+    ckpt = opened(tmp_path, x)
+    for rule, told in cases:
+        with pytest.raises(reshard.TreeMismatchError, match=told):
+            reshard.remap(ckpt, map_of(tmp_path, rules.format(rule, "")))
+    filled = "[[rule]]\nto = 'y'\nfill = { value = 0, shape = [1], dtype = 'float32' }"
+    with pytest.raises(reshard.TreeMismatchError, match="rule 3, `y`: y: that leaf exists already"):
+        reshard.remap(ckpt, map_of(tmp_path, rules.format("", filled)))
+    pad = "pad = { axis = 0, to = 8, value = 0 }"
+    with pytest.raises(reshard.TreeMismatchError, match="`pad` lacks `from`, the size before it"):
+        reshard.remap(ckpt, map_of(tmp_path, rules.format(pad, "")), reverse=True)

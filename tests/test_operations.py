@@ -13,12 +13,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
+from reshard.arrays.boxes import replaced
 from reshard.arrays.operations import (
+    Add,
     Concat,
     Constant,
+    Copies,
     Crop,
+    Equal,
+    Interleave,
     Pad,
     Reshape,
+    Scale,
     Split,
     Stack,
     Transpose,
@@ -27,6 +33,7 @@ from reshard.arrays.operations import (
 from reshard.errors import TreeMismatchError
 
 KINDS = ("transpose", "reshape", "split", "concat", "stack", "unstack", "pad", "crop")
+KINDS += ("interleave", "copies")
 
 
 @st.composite
@@ -59,7 +66,7 @@ def cases(draw, kinds=KINDS, least=0):
     axis, and their shapes; axes counted from either end."""
     kind = draw(st.sampled_from(kinds))
     some = st.sampled_from((1, 2, 3, 4, 6, 8, 0)[: -1 if least else None])
-    axial = kind in ("split", "concat", "unstack")
+    axial = kind in ("split", "concat", "unstack", "interleave")
     shape = tuple(draw(st.lists(some, min_size=int(axial), max_size=3)))
     rank = len(shape)
     among = rank + 1 if kind == "stack" else rank
@@ -81,6 +88,13 @@ def cases(draw, kinds=KINDS, least=0):
         return Stack(axis, names), [shape] * draw(st.integers(1, 3))
     if kind == "unstack":
         return Unstack(axis, shape[axis]), [shape]
+    if kind == "copies":
+        return Copies(draw(st.integers(1, 3))), [shape]
+    if kind == "interleave":
+        parts, rows, blocks = (draw(st.integers(1, 3)) for _ in range(3))
+        block = draw(st.sampled_from([parts * rows] + [None] * (blocks == 1)))
+        shape = replaced(shape, axis % rank, parts * rows * blocks)
+        return Interleave(axis, parts, block, draw(st.booleans())), [shape]
     width = st.integers(0, 3)
     widths = tuple(draw(st.tuples(width, width)) for _ in shape)
     if kind == "pad":
@@ -116,7 +130,7 @@ def test_shapes_and_views_are_those_of_numpy(case, dtype):
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(cases(kinds=[kind for kind in KINDS if kind != "crop"]))
+@given(cases(kinds=[kind for kind in KINDS if kind not in ("crop", "copies")]))
 def test_the_inverse_undoes_an_operation(case):
     operation, shapes = case
     arrays = [
@@ -236,7 +250,8 @@ def test_no_box_cuts_a_chunk(data, case):
 @settings(deadline=None, max_examples=examples(300))
 @given(st.data(), cases(least=1))
 def test_a_box_is_made_of_its_sources(data, case):
-    """Of all that is in them and of nothing else, but for the rows that a reshape passes."""
+    """Of all that is in them and of nothing else, but for the rows that a reshape passes, and the
+    blocks that are interleaved."""
     operation, shapes = case
     starts = itertools.accumulate(map(math.prod, shapes), initial=0)
     inputs = [
@@ -252,7 +267,8 @@ def test_a_box_is_made_of_its_sources(data, case):
         sources = operation.sources(part, box, shapes)
         found = {n for number, source in sources for n in inputs[number][source].ravel().tolist()}
         expected = {*made[box].ravel().tolist()} - {-1}
-        assert found >= expected if isinstance(operation, Reshape) else found == expected
+        more = isinstance(operation, Reshape | Interleave)
+        assert found >= expected if more else found == expected
 
 
 # Of grids in which no chunk is cut, fine ones take less memory: layers apart, heads apart.
@@ -298,6 +314,11 @@ GRIDS = [
     (Concat(1), [(16, 8), (16, 22)], [(4, 8)] * 2, [(4, 8)]),
     (Concat(1), [(16, 22), (16, 8)], [(4, 8)] * 2, [(4, 30)]),
     (Concat(1), [(16, 8), (16, 16)], [(4, 8), (8, 16)], [(8, 24)]),
+    # Blocks of interleaved elements stay whole.
+    (Interleave(0, 2, 8), [(32, 6)], [(4, 3)], [(8, 3)]),
+    (Interleave(-1, 2, 8), [(6, 32)], [(4, 12)], [(4, 24)]),
+    (Interleave(1, 2, None, True), [(6, 32)], [(4, 8)], [(4, 32)]),
+    (Copies(2), [(6, 32)], [(4, 8)], [(4, 8)] * 2),
     # Edges.
     (Pad(((0, 3), (8, 1)), 0), [(16, 32)], [(8, 4)], [(8, 4)]),
     (Pad(((2, 0), (0, 0)), 0), [(16, 32)], [(8, 4)], [(18, 4)]),
@@ -371,6 +392,15 @@ ERRORS = [
     (Pad(((1, 1),), 0), [(2, 3)], "[(1, 1)] cannot pad [2, 3]"),
     (Pad(((1, -1), (0, 0)), 0), [(2, 3)], "[(1, -1), (0, 0)] cannot pad [2, 3]"),
     (Pad((), 0), [(), ()], "2 arrays where 1 is needed"),
+    (Interleave(0, 2, 4), [(6,)], "axis 0 of [6] does not have blocks of 4 with 2 equal parts"),
+    (Interleave(1, 4), [(2, 6)], "axis 1 of [2, 6] does not have 4 equal parts"),
+    (Interleave(0, 0, 0), [(0,)], "axis 0 of [0] does not have blocks of 0 with 0 equal parts"),
+    (Interleave(1, 2), [(2,)], "[2] has no axis 1"),
+    (Copies(0), [(2,)], "there cannot be 0 copies"),
+    (Equal(2), [(2,), (3,)], "[2] and [3] cannot be equal"),
+    (Equal(2), [(2,)], "[2] cannot be equal"),
+    (Scale(0.0), [(2,)], "scaled by 0.0: the number must be finite, and not 0"),
+    (Add(math.inf), [(2,)], "increased by inf: the number must be finite, and not 0"),
     (Crop(((1, 2),)), [(2,)], "[2] is not padded by [(1, 2)]"),
     (Crop(((1, 0),)), [(2, 3)], "[2, 3] is not padded by [(1, 0)]"),
     (Crop(((-1, 0),)), [(2,)], "[2] is not padded by [(-1, 0)]"),

@@ -353,7 +353,9 @@ def plan_of(*arrays, files=None, **attributes):
     """A plan of one item on a disk, of which only its arrays and shared files count."""
     ckpt = types.SimpleNamespace(source=types.SimpleNamespace(root=Location("/run"), number=None))
     handle = types.SimpleNamespace(
-        saved_sharding=None, sharding=NamedSharding(parse_mesh("x=8"), ())
+        saved_sharding=None,
+        sharding=NamedSharding(parse_mesh("x=8"), ()),
+        data=types.SimpleNamespace(operation=None, inputs=()),
     )
     handles = [handle] * len(arrays)
     item = types.SimpleNamespace(arrays=arrays, handles=handles, files=files, ckpt=ckpt)

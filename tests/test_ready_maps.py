@@ -186,4 +186,4 @@ def test_what_a_project_cannot_compute_is_refused(tmp_path):
 
 def test_arguments_of_ready_maps_need_one(tmp_path, llama):
     told = refused(tmp_path, "ckpt", "hf", "out", "--vocab", 64)
-    assert "--config, --vocab and --scan-axis require --map hf:NAME" in told
+    assert "--vocab and --scan-axis require --map hf:NAME" in told

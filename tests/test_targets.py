@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import functools
-import importlib.metadata
 import itertools
 import threading
 import warnings
@@ -26,7 +25,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS, RESHAPING
-from releases import OUT_SHARDING, older
+from releases import OUT_SHARDING
 from sampling import examples, few
 
 import reshard
@@ -611,11 +610,11 @@ def test_a_class_that_needs_more_is_called_by_the_user():
             self.w = nnx.Param(jnp.ones((size, size)))
 
     assert raised(Sized, mesh=MESH, error=reshard.ArgumentError) == (
-        "`Sized` cannot be called with `rngs=`: missing a required argument: 'size'\n\n"
+        "`Sized` cannot be called: missing a required argument: 'size'\n\n"
         "hint: a function that does: `def make(): return Sized(...)`"
     )
     arguments = {"mesh": MESH, "inputs": (jnp.ones(2),), "error": reshard.ArgumentError}
-    text = "`<lambda>` cannot be called with 1 inputs: missing a required argument: 'y'"
+    text = "`<lambda>` cannot be called: missing a required argument: 'y'"
     assert raised(lambda x, y: x, **arguments).startswith(f"{text}\n")
 
 
@@ -639,25 +638,6 @@ def test_every_key_of_the_metadata_names_axes(key):
     got = reshard.target(lambda: Net(nnx.Rngs(0), key=key), mesh=MESH)
     assert_specs(got, nnx_shardings(lambda: Net(nnx.Rngs(0)), MESH))
     assert got.w.get_value().sharding == NamedSharding(MESH, P("model", "data"))
-
-
-def test_out_sharding_is_what_flax_takes_it_for():
-    """Older releases take no notice of it; here the report tells."""
-
-    def make():
-        v = nnx.Param(jnp.ones((8,)), sharding_names=("model",))
-        return nnx.Dict(v=v, w=nnx.Param(jnp.ones((8, 8)), out_sharding=("data", "model")))
-
-    got = reshard.target(make, mesh=MESH)
-    assert_specs(got, nnx_shardings(make, MESH))
-    installed = importlib.metadata.version("flax")
-    hints = (
-        "`out_sharding` of 1 variables, w the first, needs flax 0.12.4 or newer; "
-        f"{installed} is installed, where it is called `sharding`",
-    )
-    unknown = older("flax", "0.12.4")
-    assert got.w.get_value().sharding.spec == (P() if unknown else P("data", "model"))
-    assert reshard.coverage(make, mesh=MESH).hints == (hints if unknown else ())
 
 
 AXES = ("model", None)

@@ -12,9 +12,8 @@ from reshard.sharding.mesh import Shape, Spec
 Box = tuple[slice, ...]
 T = TypeVar("T")
 
-# TensorStore's.
-MOST_AXES = 32
-# Elements of an array: no model comes near.
+MOST_AXES = 32  # of TensorStore
+# Elements of one array, far above any model.
 _MOST_ELEMENTS = 1 << 46
 
 
@@ -33,7 +32,7 @@ def grid_size(shape: Shape, chunk: Shape) -> int:
 
 
 def chunks_together(shape: Shape, chunk: Shape, count: int) -> Shape:
-    """The shape of about `count` chunks that are next to each other in row-major order."""
+    """The shape of about `count` neighbouring chunks in row-major order."""
     together = list(chunk)
     for dim in reversed(range(len(shape))):
         across = math.ceil(shape[dim] / chunk[dim])
@@ -46,7 +45,7 @@ def chunks_together(shape: Shape, chunk: Shape, count: int) -> Shape:
 
 
 def from_index(index: Sequence[slice], shape: Shape) -> Box:
-    """An index of JAX's with its ends written out."""
+    """An index of JAX as a box."""
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
 
 
@@ -63,7 +62,7 @@ def shape_of(box: Box) -> Shape:
 
 
 def chunk_ranges(box: Box, chunk: Shape) -> tuple[tuple[int, int], ...]:
-    """The chunks of a grid that a box touches: of each axis the first, and the one after the
+    """The chunks of a grid that a box touches: for each axis the first, and the one after the
     last."""
     pairs = zip(box, chunk, strict=True)
     return tuple((part.start // size, -(-part.stop // size)) for part, size in pairs)
@@ -75,14 +74,14 @@ def bounding_box(boxes: Sequence[Box]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes share; None if that is nothing."""
+    """The overlap of two boxes, or None."""
     pairs = zip(one, other, strict=True)
     common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
     return common if all(part.start < part.stop for part in common) else None
 
 
 def inside(box: Box, outer: Box) -> Box:
-    """A box as seen from the first element of another that holds it."""
+    """A box relative to the first element of an outer box."""
     pairs = zip(box, outer, strict=True)
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
 
@@ -99,19 +98,19 @@ def shape_text(shapes: Sequence[Shape]) -> str:
 
 
 def one_shape(shapes: Sequence[Shape]) -> Shape:
-    """The shape of an only array."""
+    """The shape of the only array."""
     if len(shapes) != 1:
         raise TreeMismatchError(f"{len(shapes)} arrays where 1 is needed")
     return shapes[0]
 
 
 def replaced(entries: tuple[T, ...], axis: int, entry: T) -> tuple[T, ...]:
-    """Entries of which one, that of an axis, is another."""
+    """Entries with another one for an axis."""
     return (*entries[:axis], entry, *entries[axis + 1 :])
 
 
 def without(entries: tuple[T, ...], axis: int) -> tuple[T, ...]:
-    """Entries without that of an axis."""
+    """Entries without the one of an axis."""
     return entries[:axis] + entries[axis + 1 :]
 
 
@@ -121,7 +120,7 @@ def full_spec(spec: Spec, shape: Shape) -> Spec:
 
 
 def common_multiple(chunks: Sequence[Shape], shape: Shape) -> Shape:
-    """A grid that cuts no chunk of any of several grids over one shape."""
+    """A grid over a shape that cuts no chunk of any of several grids."""
     dims = zip(*chunks, strict=True)
     return tuple(
         max(min(math.lcm(*sizes), size), 1) for sizes, size in zip(dims, shape, strict=True)
@@ -129,7 +128,7 @@ def common_multiple(chunks: Sequence[Shape], shape: Shape) -> Shape:
 
 
 def check_size(shape: Shape) -> None:
-    """Raises TreeMismatchError if there can be no such array."""
+    """Raises TreeMismatchError if an array of this shape cannot exist."""
     if len(shape) > MOST_AXES:
         raise TreeMismatchError(f"arrays have {MOST_AXES} axes at most, not {len(shape)}")
     elements = math.prod(max(size, 1) for size in shape)

@@ -1,19 +1,21 @@
-"""Arrays derived from stored ones: what is known of them before anything is read.
+"""Arrays derived from stored arrays.
 
-A derived array is read through TensorStore views of what it is made of. Where several are parts of
-one (layers of a scanned block, halves of a fused projection), a stored chunk may hold something of
-each; such arrays are read together, so that it is decoded once.
+A derived array is read through TensorStore views of its inputs. Several derived arrays may be parts
+of one (layers of a scanned block, halves of a fused projection), and share its stored chunks. Such
+arrays are read together, so that each chunk is decoded once.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from reshard.arrays import operations as ops
 from reshard.arrays import zarr
 from reshard.arrays.boxes import Box, Shape
-from reshard.arrays.dtypes import is_floating
+from reshard.arrays.dtypes import is_floating, is_scale
 from reshard.arrays.handle import (
     ArrayHandle,
     Derived,
@@ -22,24 +24,27 @@ from reshard.arrays.handle import (
     StoredChunk,
     check_names,
 )
-from reshard.arrays.operations import Apply, Constant, Operation, Pad, Reshape, Stack, Unstack
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
 from reshard.storage.array_store import StoredValue
 from reshard.tree import Path, format_path
+from reshard.units import count_of, format_bytes
 
 
 def apply(
-    operation: Operation, inputs: Sequence[ArrayHandle], outputs: Sequence[Path]
+    operation: ops.Operation, inputs: Sequence[ArrayHandle], outputs: Sequence[Path]
 ) -> list[ArrayHandle]:
-    """The arrays, under these paths, that an operation makes of others, of which there is at least
-    one. Raises TreeMismatchError where it does not apply to them, they are of different kinds, or
-    what it makes cannot be stored; CorruptCheckpointError where another leaf has the name of
-    one."""
+    """Apply an operation to at least one array. The results get the paths `outputs`.
+
+    Raises:
+      TreeMismatchError: the operation does not apply to these arrays, they are of different kinds,
+        or a result cannot be stored.
+      CorruptCheckpointError: another leaf is stored under the name of an input.
+    """
     first, shapes = inputs[0], [handle.shape for handle in inputs]
     made = operation.shapes(shapes)
     check_names(inputs)
-    if operation == Reshape(first.shape):  # it only says which shape the array must have
+    if operation == ops.Reshape(first.shape):  # it only says which shape the array must have
         return [first.at(outputs[0])]
     if len({(h.dtype, h.stored_dtype, h.value_type, h.key_impl) for h in inputs}) > 1:
         raise TreeMismatchError(
@@ -60,13 +65,7 @@ def apply(
     ]
     if empty:
         raise TreeMismatchError("Orbax cannot store empty arrays", empty)
-    if isinstance(operation, Pad) and not _has_value(first.stored_dtype, operation.fill):
-        raise TreeMismatchError(
-            f"{format_path(first.path)}: {first.stored_dtype.name} has no value {operation.fill}"
-        )
-    if isinstance(operation, Apply):
-        dtype = first.dtype if operation.dtype is None else operation.dtype
-        first = dataclasses.replace(first, dtype=dtype, stored_dtype=dtype)
+    first = _with_dtypes(operation, first)
     derived = Outputs(operation, tuple(inputs))
     chunks = operation.chunks([handle.chunk_shape for handle in inputs], shapes)
     now = _shardings(operation, [handle.sharding for handle in inputs], shapes, made)
@@ -93,14 +92,34 @@ def apply(
     return found
 
 
-def _of_whole_keys(operation: Operation, shape: Shape) -> bool:
-    """Whether an operation on data of PRNG keys leaves its last axis, that of a key, as it is."""
-    rank = len(shape) + isinstance(operation, Stack)
-    return isinstance(operation, Stack | Unstack) and operation.axis % rank != rank - 1
+def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
+    """An array with the dtypes of what an operation makes of it. Raises TreeMismatchError: the
+    operation's numbers are none of its dtype."""
+    dtype, stored = handle.dtype, handle.stored_dtype
+    if isinstance(operation, ops.Pad) and not _has_value(stored, operation.fill):
+        raise TreeMismatchError(
+            f"{format_path(handle.path)}: {stored.name} has no value {operation.fill}"
+        )
+    arithmetic = is_floating(dtype) and not is_scale(dtype)
+    if isinstance(operation, ops.Scale | ops.Add) and not arithmetic:
+        raise TreeMismatchError(
+            f"{format_path(handle.path)}: {dtype.name} cannot be {operation}: it is no float"
+        )
+    if isinstance(operation, ops.Apply):
+        dtype = stored = dtype if operation.dtype is None else operation.dtype
+    elif isinstance(operation, ops.Computed):
+        stored = operation.made_dtype(dtype, stored)
+    return dataclasses.replace(handle, dtype=dtype, stored_dtype=stored)
+
+
+def _of_whole_keys(operation: ops.Operation, shape: Shape) -> bool:
+    """Whether an operation on data of PRNG keys keeps the last axis, which is a key's own."""
+    rank = len(shape) + isinstance(operation, ops.Stack)
+    return isinstance(operation, ops.Stack | ops.Unstack) and operation.axis % rank != rank - 1
 
 
 def _has_value(dtype: np.dtype, value: float) -> bool:
-    """Whether a dtype has a value, rounded if it is a float: but neither infinite nor NaN."""
+    """Whether a dtype has a value, possibly rounded, but not to an infinity or NaN."""
     with np.errstate(all="ignore"):
         held = float(np.real(np.asarray(value, np.float64).astype(dtype)))
     if is_floating(dtype) or dtype.kind == "c":
@@ -109,12 +128,12 @@ def _has_value(dtype: np.dtype, value: float) -> bool:
 
 
 def _shardings(
-    operation: Operation,
+    operation: ops.Operation,
     inputs: Sequence[Sharding | None],
     shapes: Sequence[Shape],
     made: Sequence[Shape],
 ) -> Sequence[Sharding | None]:
-    """Shardings of what an operation makes: on the mesh of its inputs, if they share one."""
+    """Shardings of the outputs of an operation: on the mesh of its inputs, if they share one."""
     named = [sharding for sharding in inputs if isinstance(sharding, NamedSharding)]
     if len(named) < len(inputs) or len({sharding.mesh for sharding in named}) > 1:
         return [inputs[0] if len(set(inputs)) == 1 else None] * len(made)
@@ -130,7 +149,7 @@ def constant(
     path: Path, values: np.ndarray, like: ArrayHandle, key_impl: str | None = None
 ) -> ArrayHandle:
     """An array of values in memory (or of the data of PRNG keys), replicated on the mesh of
-    another."""
+    another array."""
     sharding = replicated(like.sharding)
     return ArrayHandle(
         path=path,
@@ -142,29 +161,57 @@ def constant(
         value_type="jax.Array",
         key_impl=key_impl,
         stored_dtype=values.dtype,
-        data=Derived(Outputs(Constant(values), ()), 0),
+        data=Derived(Outputs(ops.Constant(values), ()), 0),
     )
 
 
-def zeros(path: Path, shape: Shape, dtype: np.dtype, like: ArrayHandle) -> ArrayHandle:
-    """An array of zeros, stored as another is."""
-    values = np.broadcast_to(np.zeros((), dtype), shape)  # one, however many they are
+def zeros(path: Path, shape: Shape, dtype: np.dtype, fill: float, like: ArrayHandle) -> ArrayHandle:
+    """An array of zeros, or of another constant, stored as another is."""
+    values = np.broadcast_to(np.array(fill).astype(dtype), shape)  # one, however many they are
     value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type
     return dataclasses.replace(constant(path, values, like), value_type=value_type)
 
 
 def from_memory(handle: ArrayHandle) -> bool:
-    """Whether an array is made of values that nothing has stored."""
+    """Whether an array consists of values that are not stored."""
     if isinstance(handle.data, StoredArray):
         return False
-    return isinstance(handle.data.operation, Constant) or any(map(from_memory, handle.data.inputs))
+    return isinstance(handle.data.operation, ops.Constant) or any(
+        map(from_memory, handle.data.inputs)
+    )
+
+
+class Rounded(NamedTuple):
+    """Arrays that are rounded when a map computes them, and their bytes."""
+
+    arrays: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{count_of(self.arrays, 'array')}, {format_bytes(self.bytes)}"
+
+
+def rounded(handles: Iterable[ArrayHandle]) -> Rounded:
+    """Which of some arrays are rounded."""
+    found = [handle.nbytes for handle in handles if rounds(handle)]
+    return Rounded(len(found), sum(found))
+
+
+def rounds(handle: ArrayHandle) -> bool:
+    """Whether an operation of a map rounds the values of an array. Casts are not counted, and
+    nothing is known of functions."""
+    if isinstance(handle.data, StoredArray):
+        return False
+    operation = handle.data.operation
+    inexact = isinstance(operation, ops.Computed) and not operation.exact
+    return inexact or any(map(rounds, handle.data.inputs))
 
 
 def sources(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:
     """The arrays, with a box of each, that a box of an array is computed from: stored ones, and
-    those that functions make on the way, which they do as a whole."""
+    those that are computed on the way, functions' as a whole."""
     data = handle.data
-    if isinstance(data, StoredArray) or isinstance(data.operation, Apply):
+    if isinstance(data, StoredArray) or isinstance(data.operation, ops.Apply | ops.Computed):
         yield handle, box
     if isinstance(data, Derived):
         shapes = [source.shape for source in data.inputs]
@@ -173,20 +220,19 @@ def sources(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:
 
 
 def stored_share(handle: ArrayHandle) -> int:
-    """Stored bytes that belong to an array: of what it shares with others, by its elements."""
+    """Stored bytes of an array. It shares those of its inputs in proportion to its elements."""
     if isinstance(handle.data, StoredArray):
         return sum(handle.stored_sizes())
     whole = sum(map(stored_share, handle.data.inputs))
     of = sum(math.prod(source.shape) for source in handle.data.inputs)
-    if isinstance(handle.data.operation, Apply) or not of:
+    if isinstance(handle.data.operation, ops.Apply) or not of:
         return whole
     return whole * min(math.prod(handle.shape), of) // of
 
 
 def stored_chunks(handle: ArrayHandle, encoding: zarr.Encoding) -> dict[str, StoredChunk] | None:
-    """The stored values that an array consists of as they are, by their keys below its name, to be
-    stored in an encoding: chunks, and for arrays that are stored just so also their metadata. None
-    where it has to be decoded."""
+    """The stored values that are copied verbatim for an array in an encoding, by their keys below
+    its name: chunks, and the metadata if it is the same. None if the array must be decoded."""
     if handle.dtype != handle.stored_dtype:
         return None
     data = handle.data

@@ -1,19 +1,18 @@
 """Digests of array values: the same on any mesh, chunk grid, codec and storage format.
 
-An array's last axis is read as 64-bit words, the last one of a row filled up with zeros; the other
-axes, flattened, number the rows. The digest is made of two sums over all words X, modulo 2^64:
+An array's last axis is read as 64-bit words, the last one of a row padded with zeros. The other
+axes, flattened, number the rows. The digest consists of two sums over all words X, modulo 2^64:
 
     sum of row_weight[row] * word_weight[word] * X,    and the same of X >> 32
 
 The weights are odd and come from splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", 2014). Sums can be made box by box, in any order and by several processes: bits
-of one word that are in two boxes add up without a carry.
+number generators", 2014). Boxes can be added in any order and by several processes: bits of one
+word in two boxes add up without a carry.
 
-What it finds: any change of one bit, since an odd number times a power of two below 2^64 is not 0
-modulo 2^64; and, up to an accident of about 2^-64, any other change of values, rows, columns or
-blocks that trade places, and arrays of equal shape that do. The second sum is there for pairs of
-top bits, whose first sum is 2^64. What it does not promise: anything against somebody who makes up
-values to fit a digest. It is no cryptographic hash.
+The digest detects any change of one bit, because an odd number times a power of two below 2^64 is
+not 0 modulo 2^64. Up to a chance of about 2^-64 it detects any other change of values, and rows,
+columns, blocks or arrays of equal shape that trade places. The second sum detects pairs of top
+bits, whose first sum is 2^64. It is no cryptographic hash: values can be made to fit a digest.
 """
 
 import functools
@@ -28,13 +27,12 @@ from reshard.arrays.boxes import Box, Shape, whole_box
 from reshard.arrays.dtypes import name_of
 
 _ROWS, _WORDS = np.uint64(0x243F6A8885A308D3), np.uint64(0x13198A2E03707344)  # digits of pi
-# Words that are summed at a time: they and their upper halves stay in a processor's cache, and
-# numpy's calls take little of the time.
+# Words that are summed at a time: they and their upper halves stay in a processor's cache.
 _SLAB_WORDS = 1 << 16
 
 
 class Digest:
-    """The digest of an array, while its values come in: `elements` of them so far."""
+    """The digest of an array, of which `elements` have been added."""
 
     def __init__(self, shape: Shape, dtype: np.dtype):
         self._shape = tuple(shape)
@@ -44,11 +42,11 @@ class Digest:
 
     @property
     def complete(self) -> bool:
-        """Whether as many elements have been added as there are."""
+        """Whether all elements have been added."""
         return self.elements == math.prod(self._shape)
 
     def add(self, box: Box, values: np.ndarray) -> None:
-        """Adds the values of one box, which must be the only one that has them."""
+        """Add the values of one box. Boxes must not overlap."""
         assert values.dtype == self._dtype, (values.dtype, self._dtype)
         self.elements += values.size
         if not values.size:
@@ -78,11 +76,11 @@ class Digest:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """What has been added so far, for `merge`."""
+        """The sums of the added boxes, for `merge`."""
         return (*self._sums, self.elements)
 
     def merge(self, state: Sequence[int]) -> None:
-        """Adds the state of another digest of the same array, or an earlier one, of other boxes."""
+        """Add the state of another digest of the same array, of other boxes."""
         low, high, elements = state
         self._sums = (self._sums[0] + low) % 2**64, (self._sums[1] + high) % 2**64
         self.elements += elements
@@ -120,7 +118,7 @@ def _row_weights(
 
 
 def _words(data: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """The words of rows from one byte to another, with zeros where the rows have none."""
+    """The words of rows from one byte to another, with zeros outside the rows."""
     if start >= 0 and stop <= data.shape[1]:
         return data[:, start:stop].view("<u8")
     filled = np.zeros((len(data), stop - start), np.uint8)
@@ -135,12 +133,12 @@ def _weighted(slab: np.ndarray, columns: np.ndarray, rows: np.ndarray) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _word_weights(start: int, stop: int) -> np.ndarray:
-    """The weights of some words of a row, which most slabs share."""
+    """The weights of some words of a row."""
     return _weights(np.arange(start, stop, dtype=np.uint64), _WORDS)
 
 
 def _weights(numbers: np.ndarray, seed: np.uint64) -> np.ndarray:
-    """The weights with these numbers: splitmix64's outputs, made odd."""
+    """The weights of these numbers: splitmix64's outputs, made odd."""
     with np.errstate(over="ignore"):
         x = seed + (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

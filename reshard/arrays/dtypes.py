@@ -1,8 +1,8 @@
 """Dtypes: their names, and the casts that TensorStore gets wrong.
 
-From float64 to dtypes narrower than float32, TensorStore (as most libraries) goes by way of float32
-and rounds twice, which differs where the first rounding lands on a tie of the second. Rounding to
-odd on the way makes the second one exact: Boldo and Melquiond, "When double rounding is odd", 2005.
+From float64 to dtypes narrower than float32, TensorStore, like most libraries, rounds twice: first
+to float32. The result is wrong if the first rounding produces a tie of the second. Rounding to odd
+first makes it exact: Boldo and Melquiond, "When double rounding is odd", 2005.
 
 From and to `float8_e8m0fnu`, TensorStore 0.1.86 gets nearly every value wrong: 1.0 becomes 5.4e-20.
 """
@@ -19,12 +19,12 @@ from reshard.errors import ArgumentError
 
 @functools.lru_cache
 def name_of(dtype: np.dtype) -> str:
-    """The name of a dtype, which numpy puts together each time."""
+    """The name of a dtype, cached: numpy makes it each time."""
     return dtype.name
 
 
 def is_scale(dtype: np.dtype) -> bool:
-    """Whether a dtype holds powers of two alone, the block scales of quantised weights."""
+    """Whether a dtype holds only powers of two: block scales of quantised weights."""
     return name_of(dtype) == "float8_e8m0fnu"
 
 
@@ -34,17 +34,14 @@ def is_miscast(source: np.dtype, target: np.dtype) -> bool:
     return twice or is_scale(source) or is_scale(target)
 
 
-# Elements that are cast at once: what that takes beside the result is within what is charged for
-# any box (`reshard.engine.budget.READ_OVERHEAD`), and stays in the cache.
+# Elements that are cast at once. Their memory is below the charge for any box
+# (`reshard.engine.budget.READ_OVERHEAD`), and stays in the cache.
 _BLOCK = 1 << 9
 
 
 def cast_once(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`values` as `dtype`, by way of float32, rounded once as `ml_dtypes` rounds. NaN stays NaN,
-    overflow is as in numpy.
-
-    Takes no memory to speak of beside the values and the result, if the values are contiguous.
-    """
+    """`values` as `dtype`, rounded once as `ml_dtypes` rounds. NaN stays NaN, and overflow is as in
+    numpy. Contiguous values are not copied."""
     flat = values.reshape(-1)
     made = np.empty(flat.shape, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -55,7 +52,7 @@ def cast_once(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _to_odd(values: np.ndarray) -> np.ndarray:
-    """Values as float32, those of float64 between two of its values as the odd one of the two."""
+    """Values as float32. A float64 between two float32 values becomes the odd one of the two."""
     single = values.astype(np.float32)
     if values.dtype != np.float64:
         return single
@@ -66,9 +63,9 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
 
 
 def parse_dtype(dtype: Any) -> np.dtype:
-    """A numpy dtype from its name; JAX's own (`bfloat16`, `float8_*`, `int4`) among them."""
+    """A numpy dtype from its name, including JAX's own (`bfloat16`, `float8_*`, `int4`)."""
     if isinstance(dtype, str):
-        # What everybody writes: `bf16`, `fp16`, `f32`, `fp8_e4m3fn`.
+        # Short names: `bf16`, `fp16`, `f32`, `fp8_e4m3fn`.
         name = re.sub(r"^(b?)(?:f|(?<!b)fp)(?=\d\d$|\d_)", r"\1float", dtype)
         dtype = getattr(ml_dtypes, name, name)
     try:
@@ -82,7 +79,7 @@ def parse_dtype(dtype: Any) -> np.dtype:
 
 
 def kind_of(dtype: np.dtype) -> str:
-    """The kind of a dtype: of JAX's own as well `f`, `i` or `u`, by their names."""
+    """The kind of a dtype, for JAX's own dtypes by their names: `f`, `i` or `u`."""
     named = {"bfloat": "f", "float": "f", "int": "i", "uint": "u"}
     return next((kind for name, kind in named.items() if dtype.name.startswith(name)), dtype.kind)
 

@@ -1,4 +1,4 @@
-"""Operations on whole arrays: they move elements, join and part arrays; `Apply` alone makes values.
+"""Operations on whole arrays: they move elements, join and split arrays, or compute values.
 Nothing here reads an array.
 
     inputs  ->  operation  ->  outputs        inverse(shapes of the inputs)
@@ -9,6 +9,10 @@ Nothing here reads an array.
     n           Stack          1              Unstack
     1           Unstack        n              Stack
     1           Pad            1              Crop
+    1           Interleave     1              Interleave
+    1           Copies         n              Equal
+    n           Equal          1              Copies
+    1           Scale, Add     1              Scale, Add
     0, 1        Constant, Apply 1             none
 """
 
@@ -39,9 +43,11 @@ from reshard.arrays.reshaping import Reshape
 from reshard.errors import ReshardError, TreeMismatchError
 from reshard.sharding.mesh import Spec
 
-_MOST_PARTS = 1 << 16  # that an array is taken apart into: no model comes near
-# Functions of the user's run one at a time, whichever threads read what they make.
+_MOST_PARTS = 1 << 16  # of an array, far above any model
+# The user's functions run one at a time.
 _APPLYING = threading.Lock()
+# Elements that are computed at once, so that they stay in the cache.
+_BLOCK = 1 << 14
 
 Shapes = Sequence[Shape]
 Views = Sequence[ts.TensorStore]
@@ -50,10 +56,10 @@ Offsets = Iterable[tuple[int, Sequence[int]]]
 
 
 class _Boxes:
-    """Operations whose outputs are boxes of their inputs, one beside another, in padding.
+    """Operations whose outputs consist of boxes of their inputs, and of padding.
 
-    `shapes` are those of the outputs; it raises TreeMismatchError where the operation does not
-    apply. `inverse` undoes the operation on inputs of these shapes.
+    `shapes` returns the shapes of the outputs, and raises TreeMismatchError if the operation does
+    not apply. `inverse` is the operation that undoes it on inputs of these shapes.
     """
 
     __slots__ = ()
@@ -64,19 +70,19 @@ class _Boxes:
         raise NotImplementedError
 
     def origins(self, rank: int) -> Sequence[int | None]:
-        """For each axis of the outputs the axis of the inputs, of this rank, that it is; None for
-        the new axis along which the inputs are."""
+        """For each axis of the outputs its axis of the inputs, which have this rank; None for a new
+        axis along which the inputs are stacked."""
         return range(rank)
 
     def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
-        """The inputs, by their numbers, of which a box of output `part` may have elements: for each
-        axis its first place less that in the output; of an axis that the output lacks, the
-        place."""
+        """The inputs, by their numbers, that a box of output `part` may have elements of. For each
+        axis of an input: its first place minus that in the output, or the place on an axis that
+        the output lacks."""
         return [(0, (0,) * len(inputs[0]))]
 
     def specs(self, specs: Sequence[Spec], inputs: Shapes) -> list[Spec]:
-        """Partition specs of the outputs, of full rank, from those of the inputs: an axis in which
-        these differ is not partitioned."""
+        """Partition specs of the outputs, of full rank. An axis in which the specs of the inputs
+        differ is not partitioned."""
         full = [full_spec(spec, shape) for spec, shape in zip(specs, inputs, strict=True)]
         agreed = [each[0] if len({*each}) == 1 else () for each in zip(*full, strict=True)]
         axes = self.origins(len(inputs[0]))
@@ -84,7 +90,7 @@ class _Boxes:
         return [made] * len(self.shapes(inputs))
 
     def chunks(self, chunks: Sequence[Shape], inputs: Shapes) -> list[Shape]:
-        """For each output the finest known grid whose boxes cut no chunk of an input."""
+        """For each output the finest known grid that cuts no chunk of an input."""
         steps = [math.lcm(*sizes) for sizes in zip(*chunks, strict=True)]
         axes, made, cut = self.origins(len(steps)), self.shapes(inputs), set[int]()
         for part, shape in enumerate(made):
@@ -99,7 +105,7 @@ class _Boxes:
         ]
 
     def sources(self, part: int, box: Box, inputs: Shapes) -> Sources:
-        """The boxes of inputs, by their numbers, that a box of output `part` is made of."""
+        """The boxes of inputs, by their numbers, that a box of output `part` consists of."""
         found = []
         axes = self.origins(len(inputs[0]))
         for number, offset in self.offsets(part, box, inputs):
@@ -132,7 +138,7 @@ class _Boxes:
 
 
 def _along(shape: Shape, axis: int, place: int) -> Shape:
-    """A place along an axis, the first one in all others."""
+    """A place along an axis, with the first place on all others."""
     return replaced((0,) * len(shape), axis % len(shape), place)
 
 
@@ -293,11 +299,11 @@ class Pad(_Boxes):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crop(_Boxes):
-    """Without the outermost elements: what undoes `Pad`. It has no inverse of its own.
+    """An array without its outermost elements: the inverse of `Pad`, without an inverse itself.
 
     Attributes:
       widths: as for `Pad`.
-      fill: what is cut off is to hold nothing else, as `Pad` made it; None for anything.
+      fill: the only value that the cut elements may have; None for any.
     """
 
     widths: tuple[tuple[int, int], ...]
@@ -318,9 +324,263 @@ class Crop(_Boxes):
         return [(0, [before for before, _ in self.widths])]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interleave(_Boxes):
+    """Blocks of an axis, each of which is `parts` equal parts, with the parts interleaved:
+
+        [a0 a1 a2 b0 b1 b2]  ->  [a0 b0 a1 b1 a2 b2]        parts = 2
+
+    Attributes:
+      axis: the axis.
+      parts: the number of parts of a block.
+      block: the size of a block; the whole axis if None.
+      undo: whether interleaved elements go back into parts.
+    """
+
+    axis: int
+    parts: int
+    block: int | None = None
+    undo: bool = False
+
+    def __str__(self) -> str:
+        blocks = "" if self.block is None else f" in blocks of {self.block}"
+        verb = "deinterleaved into" if self.undo else "interleaved from"
+        return f"axis {self.axis} {verb} {self.parts} parts{blocks}"
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        shape = one_shape(inputs)
+        size = shape[from_front(self.axis, shape)]
+        block = self._block(size)
+        if self.parts < 1 or block < 1 or size % block or block % self.parts:
+            blocks = "" if self.block is None else f"blocks of {self.block} with "
+            raise TreeMismatchError(
+                f"axis {self.axis} of {list(shape)} does not have {blocks}{self.parts} equal parts"
+            )
+        return [shape]
+
+    def _block(self, size: int) -> int:
+        return size if self.block is None else self.block
+
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return dataclasses.replace(self, undo=not self.undo)
+
+    def chunks(self, chunks: Sequence[Shape], inputs: Shapes) -> list[Shape]:
+        axis = from_front(self.axis, inputs[0])
+        size = inputs[0][axis]
+        step = min(math.lcm(chunks[0][axis], self._block(size)), size)
+        return [replaced(chunks[0], axis, step)]
+
+    def sources(self, part: int, box: Box, inputs: Shapes) -> Sources:
+        """Whole blocks."""
+        axis = from_front(self.axis, inputs[0])
+        block, ends = self._block(inputs[0][axis]), box[axis]
+        start, stop = ends.start // block * block, -(-ends.stop // block) * block
+        return [(0, replaced(box, axis, slice(start, stop)))]
+
+    def views(self, views: Views) -> list[ts.TensorStore]:
+        shape = tuple(views[0].shape)
+        self.shapes([shape])
+        axis = from_front(self.axis, shape)
+        rows = self._block(shape[axis]) // self.parts
+        form = (-1, rows, self.parts) if self.undo else (-1, self.parts, rows)
+        order = np.arange(shape[axis]).reshape(form).swapaxes(1, 2).reshape(-1)
+        return [views[0][ts.d[axis][order]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copies(_Boxes):
+    """An array, `count` times."""
+
+    count: int
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        if not 0 < self.count <= _MOST_PARTS:
+            raise TreeMismatchError(f"there cannot be {self.count} copies")
+        return [one_shape(inputs)] * self.count
+
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return Equal(self.count)
+
+
+class _Computed(_Boxes):
+    """Operations that compute each element from the same element of each input. They are done when
+    a box is read, a chunk at a time."""
+
+    __slots__ = ()
+
+    # Whether the inverse gives back the same bits. If not, results are rounded.
+    exact: bool = True
+
+    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
+        return [(number, (0,) * len(shape)) for number, shape in enumerate(inputs)]
+
+    def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
+        """The dtype of what is computed of values that are `stored`, and read as `dtype`."""
+        raise NotImplementedError
+
+    def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
+        """Computes a flat block of the output, which is read as `dtype`."""
+        raise NotImplementedError
+
+    def view(
+        self, views: Views, chunk: Shape, dtype: np.dtype, made_dtype: np.dtype
+    ) -> ts.TensorStore:
+        """A view of the output, of `made_dtype`, which is computed in chunks."""
+
+        def computed(values: Sequence[np.ndarray]) -> np.ndarray:
+            given = [each.reshape(-1) for each in values]
+            flat = np.empty(given[0].size, made_dtype)
+            for start in range(0, flat.size, _BLOCK):
+                block = slice(start, start + _BLOCK)
+                with np.errstate(all="ignore"):
+                    self.compute([each[block] for each in given], flat[block], dtype)
+            return flat.reshape(values[0].shape)
+
+        def reads(domain: ts.IndexDomain) -> list[ts.Future]:
+            return [view[domain].read() for view in views]
+
+        return _computed_view(reads, computed, made_dtype, tuple(views[0].shape), chunk)
+
+
+def _computed_view(
+    reads: Callable[[ts.IndexDomain], list[ts.Future]],
+    computed: Callable[[Sequence[np.ndarray]], np.ndarray],
+    dtype: np.dtype,
+    shape: Shape,
+    chunk: Shape,
+) -> ts.TensorStore:
+    """A view whose chunks are computed when they are read, from the values that `reads` reads for a
+    domain."""
+
+    def read(domain: ts.IndexDomain, into: np.ndarray, _: object) -> ts.Future:
+        promise, future = ts.Promise.new()
+        begun = reads(domain)
+        left = threading.Semaphore(len(begun) - 1)
+
+        def done(_: object) -> None:
+            if left.acquire(blocking=False):
+                return  # another read has not ended
+            try:
+                into[...] = computed([np.asarray(each.result()) for each in begun])
+            except BaseException as error:
+                promise.set_exception(error)
+            else:
+                promise.set_result(None)
+
+        for each in begun:
+            each.add_done_callback(done)
+        return future
+
+    layout = ts.ChunkLayout(read_chunk_shape=chunk)
+    return ts.virtual_chunked(read, dtype=ts.dtype(dtype), shape=shape, chunk_layout=layout)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Equal(_Computed):
+    """Arrays that must be equal, bit for bit, as one. Where they are not, reading fails."""
+
+    count: int
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        if len(inputs) != self.count or len({*inputs}) != 1:
+            raise TreeMismatchError(f"{shape_text(inputs)} cannot be equal")
+        return [inputs[0]]
+
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return Copies(self.count)
+
+    def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
+        return stored
+
+    def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
+        first = np.ascontiguousarray(values[0])
+        for other in values[1:]:
+            different = first.view(np.uint8) != np.ascontiguousarray(other).view(np.uint8)
+            if different.any():
+                raise TreeMismatchError("arrays that must be equal differ")
+        into[...] = first
+
+
+class _Affine(_Computed):
+    """Arithmetic with a constant, in float32 or wider, which is rounded once."""
+
+    __slots__ = ()
+
+    constant: float
+
+    def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
+        """float32 for what is read in at most 16 bits, float64 for the rest."""
+        return np.dtype(np.float32 if max(2 * dtype.itemsize, stored.itemsize) <= 4 else np.float64)
+
+    def arithmetic(self, values: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        if not self.constant or not math.isfinite(self.constant):
+            raise TreeMismatchError(f"{self}: the number must be finite, and not 0")
+        return [one_shape(inputs)]
+
+    def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
+        into[...] = self.arithmetic(values[0].astype(into.dtype))
+        before, after = values[0].astype(dtype), into.astype(dtype)
+        lost = np.count_nonzero(np.isfinite(before) & ~np.isfinite(after))
+        if lost:
+            raise TreeMismatchError(f"{self}: {lost} elements overflow in {dtype.name}")
+        if not self.exact:
+            return
+        expected = self.arithmetic(before.astype(into.dtype))
+        same = (after.astype(into.dtype) == expected) & ((before == 0) == (after == 0))
+        lost = np.count_nonzero(~same & (before == before))
+        if lost:
+            raise TreeMismatchError(
+                f"{self}: {lost} elements underflow in {dtype.name}, which rounds them",
+                hints=["`rounds = true` in the rule's `scale` allows that"],
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scale(_Affine):
+    """Values times a factor. A power of two is exact: underflow is an error, unless it `rounds`.
+    Overflow is always one."""
+
+    constant: float
+    rounds: bool = False
+
+    def __str__(self) -> str:
+        return f"scaled by {self.constant}"
+
+    @property
+    def exact(self) -> bool:
+        return not self.rounds and abs(math.frexp(self.constant)[0]) == 0.5
+
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return Scale(1 / self.constant, self.rounds)
+
+    def arithmetic(self, values: np.ndarray) -> np.ndarray:
+        return values * values.dtype.type(self.constant)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Add(_Affine):
+    """Values plus a constant. That rounds; overflow is an error."""
+
+    constant: float
+
+    exact = False
+
+    def __str__(self) -> str:
+        return f"increased by {self.constant}"
+
+    def inverse(self, inputs: Shapes) -> "Operation":
+        return Add(-self.constant)
+
+    def arithmetic(self, values: np.ndarray) -> np.ndarray:
+        return values + values.dtype.type(self.constant)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """Values in memory, made of nothing that is stored."""
+    """Values in memory."""
 
     values: np.ndarray
 
@@ -339,9 +599,10 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Apply:
-    """What a function, called `package.module:function`, makes of a whole array, NumPy to NumPy;
-    shape and dtype are those of what it is given where they are None. A job goes on with the same
-    loading of the function alone: what it computes rests on more than can be compared."""
+    """The result of a function `package.module:function` on a whole array, NumPy to NumPy.
+
+    `shape` and `dtype` are those of the input if they are None. A job can only be resumed with the
+    same loading of the function, because two loadings cannot be compared."""
 
     function: Callable[[np.ndarray], np.ndarray] = dataclasses.field(repr=False)
     name: str
@@ -361,7 +622,7 @@ class Apply:
         raise TreeMismatchError(f"what `{self.name}` makes cannot be inverted")
 
     def specs(self, specs: Sequence[Spec], inputs: Shapes) -> list[Spec]:
-        """Of an array of another shape, that of nothing partitioned."""
+        """An array of another shape is not partitioned."""
         (made,) = self.shapes(inputs)
         return [full_spec(specs[0] if made == inputs[0] else (), made)]
 
@@ -374,29 +635,16 @@ class Apply:
     def view(
         self, view: ts.TensorStore, dtype: np.dtype, rounded: Callable[[np.ndarray], np.ndarray]
     ) -> ts.TensorStore:
-        """A view of what the function makes of a view: it is called when that is read, once for all
-        that is read in one batch. `rounded` makes values of `dtype`, which it is given, of what is
-        read."""
+        """A view of the function's result. The function is called once for each batch that reads
+        it, with values of `dtype` that `rounded` makes from those of `view`."""
         (shape,) = self.shapes([tuple(view.shape)])
         new_dtype = dtype if self.dtype is None else self.dtype
 
-        def read(_: object, into: np.ndarray, __: object) -> ts.Future:
-            promise, future = ts.Promise.new()
+        def computed(values: Sequence[np.ndarray]) -> np.ndarray:
+            return self._made(rounded(values[0]), shape, new_dtype)
 
-            def done(values: ts.Future) -> None:
-                try:
-                    given = rounded(np.asarray(values.result()))
-                    into[...] = self._made(given, shape, new_dtype)
-                except BaseException as error:
-                    promise.set_exception(error)
-                else:
-                    promise.set_result(None)
-
-            view.read().add_done_callback(done)
-            return future
-
-        layout = ts.ChunkLayout(read_chunk_shape=[max(size, 1) for size in shape])
-        return ts.virtual_chunked(read, dtype=ts.dtype(new_dtype), shape=shape, chunk_layout=layout)
+        chunk = tuple(max(size, 1) for size in shape)
+        return _computed_view(lambda _: [view.read()], computed, new_dtype, shape, chunk)
 
     def _made(self, values: np.ndarray, shape: Shape, dtype: np.dtype) -> np.ndarray:
         given = f"{values.dtype.name}{list(values.shape)}"
@@ -416,4 +664,6 @@ class Apply:
         return made
 
 
-Operation = Transpose | Reshape | Split | Concat | Stack | Unstack | Pad | Crop | Apply
+Computed = Equal | Scale | Add
+Moving = Transpose | Reshape | Split | Concat | Stack | Unstack | Pad | Crop | Interleave
+Operation = Moving | Copies | Computed | Apply

@@ -1,4 +1,4 @@
-"""zarr metadata documents, v2 and v3, and what they say of how chunks are encoded."""
+"""zarr metadata documents, v2 and v3, and the encoding of chunks that they describe."""
 
 import functools
 import json
@@ -14,35 +14,34 @@ from reshard.arrays.boxes import Shape, grid_size
 
 Document = dict[str, Any]
 
-# Codecs from bytes to bytes, of which it is known that they look at nothing else.
+# Codecs from bytes to bytes that do not depend on shapes.
 _PLAIN_CODECS = {"zstd", "gzip", "zlib", "bz2", "blosc", "crc32c"}
-# Codecs that zarr v2 and v3 both have, under one name, and what their configurations say in zarr v3
-# alone.
+# Codecs that zarr v2 and v3 share, and the parts of their configurations that only v3 has.
 _SHARED_CODECS: dict[str, Document] = {
     "zstd": {"checksum": False, "level": 1},
     "gzip": {"level": 6},
     "blosc": {},
 }
-# Ways in which blosc shuffles bytes, by their numbers in zarr v2.
+# The shuffles of blosc, by their numbers in zarr v2.
 _SHUFFLES = {-1: "auto", 0: "noshuffle", 1: "shuffle", 2: "bitshuffle"}
-# What zstd says only in zarr v3, and may leave out there.
+# A part of a zstd configuration that only zarr v3 has, and that it may leave out.
 _NO_CHECKSUM = '"checksum": false, '
 # Fill values that are zero, as JSON.
 ZEROS = ("null", "0", "0.0", "false", "[0.0, 0.0]")
-# What of a document is in the shape, the chunk shape, the dtype or the encoding of an array.
+# Keys of a document that the shape, chunk shape, dtype and encoding of an array account for.
 _KNOWN = {
     *("zarr_format", "node_type", "shape", "dtype", "data_type", "chunks", "chunk_grid"),
     *("compressor", "filters", "order", "dimension_separator", "chunk_key_encoding", "codecs"),
     "fill_value",
 }
-# Sizes of one array that no model comes near: decoded bytes, and chunks.
+# Limits for one array, far above any model: decoded bytes, and chunks.
 _MOST_BYTES = 1 << 46
 _MOST_CHUNKS = 1 << 22
 
 
 def check(document: Any) -> None:
-    """Raises ValueError for a document that has not the form in which Orbax writes it: readers of
-    zarr take abbreviations, which nothing here knows."""
+    """Raises ValueError for a document that is not in Orbax's form: abbreviations that other
+    readers of zarr accept are not supported."""
     known = isinstance(document, dict) and document.get("zarr_format") in (2, 3)
     _require(known, "it is not zarr metadata")
     _require(isinstance(document.get("shape"), list), "it has no shape")
@@ -56,7 +55,7 @@ def check(document: Any) -> None:
     names = _codec_names(document.get("codecs"))
     outer = [name for name in names if name not in ("transpose", "bytes")]
     if outer[:1] != ["blosc"] or not set(outer[1:]) <= {"crc32c"}:
-        _check_bounded(outer)  # else what a chunk begins with says what it decodes to
+        _check_bounded(outer)  # the header of a blosc chunk says its decoded size
     sharded = "sharding_indexed" in names
     _require(len(names) == 1 or not sharded, "its sharding codec is not the only codec")
     if sharded:
@@ -80,7 +79,7 @@ def _has_chunk_shape(configuration: Any) -> bool:
 
 
 def _check_bounded(codecs: list[str]) -> None:
-    """All codecs but one stop where a chunk is full."""
+    """Raises ValueError if chunks may decode to more than their size, which only blosc does."""
     _require(
         "blosc" not in codecs,
         "it is compressed with blosc inside another codec, where chunks decode to 2 GiB if "
@@ -96,8 +95,8 @@ def _codec_names(codecs: Any) -> list[str]:
 
 
 def check_size(shape: Shape, chunk: Shape, itemsize: int) -> None:
-    """Raises ValueError for an array that is larger, or in more chunks, than any of a model: loops
-    and numbers elsewhere count on that."""
+    """Raises ValueError for an array with more bytes or chunks than any model: loops and numbers
+    elsewhere rely on these limits."""
     nbytes = math.prod(shape) * itemsize
     if nbytes > _MOST_BYTES:
         raise ValueError(f"an array of {list(shape)} has {nbytes} bytes, more than any model has")
@@ -107,22 +106,22 @@ def check_size(shape: Shape, chunk: Shape, itemsize: int) -> None:
 
 
 class Encoding(NamedTuple):
-    """How values become stored bytes, whatever shape, chunk shape and dtype they have.
+    """How values become stored bytes, apart from shape, chunk shape and dtype.
 
-    Codecs are in the terms of zarr v3, as JSON, for zarr v2 as well; what depends on the dtype is
-    left out of them.
+    Codecs are in the terms of zarr v3, as JSON, also for zarr v2, without the parts that depend on
+    the dtype.
 
     Attributes:
       zarr_format: 2 or 3.
       transposes: codecs from arrays to arrays, in order.
       endian: byte order of elements.
       compressors: codecs from bytes to bytes, in order.
-      shards: the sharding codec around all these, if there is one: the shape of the inner chunks,
-        None for inner chunks that are whole chunks, and its other parameters, as JSON.
+      shards: the sharding codec around all these, if any: the shape of the inner chunks, None if
+        they are whole chunks, and its other parameters, as JSON.
       keys: the form of chunk keys: `"default"`, or `"v2"`.
-      separator: what separates the places in a chunk's key.
-      fill: the fill value, as JSON: of chunks that are absent.
-      names: what else the document says, of dimensions for one, as JSON.
+      separator: the text between the places in a chunk's key.
+      fill: the fill value of absent chunks, as JSON.
+      names: the rest of the document, for example names of dimensions, as JSON.
     """
 
     zarr_format: int
@@ -137,26 +136,26 @@ class Encoding(NamedTuple):
 
     @property
     def codecs(self) -> Hashable:
-        """What two arrays of one dtype must share for encoded chunks of one to be readable as
-        chunks of the other, of the same chunk shape."""
+        """The part that two arrays of one dtype and chunk shape must share, so that encoded chunks
+        of one are chunks of the other."""
         fill = "null" if self.fill in ZEROS else self.fill
         compressors = tuple(text.replace(_NO_CHECKSUM, "") for text in self.compressors)
         return self.transposes, self.endian, compressors, self.shards, fill
 
     @property
     def is_blosc(self) -> bool:
-        """Whether chunks begin with a header of blosc."""
+        """Whether chunks begin with a blosc header."""
         return bool(self.compressors) and _codec_name(self.compressors[0]) == "blosc"
 
     @property
     def ignores_unit_axes(self) -> bool:
-        """Whether encoded chunks are the same with axes of size 1 more or less."""
+        """Whether axes of size 1 do not change encoded chunks."""
         names = set(map(_codec_name, self.compressors))
         whole = self.shards is None or self.shards[0] is None
         return whole and not self.transposes and names <= _PLAIN_CODECS
 
     def chunk_index(self, key: str, rank: int) -> Shape:
-        """The place of a chunk in the grid of an array of this rank, from its key."""
+        """The place of a chunk in the grid, from its key and the rank of the array."""
         return tuple(map(int, key.split(self.separator)[-rank:])) if rank else ()
 
     def chunk_key(self, index: Shape) -> str:
@@ -175,24 +174,23 @@ class Encoding(NamedTuple):
         return re.compile(f"c{separator}{places}" if places else "c", re.ASCII)
 
     def of_derived(self) -> "Encoding":
-        """For an array that has this one's values in another shape: inner chunks are whole chunks,
-        axes are in order, and dimensions have no names."""
+        """The encoding for the same values in another shape: inner chunks are whole, axes are in
+        order, and dimensions have no names."""
         shards = self.shards and (None, self.shards[1])
         return self._replace(transposes=(), shards=shards, names="{}")
 
     def of_other_dtype(self) -> "Encoding":
-        """For an array of another dtype; the fill value is that of arrays that Orbax writes."""
+        """The encoding for another dtype, with the fill value that Orbax writes."""
         return self._replace(endian="little", fill="null")
 
     def most_encoded(self, chunk: Shape, itemsize: int) -> int:
-        """Bytes that a chunk is encoded to at most: values that do not compress become larger, and
-        inner chunks have an index."""
+        """The most bytes of an encoded chunk: values that do not compress become larger, and inner
+        chunks have an index."""
         decoded = math.prod(chunk) * itemsize
         return decoded + decoded // 64 + 1024 * grid_size(chunk, self._inner(chunk))
 
     def _inner(self, chunk: Shape) -> Shape:
-        """Shape of the inner chunks of a chunk, itself where it has none or they do not divide
-        it."""
+        """Shape of the inner chunks of a chunk; its own if it has none or they do not divide it."""
         inner = self.shards and self.shards[0]
         if inner is None or len(inner) != len(chunk):
             return chunk
@@ -200,8 +198,7 @@ class Encoding(NamedTuple):
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def document(self, shape: Shape, chunk: Shape, dtype: np.dtype) -> bytes:
-        """An array's stored metadata. Inner chunks that do not divide its chunks become whole
-        ones."""
+        """An array's stored metadata. Inner chunks that do not divide its chunks become whole."""
         document = self._zarr2(chunk, dtype) if self.zarr_format == 2 else self._zarr3(chunk, dtype)
         whole = {**json.loads(self.names), **document, "shape": list(shape)}
         return json.dumps(whole, separators=(",", ":"), sort_keys=True).encode()
@@ -223,7 +220,7 @@ class Encoding(NamedTuple):
 
     def _zarr3(self, chunk: Shape, dtype: np.dtype) -> Document:
         stored: Document = {"name": "bytes"}
-        if dtype.itemsize > 1:  # then, and only then, they have an order
+        if dtype.itemsize > 1:  # single bytes have no order
             stored["configuration"] = {"endian": self.endian}
         codecs = [json.loads(codec) for codec in self.transposes]
         codecs += [stored, *(_of_dtype(json.loads(codec), dtype) for codec in self.compressors)]
@@ -248,7 +245,7 @@ class Encoding(NamedTuple):
 
 
 def _of_dtype(codec: Document, dtype: np.dtype) -> Document:
-    """A codec of zarr v3, completed."""
+    """A codec of zarr v3, with the parts that depend on the dtype."""
     if codec["name"] == "blosc":
         codec["configuration"]["typesize"] = dtype.itemsize
         if codec["configuration"].get("shuffle") == "auto":
@@ -258,7 +255,7 @@ def _of_dtype(codec: Document, dtype: np.dtype) -> Document:
 
 @functools.lru_cache(maxsize=4096)
 def parse_encoding(metadata: bytes) -> Encoding:
-    """The encoding of an array, from its metadata, which `check` has passed."""
+    """The encoding of an array from metadata that passed `check`."""
     document = json.loads(metadata)
     names = {key: value for key, value in document.items() if key not in _KNOWN}
     rest = (_text(document.get("fill_value")), _text(names))
@@ -332,12 +329,8 @@ def _zarr2_codec(codec: Document) -> Document:
 
 
 def converted(encoding: Encoding, zarr_format: int) -> Encoding:
-    """For an array of another version of zarr. Chunks are encoded in the same way, but for what
-    that version lacks: shards, checksums, and all orders of axes but two in zarr v2.
-
-    Raises:
-      ValueError: it has no such codec.
-    """
+    """The encoding in another version of zarr, without the parts that version lacks: zarr v2 has no
+    shards and no checksums, and two orders of axes. Raises ValueError if it lacks the codec."""
     codecs = [(c["name"], c["configuration"]) for c in map(json.loads, encoding.compressors)]
     names = [name for name, _ in codecs if name != "crc32c" or zarr_format == 3]
     if not set(names) <= _SHARED_CODECS.keys() or (zarr_format == 2 and len(names) > 1):
@@ -348,7 +341,7 @@ def converted(encoding: Encoding, zarr_format: int) -> Encoding:
     return encoding._replace(
         zarr_format=zarr_format,
         transposes=encoding.transposes if zarr_format == 3 or reverses else (),
-        endian="little",  # some dtypes of zarr v2 have no other
+        endian="little",  # some dtypes of zarr v2 have no other order
         compressors=tuple(codec(n, _SHARED_CODECS[n] | rest) for n, rest in codecs if n in names),
         shards=None,
         keys=keys,

@@ -12,12 +12,12 @@ import click
 
 _COMMANDS = {
     "ckpt": "Rewrite a checkpoint for another mesh.",
-    "commit": "Make a checkpoint of the shares that `--shard` wrote.",
+    "commit": "Combine the shares that `--shard` wrote into a checkpoint.",
     "convert": "Convert a Linen checkpoint to NNX, or back.",
     "diff": "Compare two checkpoints.",
     "digest": "Show the digests of all arrays, and record them.",
     "doctor": "Show whether a checkpoint is complete, and what to run next.",
-    "export": "Write a checkpoint as safetensors, as Hugging Face has it.",
+    "export": "Write a checkpoint as safetensors files, for Hugging Face.",
     "help": "Show a topic of the reference, or the help of a command.",
     "inspect": "Show the tree, the format, the steps and the saved meshes.",
     "verify": "Check that a checkpoint is complete, undamaged and unchanged.",
@@ -44,7 +44,7 @@ class _Commands(click.Group):
 
 
 def _versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
-    """Prints the version, and those of the libraries that a report should name."""
+    """Prints the versions that a bug report should name."""
     if not asked:
         return
     from importlib.metadata import version
@@ -68,7 +68,7 @@ def _versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
     help="Show the versions of reshard, JAX, Flax, Orbax and TensorStore.",
 )
 def command() -> None:
-    """JAX checkpoints on another mesh or in Flax's other API, in bounded memory.
+    """Rewrite JAX checkpoints for another mesh or for Flax's other API, in bounded memory.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""What the commands that write do to the leaves of SRC: select, rename, stack and cast."""
+"""Changes to the leaves of SRC, by options: select, rename, stack, cast, and maps."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ CHANGES = options.all_of(
         "Stack layers along a new axis: 'params/layer_{}=params/layers@1'. `{:24}`, `{1:24:2}` and "
         "`{3,5}` take some layers. `{%6}` in PATH is the position in a cycle of six layers.",
     ),
-    options.values("--dtype", "[GLOB=]DTYPE", "Cast floating-point arrays to nearest even."),
+    options.values("--dtype", "[GLOB=]DTYPE", "Cast floats, rounding to nearest even."),
 )
 
 
@@ -44,7 +44,7 @@ class MapFile(click.Path):
 
 READY_MAP = options.all_of(
     options.value(
-        "--config", "HF_DIR", "Folder of config.json for a ready map; by default SRC or --like."
+        "--config", "HF_DIR", "Folder of config.json for the map; by default SRC or --like."
     ),
     options.value("--vocab", "N", "With a ready map: rows of the embedding.", type=options.COUNT),
     options.value(
@@ -68,7 +68,7 @@ MAP = options.all_of(
 
 
 def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
-    """After the changes, and then --map."""
+    """The checkpoint after the changes and --map."""
     if flags["reverse"] and flags["map_file"] is None:
         raise click.UsageError("--reverse requires --map FILE")
     ckpt = prepared(ckpt, flags)
@@ -85,22 +85,34 @@ def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) ->
     """The ready map that --map means, for the model of --config, or else the map file. `to`: the
     API of a conversion."""
     given = {name: flags[name] for name in ("vocab", "scan_axis")}
+    like = flags["like"] if flags.get("reverse") and "like" in flags else None
+    config = flags["config"] or like
     if (flags["map_file"] or "").startswith("hf:"):
         from reshard.convert.ready_maps import ready_map
 
-        like = flags["like"] if flags.get("reverse") and "like" in flags else None
-        return ready_map(
-            flags["map_file"], flags["config"] or like or ckpt.source.root, to=to, **given
-        )
-    if any(value is not None for value in (flags["config"], *given.values())):
-        raise click.UsageError("--config, --vocab and --scan-axis require --map hf:NAME")
+        return ready_map(flags["map_file"], config or ckpt.source.root, to=to, **given)
+    if any(value is not None for value in given.values()):
+        raise click.UsageError("--vocab and --scan-axis require --map hf:NAME")
+    if flags["config"] and not flags["map_file"]:
+        raise click.UsageError("--config requires --map")
+    if config and flags["map_file"]:
+        from reshard.convert.ready_maps import find_map
+
+        return find_map(flags["map_file"], ckpt, config=config)
     return flags["map_file"]
 
 
 def prepared(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
-    """After --from and each option from --select to --dtype, as far as they are in `flags`."""
+    """The checkpoint after the changes. Checks --from first."""
     if flags["saved"] is not None:
-        _check_saved(ckpt, flags["saved"])
+        wanted = [*parse_mesh(flags["saved"], ckpt.meshes).split_axes.items()]
+        others = [mesh for mesh in ckpt.meshes if [*mesh.split_axes.items()] != wanted]
+        if others or not ckpt.meshes:
+            raise ShardingError(
+                f"--from {flags['saved']}: SRC was not saved on this mesh",
+                [f"saved on `{mesh}`" for mesh in others] or ["no leaf was saved on a mesh"],
+                [f"--from {mesh}" for mesh in ckpt.meshes[:1]],
+            )
     if flags["select"] or flags["drop"]:
         ckpt = select(ckpt, flags["select"] or "**", drop=flags["drop"])
     if flags["rename"]:
@@ -113,11 +125,11 @@ def prepared(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
 
 
 def _stacked(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
-    """After --unstack and --stack. Reports the problems of all of them."""
+    """The checkpoint after --unstack and --stack. Raises the problems of all together."""
     found: list[ReshardError] = []
     for name in ("unstack", "stack"):
         for text in flags[name]:
-            from reshard.convert import stacking  # takes as long as to read a small checkpoint
+            from reshard.convert import stacking  # its import takes as long as a small job
 
             given, indices = _layers(text, f"--{name}")
             axis = re.search(r"@(-?\d{1,5})\Z", given)
@@ -132,7 +144,8 @@ def _stacked(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
 
 
 def _layers(text: str, option: str) -> tuple[str, Sequence[int] | None]:
-    """A text with `{}` for the numbers of layers, and these: `{:24}`, `{1:24:2}` or `{3,5}`."""
+    """A path with `{}` for the numbers of layers, and the numbers of `{:24}`, `{1:24:2}` or
+    `{3,5}`; None for all layers."""
     match = re.search(r"\{([^{}%]+)\}", text)
     if match is None:
         return text, None
@@ -153,14 +166,3 @@ def pair(text: str, option: str) -> tuple[str, str]:
     if not equals or not left:
         raise click.BadParameter(f"`{text}` has no `=` after its first part", param_hint=option)
     return left, right
-
-
-def _check_saved(ckpt: Checkpoint, text: str) -> None:
-    wanted = [*parse_mesh(text, ckpt.meshes).split_axes.items()]
-    others = [mesh for mesh in ckpt.meshes if [*mesh.split_axes.items()] != wanted]
-    if others or not ckpt.meshes:
-        raise ShardingError(
-            f"--from {text}: that is not the mesh it was saved on",
-            [f"saved on `{mesh}`" for mesh in others] or ["no leaf was saved on a mesh"],
-            [f"--from {mesh}" for mesh in ckpt.meshes[:1]],
-        )

@@ -14,7 +14,7 @@ from reshard.writer.save import commit
 @click.argument("dst", type=click.Path())
 @options.ANSWER
 def command(dst: str, **flags: Any) -> None:
-    """Make checkpoint DST of the shares that `ckpt --shard` or `convert --shard` has written.
+    """Combine the shares that `ckpt --shard` or `convert --shard` wrote into checkpoint DST.
 
     If shares are missing, the error lists them as a range for an array job. You can stop the
     command at any moment and run it again. If DST is complete, it does nothing.

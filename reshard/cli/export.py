@@ -43,7 +43,7 @@ def command(src: str, dst: str, dry_run: bool, **flags: Any) -> None:
     """
     steps = options.chosen_steps(flags, [src], committed=True)
     if len(steps) > 1:
-        raise click.UsageError("an export is of one step: give --step N")
+        raise click.UsageError("export writes one step: add --step N")
     (ckpt,) = options.opened(flags | {"step": steps[0]}, src)
     ckpt = remapped(ckpt, flags | {"saved": None})
     share = share_of(flags, dst)

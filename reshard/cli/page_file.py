@@ -13,7 +13,7 @@ from reshard.errors import DestinationError, DestinationExistsError
 from reshard.report.page import MARK, page
 from reshard.storage.location import parse_location
 
-_HELP = "write one self-contained HTML page, with pictures. An older one is replaced."
+_HELP = "write one self-contained HTML page. It replaces an older page."
 HTML = options.value("--html page_file", "FILE", f"Also {_HELP}")
 HTML_OF_PLAN = options.value("--html page_file", "FILE", f"With --dry-run, also {_HELP}")
 

@@ -412,7 +412,10 @@ class _Work:
         for path, owner, _ in mirrors:
             assert self._target is not None
             leaf, value = self._target.leaves[there[path]], model.map.values.get(owner)
+            by_rule = "map" in model.map.origin.get(owner, "")  # its state is not known
             if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
+                if by_rule:
+                    continue
                 values[path] = Zeros(leaf.shape, leaf.dtype)
         zeros = {
             path: Zeros(*leaf)
@@ -793,6 +796,12 @@ def differences(
                 yield None, f"{pair}: {both} cannot be combined", ""
     for place, value in whole.values.items():
         wanted = targets.get(place)
+        if isinstance(value, Zeros) and place in names and isinstance(wanted, TargetLeaf):
+            filled = f"{value.dtype.name}{list(value.shape)}"
+            expected = f"{wanted.dtype}{list(wanted.shape)}"
+            if filled != expected:
+                text = f"filled as {filled}, the model has {expected}"
+                yield place, f"{format_path(names[place])}: {text}", ""
         if isinstance(value, Zeros) or place not in names or not isinstance(wanted, TargetLeaf):
             continue
         source, function = made_of(value)

@@ -44,10 +44,11 @@ class Source(NamedTuple):
 
 
 class Zeros(NamedTuple):
-    """An array of zeros: its shape and dtype."""
+    """An array of zeros, or of another constant: its shape and dtype."""
 
     shape: Shape
     dtype: np.dtype
+    fill: float = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,8 +105,10 @@ Value = Source | Zeros | Output
 
 def applied(operation: Operation, inputs: Sequence[Value]) -> tuple[Output, ...]:
     """The outputs of an operation. Raises TreeMismatchError: it does not apply to values of these
-    shapes."""
+    shapes, or one of them is filled."""
     shapes = operation.shapes([value.shape for value in inputs])
+    if any(isinstance(value, Zeros) for value in inputs):
+        raise TreeMismatchError("a filled leaf cannot be changed: `fill` says its last shape")
     call = Call(operation, tuple(inputs), tuple(shapes))
     return tuple(Output(call, part) for part in range(len(shapes)))
 
@@ -140,7 +143,8 @@ class LeafMap:
         the standard conversions of layers and containers), `"structure"` (the order of modules of
         one class), or several of these. A leaf that nothing has been said about has none.
       dropped: leaves before that are left out.
-      must_be_zero: leaves before that are left out, which is right only if they are zeros.
+      must_be_zero: leaves before that are left out, which is right only if they are zeros, or the
+        constant that is given.
     """
 
     values: dict[Path, Value]
@@ -194,7 +198,7 @@ class LeafMap:
             if texts != [""]:
                 origin[path] = ", ".join(dict.fromkeys(texts))
         must_be_zero = {
-            leaf.path: Zeros(leaf.shape, other.must_be_zero[path].dtype)
+            leaf.path: other.must_be_zero[path]._replace(shape=leaf.shape)
             for path, leaves in zero.items()
             for leaf in leaves or ()
         }
@@ -260,13 +264,14 @@ class LeafMap:
         return found
 
     def not_zero(self, leaves: Mapping[Path, Leaf]) -> list[Path]:
-        """Of the leaves before that must be zeros, those that are not. Reads them."""
+        """Of the leaves before that must be zeros, or another constant, those that are not. Reads
+        them."""
         found = []
-        for path in self.must_be_zero:
+        for path, constant in self.must_be_zero.items():
             leaf = leaves[path]
             if isinstance(leaf, ArrayHandle):
-                values = checked(leaf.view().read(), f"{format_path(path)}: its stored bytes")
-                if np.ascontiguousarray(values).view(np.uint8).any():
+                values, expected = leaf.read(), np.array(constant.fill).astype(leaf.dtype)
+                if values.tobytes() != np.broadcast_to(expected, values.shape).tobytes():
                     found.append(path)
         return found
 

@@ -5,22 +5,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
-from reshard.arrays.boxes import Shape
-from reshard.arrays.operations import (
-    Apply,
-    Concat,
-    Crop,
-    Pad,
-    Reshape,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-)
+from reshard.arrays import operations as ops
+from reshard.arrays.boxes import Shape, from_front
 from reshard.convert.align import listed
-from reshard.convert.leafmap import LeafMap, Source, Value, applied
+from reshard.convert.leafmap import LeafMap, Source, Value, Zeros, applied
 from reshard.convert.replacement import (
     Pattern,
     Replacement,
@@ -28,10 +18,13 @@ from reshard.convert.replacement import (
     parse_replacement,
     pattern_template,
     replacement_template,
+    whole_path,
 )
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import Path, compile_glob, format_path, glob_text, named_by, nearest, split_path
 
+Parts = Literal["split", "unstack", "copies"]
+Whole = Literal["concat", "stack", "equal"]
 OPPOSITE = {"nnx": "linen", "linen": "nnx"}
 
 
@@ -43,14 +36,62 @@ class Reshaped:
     to: Shape
     before: Shape | None
 
-    def operation(self, shape: Shape) -> Reshape:
+    def operation(self, shape: Shape) -> ops.Reshape:
         """For a leaf of this shape."""
         if self.before is not None and self.before != shape:
             raise TreeMismatchError(f"its shape is {list(shape)}, not {list(self.before)}")
         rest = math.prod(size for size in self.to if size >= 0)
         if -1 in self.to and (rest == 0 or math.prod(shape) % rest):
             raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(self.to)}")
-        return Reshape(tuple(math.prod(shape) // rest if size < 0 else size for size in self.to))
+        return ops.Reshape(
+            tuple(math.prod(shape) // rest if size < 0 else size for size in self.to)
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resized:
+    """Another size of an axis, by padding at its end; or its inverse, which cuts off nothing else.
+
+    Attributes:
+      axis: the axis.
+      before: the size before padding; None for any.
+      after: the size after it.
+      fill: the value of padding.
+      undo: whether the padding is cut off.
+    """
+
+    axis: int
+    before: int | None
+    after: int
+    fill: float
+    undo: bool = False
+
+    def operation(self, shape: Shape) -> ops.Pad | ops.Crop:
+        """For a leaf of this shape."""
+        axis = from_front(self.axis, shape)
+        before = shape[axis] if self.before is None else self.before
+        size, wanted = shape[axis], self.after if self.undo else before
+        if size != wanted:
+            raise TreeMismatchError(f"axis {self.axis} has the size {size}, not {wanted}")
+        if self.after < before:
+            raise TreeMismatchError(
+                f"axis {self.axis} has the size {size}, more than {self.after}: `pad` cuts nothing"
+            )
+        widths = tuple((0, (self.after - before) * (at == axis)) for at in range(len(shape)))
+        return ops.Crop(widths, self.fill) if self.undo else ops.Pad(widths, self.fill)
+
+
+Each = (
+    ops.Apply
+    | ops.Scale
+    | ops.Add
+    | ops.Interleave
+    | ops.Transpose
+    | Reshaped
+    | Resized
+    | ops.Pad
+    | ops.Crop
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,34 +99,36 @@ class Divided:
     """One leaf becomes several.
 
     Attributes:
-      kind: whether the axis stays or goes.
+      kind: whether the axis stays or goes; or whether each of them is the whole leaf.
       axis: the axis.
       sizes: of the parts, for `split`; None for equal ones.
       into: a path for each part, or one for all of them in which `{}` is the position.
     """
 
-    kind: Literal["split", "unstack"]
+    kind: Parts
     axis: int
     sizes: tuple[int, ...] | None
     into: tuple[Replacement, ...] | Replacement
 
-    def operation(self, shape: Shape) -> Split | Unstack:
+    def operation(self, shape: Shape) -> ops.Split | ops.Unstack | ops.Copies:
         """For a leaf of this shape."""
+        if self.kind == "copies":
+            return ops.Copies(len(self.replacements(1)))
         if not -len(shape) <= self.axis < len(shape):
             raise TreeMismatchError(f"{list(shape)} has no axis {self.axis}")
         size = shape[self.axis]
         if self.kind == "unstack" and not size:
             raise TreeMismatchError(f"axis {self.axis} of {list(shape)} has no parts")
         if self.kind == "unstack":
-            return Unstack(self.axis, len(self.into) if isinstance(self.into, tuple) else size)
+            return ops.Unstack(self.axis, len(self.into) if isinstance(self.into, tuple) else size)
         if self.sizes is not None:
-            return Split(self.axis, self.sizes)
+            return ops.Split(self.axis, self.sizes)
         count = len(self.into) if isinstance(self.into, tuple) else 1
         if size % count:
             raise TreeMismatchError(
                 f"axis {self.axis} of {list(shape)} has no {count} equal parts; give `sizes`"
             )
-        return Split(self.axis, (size // count,) * count)
+        return ops.Split(self.axis, (size // count,) * count)
 
     def replacements(self, count: int) -> list[Replacement]:
         """One for each of so many parts."""
@@ -97,7 +140,7 @@ class Gathered:
     """All leaves that would get the same path become one.
 
     Attributes:
-      kind: along an axis that they have, or along a new one.
+      kind: along an axis that they have, or along a new one; or whether all are the same.
       axis: the axis.
       by: which piece a leaf is: its number from 0, or a text of `order`; None if the position of
         the pattern says so.
@@ -106,18 +149,20 @@ class Gathered:
       names: of the mesh axes that a new axis is partitioned over, for `stack`.
     """
 
-    kind: Literal["concat", "stack"]
+    kind: Whole
     axis: int
     by: Replacement | None = None
     order: tuple[str, ...] | None = None
     sizes: tuple[int, ...] | None = None
     names: tuple[str, ...] = ()
 
-    def operation(self, shapes: Sequence[Shape]) -> Concat | Stack:
+    def operation(self, shapes: Sequence[Shape]) -> ops.Concat | ops.Stack | ops.Equal:
         """For leaves of these shapes."""
+        if self.kind == "equal":
+            return ops.Equal(len(shapes))
         if self.kind == "stack":
-            return Stack(self.axis, self.names)
-        concat = Concat(self.axis)
+            return ops.Stack(self.axis, self.names)
+        concat = ops.Concat(self.axis)
         concat.shapes(shapes)
         sizes = tuple(shape[self.axis] for shape in shapes)
         if self.sizes is not None and self.sizes != sizes:
@@ -171,6 +216,9 @@ class Rule:
       drop: whether they are dropped; then there is nothing else.
       each: what is done to each of them, in this order.
       regroup: what is done to them then.
+      fill: a constant. The rule makes leaves of it under the paths of `places`; or, with patterns,
+        leaves that are no other are left out.
+      places: the printed paths of the leaves that it makes.
       nest: names for arithmetic.
       optional: it may match nothing.
     """
@@ -179,8 +227,10 @@ class Rule:
     patterns: tuple[Pattern, ...]
     to: Replacement | None = None
     drop: bool = False
-    each: tuple[Apply | Transpose | Reshaped | Pad | Crop, ...] = ()
+    each: tuple[Each, ...] = ()
     regroup: Divided | Gathered | None = None
+    fill: Zeros | None = None
+    places: tuple[str, ...] = ()
     nest: Nest | None = None
     optional: bool = False
 
@@ -217,7 +267,8 @@ class Rule:
         return [pattern.text for pattern in self.patterns]
 
     def __str__(self) -> str:
-        return f"rule {self.number}, {' + '.join(f'`{p.text}`' for p in self.patterns)}"
+        texts = self.places[:1] or [pattern.text for pattern in self.patterns]
+        return f"rule {self.number}, {' + '.join(f'`{text}`' for text in texts)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,6 +314,14 @@ def inverse(rules: Map) -> Map:
             if rule.drop:
                 globs = [pattern_template(pattern).glob for pattern in rule.patterns]
                 (optional if rule.optional else dropped).extend(globs)
+            elif rule.places:
+                patterns = tuple(map(whole_path, rule.places))
+                undone.append(Rule(rule.number, patterns, fill=rule.fill))
+            elif rule.fill is not None:
+                places = tuple(pattern.literal or "" for pattern in rule.patterns)
+                if "" in places:
+                    raise ValueError("the paths of the leaves that it removes are not all in it")
+                undone.append(Rule(rule.number, (), fill=rule.fill, places=places))
             else:
                 undone += _undone(rule)
         except TreeMismatchError as error:
@@ -281,6 +340,10 @@ def inverse(rules: Map) -> Map:
     ignored = (*rules.initial, *rules.optional)
     outside = tuple(dropped[::-1]), tuple(optional), ignored
     return Map(rules.name, tuple(undone), *outside, to, rules.keeps)
+
+
+_JOINED: dict[Parts, Whole] = {"split": "concat", "unstack": "stack", "copies": "equal"}
+_PARTED: dict[Whole, Parts] = {whole: parts for parts, whole in _JOINED.items()}
 
 
 def _undone(rule: Rule) -> list[Rule]:
@@ -303,7 +366,7 @@ def _undone(rule: Rule) -> list[Rule]:
             raise ValueError("the paths of its parts do not have the same numbers in them")
         patterns = tuple(part.pattern() for part in parts)
         by = parse_replacement(rf"\{groups.index(0) + 1}", patterns) if one else None
-        kind = "concat" if regroup.kind == "split" else "stack"
+        kind = _JOINED[regroup.kind]
         gathered = Gathered(kind, regroup.axis, by, sizes=regroup.sizes)
         to = sources[0].replacement(parts[0])
         return [Rule(rule.number, patterns, to, regroup=gathered), *changed]
@@ -311,7 +374,7 @@ def _undone(rule: Rule) -> list[Rule]:
         raise ValueError("its pieces are neither numbers nor a list of regexes")
     if regroup.kind == "concat" and regroup.sizes is None:
         raise ValueError("`concat` lacks the `sizes` of the pieces")
-    kind = "split" if regroup.kind == "concat" else "unstack"
+    kind = _PARTED[regroup.kind]
     into = None
     if regroup.by is not None:
         by = replacement_template(regroup.by, True)
@@ -327,22 +390,26 @@ def _undone(rule: Rule) -> list[Rule]:
     return [Rule(rule.number, (target.pattern(),), regroup=divided), *changed]
 
 
-def _undone_each(
-    kind: Apply | Transpose | Reshaped | Pad | Crop,
-) -> Transpose | Reshaped | Pad | Crop:
-    if isinstance(kind, Apply):
+def _undone_each(kind: Each) -> Each:
+    if isinstance(kind, ops.Scale | ops.Add | ops.Interleave):
+        return cast(Each, kind.inverse([]))
+    if isinstance(kind, Resized):
+        if kind.before is None:
+            raise TreeMismatchError("`pad` lacks `from`, the size before it")
+        return dataclasses.replace(kind, undo=not kind.undo)
+    if isinstance(kind, ops.Apply):
         raise TreeMismatchError(f"what `{kind.name}` makes cannot be inverted")
     if isinstance(kind, Reshaped):
         if kind.before is None:
             raise TreeMismatchError("`reshape` lacks `from`, the shape before it")
         return Reshaped(kind.before, kind.operation(kind.before).shape)
-    if isinstance(kind, Transpose):
+    if isinstance(kind, ops.Transpose):
         axes = kind.axes
         if sorted(axes) != list(range(len(axes))):
             raise TreeMismatchError(f"axes {list(axes)} are not an order of the axes")
-        return Transpose(tuple(axes.index(axis) for axis in range(len(axes))))
-    if isinstance(kind, Pad):
-        return Crop(kind.widths, kind.fill)
+        return ops.Transpose(tuple(axes.index(axis) for axis in range(len(axes))))
+    if isinstance(kind, ops.Pad):
+        return ops.Crop(kind.widths, kind.fill)
     raise TreeMismatchError("a crop cannot be inverted: the cut elements are lost")
 
 
@@ -496,7 +563,9 @@ class _Tree:
         for place, (path, shape) in enumerate(leaves.items()):
             text = format_path(path)
             self.here[text] = _Leaf(text, Source(path, tuple(shape)), (place,))
+        self.count = len(leaves)
         self.dropped: list[Path] = []
+        self.constant: dict[Path, Zeros] = {}
         self.problems: list[str] = []
         self.hints: list[str] = []
         self.notes: list[str] = []
@@ -528,15 +597,34 @@ class _Tree:
         if leaf.source is not None:
             self.dropped.append(leaf.source)
 
+    def fill(self, rule: Rule, fill: Zeros, found: Sequence[Sequence[_Leaf]]) -> None:
+        """Makes leaves of a constant, or takes those away that must be that constant."""
+        for text in rule.places:
+            if text in self.here:
+                self.problem(rule, text, "that leaf exists already")
+            else:
+                self.here[text] = _Leaf(text, fill, (self.count, rule.number), rule)
+        for leaf in (leaf for hits in found for leaf in hits):
+            if leaf.source is None or not isinstance(leaf.value, Source):
+                self.problem(rule, leaf.text, "an operation made it: `fill` is for stored leaves")
+                continue
+            del self.here[leaf.text]
+            self.constant[leaf.source] = fill
+            if leaf.value.shape != fill.shape:
+                shapes = f"{list(leaf.value.shape)}, not {list(fill.shape)}"
+                self.problem(rule, leaf.text, f"its shape is {shapes}")
+
     def apply(self, rule: Rule) -> None:
         """Applies a rule to every leaf that it matches."""
         found = [self.hits(pattern) for pattern in rule.patterns]
-        if rule.drop:
+        moves: list[_Move] = []
+        if rule.fill is not None:
+            self.fill(rule, rule.fill, found)
+        elif rule.drop:
             for leaf in found[0]:
                 if leaf.source is None:
                     self.problem(rule, leaf.text, "an operation made it; drop its inputs")
                 self.drop(leaf)
-            moves = []
         elif isinstance(rule.regroup, Gathered):
             moves = self.gathered(rule, rule.regroup, found)
         else:
@@ -546,7 +634,7 @@ class _Tree:
         for pattern, hits in zip(rule.patterns, found, strict=True):
             if not hits and not (rule.optional and not any(found)):
                 self.matches_nothing(rule, pattern)
-        if rule.optional and not any(found):
+        if rule.optional and not any(found) and not rule.places:
             self.notes.append(f"{rule} is optional, and matches no leaf")
             self.idle.append(rule)
         self.carry_out(rule, moves)
@@ -588,7 +676,8 @@ class _Tree:
             if value is not None:
                 shape, whole, value = value.shape, value, None
                 with self.telling(rule, leaf.text):
-                    operation = kind.operation(shape) if isinstance(kind, Reshaped) else kind
+                    resolved = isinstance(kind, Reshaped | Resized)
+                    operation: ops.Operation = kind.operation(shape) if resolved else kind
                     (value,) = applied(operation, [whole])
         return value
 
@@ -724,7 +813,7 @@ class _Tree:
         pairs = list(zip(paths, last, strict=True))
         values = {path: leaf.value for path, leaf in pairs if leaf.value is not None}
         origin = {path: "map" for path, leaf in pairs if leaf.last is not None}
-        found = LeafMap(values, origin, tuple(self.dropped))
+        found = LeafMap(values, origin, tuple(self.dropped), self.constant)
         outside = rules.initial, rules.optional
         return MapResult(found, rules.to or "", *outside, tuple(self.notes), tuple(self.idle))
 

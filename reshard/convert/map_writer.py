@@ -52,7 +52,7 @@ NAME = "NAME"
 _WIDTH = 100
 # Of a leaf that is open, as the comment of its rule has them.
 MAX_CANDIDATES = 8
-_JOINS = operations.Concat | operations.Stack
+_JOINS = operations.Concat | operations.Stack | operations.Equal
 _PARTS = operations.Split | operations.Unstack
 # The key and the value of a rule's operation.
 Setting = tuple[str, Any] | None
@@ -209,14 +209,16 @@ def _rule_text(row: Row, setting: Setting, block: Block) -> str:
     lines.append(_assigned("from", sources if joins and 0 not in numbers else sources[0]))
     if not paths:
         lines.append("drop = true")
-    if setting is not None:
+    if isinstance(row.operation, operations.Copies):
+        lines.append(_assigned("to", paths))
+    elif setting is not None:
         key, value = setting
         if joins and 0 in numbers:
             value = value | {"by": numbers.index(0) + 1}
         if parts:
             value = value | {"into": paths[0] if 0 in block.outputs[0].groups else paths}
         lines.append(_assigned(key, value))
-    if paths and not parts:
+    if paths and not parts and not isinstance(row.operation, operations.Copies):
         lines.append(_assigned("to", paths[0]))
     return "\n".join(lines) + "\n"
 
@@ -295,6 +297,24 @@ def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
         case operations.Stack():
             names = {"names": operation.names} if operation.names else {}
             return "stack", {"axis": operation.axis} | names
+        case operations.Copies():
+            return "to", []
+        case operations.Equal():
+            return "equal", True
+        case operations.Scale(constant=factor, rounds=rounds):
+            return "scale", {"by": factor, "rounds": True} if rounds else factor
+        case operations.Add(constant=addend):
+            return "add", addend
+        case operations.Interleave(axis, 2, int(block), undo):
+            return "rope", {
+                "axis": axis,
+                "head_size": block,
+                "to": "halves" if undo else "pairs",
+            }
+        case operations.Interleave(axis, parts, block, undo):
+            size = {} if block is None else {"block": block}
+            key = "deinterleave" if undo else "interleave"
+            return key, {"axis": axis, "parts": parts, **size}
         case operations.Apply(name=name, shape=shape, dtype=dtype):
             sizes = {} if shape is None else {"shape": shape}
             kind = {} if dtype is None else {"dtype": dtype.name}
@@ -319,7 +339,7 @@ def _toml(value: Any, broken: bool = False) -> str:
         if broken and entries and isinstance(value[0], str):
             return "".join(["[\n", *(f"    {entry},\n" for entry in entries), "]"])
         return f"[{', '.join(entries)}]"
-    return repr(value)
+    return "true" if value is True else repr(value)
 
 
 class _Line(NamedTuple):
@@ -404,7 +424,7 @@ def _modules(rows: Sequence[Row], kinds: Sequence[Hashable], ever: Collection[Pa
 def _line(row: Row, place: int, counted: bool = True) -> _Line:
     """A row, with the paths of numbered pieces as one if these are to be counted."""
     before, after = (tuple(map(_parted, side)) for side in (row.inputs, row.outputs))
-    if counted and isinstance(row.operation, _JOINS):
+    if counted and isinstance(row.operation, operations.Concat | operations.Stack):
         before = _counted(before)
     if counted and isinstance(row.operation, _PARTS):
         after = _counted(after)

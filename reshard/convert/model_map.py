@@ -383,7 +383,11 @@ def by_map(
     unexpected = [
         path
         for path in found.map.origin
-        if path not in end.shapes and (path[0] in collections) == (end.api == "linen")
+        if path not in end.shapes
+        and (
+            (path[0] in collections) == (end.api == "linen")
+            or isinstance(found.map.values[path], Zeros)
+        )
     ]
     problems = []
     for path in map(format_path, unexpected):
@@ -444,7 +448,10 @@ def model_map(
         if reached.issuperset(LeafMap({path: value}).sources())
     }
     origin = {path: text for path, text in back.origin.items() if path in values}
-    zeros = {path: Zeros(source.shapes[path], source.dtypes[path]) for path in back.must_be_zero}
+    zeros = {
+        path: zero._replace(shape=source.shapes[path], dtype=source.dtypes[path])
+        for path, zero in back.must_be_zero.items()
+    }
     return LeafMap(values, origin, said.dropped, zeros), found
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import array_text
-from reshard.arrays.operations import Apply, Operation, Pad, Stack, Transpose, Unstack
+from reshard.arrays.operations import Apply, Moving, Operation, Pad, Stack, Transpose, Unstack
 from reshard.convert.leafmap import (
     Call,
     LeafMap,
@@ -544,6 +544,8 @@ class _Subtree:
             return [_Held(paths)] * len(call.shapes)
         if isinstance(call.operation, Apply):
             return f"its parameter is given to `{call.operation.name}`, which is for that alone"
+        if not isinstance(call.operation, Moving):
+            return f"its parameter is changed ({call.operation}), and moments change otherwise"
         first, values = valued[0], [held.value for held in valued if held.value is not None]
         before, moments = [v.shape for v in call.inputs], [value.shape for value in values]
         unused = [

@@ -38,8 +38,8 @@ from typing import Any
 
 from reshard.checkpoint import Checkpoint
 from reshard.convert.map_rules import Map
-from reshard.convert.mapfile import map_of, read_map
-from reshard.errors import ArgumentError
+from reshard.convert.mapfile import config_numbers, map_of, read_map
+from reshard.errors import ArgumentError, ReshardError
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import parse_location
 
@@ -113,15 +113,25 @@ def ready_map(
 
 
 def find_map(
-    map_file: str | os.PathLike[str] | Map, ckpt: Checkpoint, to: str | None = None
+    map_file: str | os.PathLike[str] | Map,
+    ckpt: Checkpoint,
+    to: str | None = None,
+    config: str | os.PathLike[str] | None = None,
 ) -> Map:
     """The map that an argument means: a map, a file, or the ready map for a Hugging Face
-    checkpoint. Raises ArgumentError, as `ready_map` and `read_map`."""
+    checkpoint, whose configuration is beside it if no other is given. Raises ArgumentError, as
+    `ready_map` and `read_map`."""
     if isinstance(map_file, Map):
         return map_file
     if isinstance(map_file, str) and map_file.startswith(PREFIX):
-        return ready_map(map_file, ckpt.source.root, to=to)
-    return read_map(map_file)
+        return ready_map(map_file, config or ckpt.source.root, to=to)
+    try:
+        numbers = config_numbers(_config(config or ckpt.source.root))
+    except ReshardError:
+        if config:
+            raise
+        numbers = {}
+    return read_map(map_file, numbers)
 
 
 def ready_maps() -> dict[str, dict[str, Any]]:

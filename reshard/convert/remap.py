@@ -5,16 +5,23 @@ import os
 from collections.abc import Iterator, Mapping
 
 from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
-from reshard.convert.leafmap import LeafMap, Source, sources_of
+from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
+from reshard.convert.optimizer import followers
 from reshard.convert.ready_maps import find_map
+from reshard.convert.stacking import OPTIMIZERS
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, check_lists, format_path, with_positions
 
 
 def remap(
-    ckpt: Checkpoint, map_file: str | os.PathLike[str] | Map, *, reverse: bool = False
+    ckpt: Checkpoint,
+    map_file: str | os.PathLike[str] | Map,
+    *,
+    reverse: bool = False,
+    config: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """The tree that a map file makes of a checkpoint, without a model. Reads no array.
 
@@ -22,9 +29,11 @@ def remap(
 
     Args:
       ckpt: the checkpoint.
-      map_file: TOML, or a ready map such as `"hf:llama-tunix"`: see `reshard help maps`. A ready
-        map reads the `config.json` of `ckpt`. `reshard.ready_map` takes another one.
+      map_file: TOML, or a ready map such as `"hf:llama-tunix"`: see `reshard help maps`. A map from
+        `reshard.ready_map` is taken, too.
       reverse: whether the map is used in the opposite direction.
+      config: a Hugging Face directory, or its `config.json`. Expressions in the map may name its
+        numbers. By default it is beside `ckpt`.
 
     Raises:
       ArgumentError: the file is no map.
@@ -37,7 +46,7 @@ def remap(
       >>> [*reshard.remap(ckpt, "map.toml")]
       [('params', 'block_0', 'kernel'), ('params', 'block_1', 'kernel')]
     """
-    rules = dataclasses.replace(find_map(map_file, ckpt), keeps=True)
+    rules = dataclasses.replace(find_map(map_file, ckpt, config=config), keeps=True)
     old: dict[Path, Path] = {tuple(map(str, path)): path for path in ckpt}
     leaves: dict[Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
     shapes = {p: x.shape if isinstance(x, ArrayHandle) else () for p, x in leaves.items()}
@@ -47,6 +56,12 @@ def remap(
         problems += ["a list and a dict in one place have keys of the same text"]
     if problems:
         raise TreeMismatchError(f"{rules.name}: the map does not make a tree", problems)
+    if differing := result.map.not_zero(leaves):
+        constants = result.map.must_be_zero
+        raise TreeMismatchError(
+            f"{rules.name}: leaves that the map leaves out are not what it would fill them with",
+            [f"{format_path(path)}: not {constants[path].fill}" for path in differing],
+        )
     made: dict[Path, Leaf] = {}
     for path, leaf in result.map.bind(leaves).items():
         was = next(iter(sources_of(result.map.values[path])), path)
@@ -69,3 +84,23 @@ def _problems(
             if isinstance(value, Source) and not isinstance(leaves[value.path], ArrayHandle):
                 kind = type_name(leaves[value.path])
                 yield f"{format_path(value.path)}: {call.operation} is for arrays, not for {kind}"
+    yield from _stateful(found)
+
+
+def _stateful(found: LeafMap) -> Iterator[str]:
+    """Optimizer state of parameters that a rule computes, compares or leaves out as a constant."""
+    changed = dict(found.must_be_zero)
+    for call in found.calls():
+        if not isinstance(call.operation, Moving):
+            changed |= dict.fromkeys(LeafMap({(): Output(call, 0)}).sources())
+    state = [path for path in found.sources() if not OPTIMIZERS.isdisjoint(map(str, path))]
+    parameters = {**found.sources(), **found.must_be_zero}
+    for path in state:
+        parameters.pop(path)
+    owners = followers(dict.fromkeys(parameters, ()), dict.fromkeys(state)) if changed else {}
+    for path, owner in owners.items():
+        if owner in changed:
+            yield (
+                f"{format_path(path)}: it is optimizer state of {format_path(owner)}, whose values "
+                "a rule changes: it cannot follow, so drop it"
+            )

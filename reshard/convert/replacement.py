@@ -13,10 +13,11 @@ import ast
 import dataclasses
 import itertools
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.tree import format_path, glob_key, split_path
 
@@ -31,8 +32,13 @@ _OPERATORS = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Div: operator.truediv,
+    ast.Pow: lambda base, exponent: _power(base, exponent),
 }
-_ARITHMETIC = (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub, ast.BinOp, *_OPERATORS)
+_ARITHMETIC = (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub, ast.BinOp)
+_WHOLE_ARITHMETIC = (*_ARITHMETIC, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+# Of a whole number that is computed: floats hold all up to it.
+_LARGEST = 1 << 53
 _MAX_ARITHMETIC = 200
 # What templates are made of: groups, and texts.
 _PATTERN = re.compile(r"(\(\\d\+\))|\\([1-9]\d?)|\\([^a-zA-Z0-9])|([^\\.^$*+?{}\[\]|()])")
@@ -175,6 +181,37 @@ def parse_replacement(
     return Replacement(text, tuple(parts), constant)
 
 
+def evaluate(text: str, numbers: Mapping[str, float]) -> float:
+    """The value of an expression over named numbers, such as `head_dim ** -0.5`. Raises ValueError:
+    it is no such expression, or it has no value."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body if len(text) <= _MAX_ARITHMETIC else None
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"`{text}` is neither a number nor an expression") from error
+    nodes = [] if tree is None else list(ast.walk(tree))
+    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    allowed = all(isinstance(node, (*_ARITHMETIC, *_OPERATORS)) for node in nodes)
+    if tree is None or not allowed or any(type(value) not in (int, float) for value in constants):
+        raise ValueError(f"`{text:.80}`: only `+ - * / // % **` and parentheses are allowed")
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if unknown := sorted(names - {*numbers}):
+        raise ValueError(f"`{text}`: neither `[vars]` nor the config has `{unknown[0]}`")
+    try:
+        value = _evaluated(tree, numbers)
+    except ArithmeticError as error:
+        raise ValueError(f"`{text}` has no value: {error}") from error
+    if isinstance(value, complex) or abs(value) > _LARGEST:
+        raise ValueError(f"`{text}` has no value")
+    return value
+
+
+def _power(base: float, exponent: float) -> float:
+    """A power, whole if both numbers are."""
+    value = math.pow(base, exponent)
+    whole = isinstance(base, int) and isinstance(exponent, int) and exponent >= 0
+    return int(value) if whole and abs(value) < _LARGEST else value
+
+
 def literal_replacement(text: str) -> Replacement:
     """The replacement that is this text for every match."""
     escaped = text.replace("\\", "\\\\").replace("{", "{{").replace("}", "}}")
@@ -216,7 +253,8 @@ def _arithmetic(
         raise ValueError(f"`{{{text}}}` is not arithmetic") from error
     nodes = list(ast.walk(tree))
     if not all(
-        isinstance(node, _ARITHMETIC) and type(getattr(node, "value", 0)) is int for node in nodes
+        isinstance(node, _WHOLE_ARITHMETIC) and type(getattr(node, "value", 0)) is int
+        for node in nodes
     ):
         raise ValueError(f"`{{{text}}}` is not arithmetic: `+ - * // %` and parentheses are all")
     used = frozenset(node.id for node in nodes if isinstance(node, ast.Name))
@@ -233,7 +271,7 @@ def _arithmetic(
     return Arithmetic(source, tree, used)
 
 
-def _evaluated(node: ast.AST, names: Names) -> int:
+def _evaluated(node: ast.AST, names: Mapping[str, Any]) -> Any:
     match node:
         case ast.BinOp():
             sides = _evaluated(node.left, names), _evaluated(node.right, names)
@@ -242,8 +280,8 @@ def _evaluated(node: ast.AST, names: Names) -> int:
             return -_evaluated(node.operand, names)
         case ast.Name():
             return names[node.id]
-        case ast.Constant(value=int(value)):
-            return value
+        case ast.Constant():
+            return node.value
     raise ValueError(f"`{ast.unparse(node)}` is not arithmetic")
 
 

@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
+from reshard.arrays import operations as ops
 from reshard.arrays.boxes import MOST_AXES, Shape
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, array_text
-from reshard.arrays.operations import Apply, Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
 from reshard.convert.by_order import ByOrder, order_in, order_json, order_of, with_order
 from reshard.convert.layout import KINDS
@@ -32,9 +32,28 @@ from reshard.tree import MAX_KEYS, Path, format_path
 
 # A leaf map as JSON, and back: what a record has of it. What is read is not trusted.
 
-_OPERATIONS = (Transpose, Reshape, Split, Concat, Stack, Unstack, Pad)
+_OPERATIONS = (
+    ops.Transpose,
+    ops.Reshape,
+    ops.Split,
+    ops.Concat,
+    ops.Stack,
+    ops.Unstack,
+    ops.Pad,
+)
+_OPERATIONS += (
+    ops.Interleave,
+    ops.Copies,
+    ops.Equal,
+    ops.Scale,
+    ops.Add,
+)
 # Their fields that are lists.
 _LISTS = {"axes", "shape", "sizes", "names", "widths"}
+# The types of fields that are not whole numbers.
+_TYPES: dict[str, list[type]] = {"names": [str], "undo": [bool], "rounds": [bool]}
+_TYPES |= {"fill": [int, float], "constant": [int, float]}
+_TYPES["block"] = [int, type(None)]
 
 
 def map_json(found: LeafMap) -> dict[str, Any]:
@@ -58,7 +77,10 @@ def map_json(found: LeafMap) -> dict[str, Any]:
 
 
 def _zeros_json(found: Mapping[Path, Zeros]) -> list[Any]:
-    return [[list(path), list(z.shape), z.dtype.name] for path, z in found.items()]
+    return [
+        [list(path), list(z.shape), z.dtype.name, *[z.fill] * bool(z.fill)]
+        for path, z in found.items()
+    ]
 
 
 def _row_json(row: Row) -> dict[str, Any]:
@@ -66,7 +88,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "from": [list(path) for path in row.inputs],
         "to": [list(path) for path in row.outputs],
     }
-    if isinstance(row.operation, Apply):
+    if isinstance(row.operation, ops.Apply):
         document["Apply"] = {"function": row.operation.name}  # to be told, and never imported
     elif row.operation is not None:
         document[type(row.operation).__name__] = dataclasses.asdict(row.operation)
@@ -96,7 +118,10 @@ def map_of(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap
 
 def _zeros(entries: list[Any]) -> dict[Path, Zeros]:
     return {
-        path_of(path): Zeros(shape_of(shape), dtype_of(dtype)) for path, shape, dtype in entries
+        path_of(path): Zeros(
+            shape_of(shape), dtype_of(dtype), *(_field("fill", value) for value in fill)
+        )
+        for path, shape, dtype, *fill in entries
     }
 
 
@@ -122,7 +147,7 @@ def _field(name: str, value: Any) -> Any:
     """The value of a field of an operation."""
     if name == "widths":
         return tuple((_field("axis", before), _field("axis", after)) for before, after in value)
-    types = {"names": [str], "fill": [int, float]}.get(name, [int])
+    types = _TYPES.get(name, [int])
     found = value if name in _LISTS else [value]
     if not isinstance(found, list) or any(type(entry) not in types for entry in found):
         raise ValueError(f"`{name}` of an operation is {value!r:.80}")

@@ -19,7 +19,7 @@ _HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; 
 # Keys of containers of parameters, whose optimizer state is beside them; and where there are none
 # of these, keys of optimizer state.
 _COLLECTIONS = frozenset(("params", "model"))
-_OPTIMIZERS = frozenset(("opt_state", "optimizer", "opt", "optimizer_state"))
+OPTIMIZERS = frozenset(("opt_state", "optimizer", "opt", "optimizer_state"))
 
 
 def stack(
@@ -326,7 +326,7 @@ def _applied(
     copies = collections.Counter(
         _beside(path, next(iter(own)))
         for path in made
-        if path not in own and path not in small and _OPTIMIZERS.isdisjoint(map(str, path))
+        if path not in own and path not in small and OPTIMIZERS.isdisjoint(map(str, path))
     )
     notes = [follows_note(root, count) for root, count in copies.items()]
     return ckpt.replace(leaves, notes=notes, retyped=True)
@@ -352,7 +352,7 @@ def _followed(
     for root, own in parts.items():
         parameters, others = {}, {}
         for path, leaf in ckpt.items():
-            inside = path[: len(root)] == root if root else str(path[0]) not in _OPTIMIZERS
+            inside = path[: len(root)] == root if root else str(path[0]) not in OPTIMIZERS
             if inside and path in arrays:
                 parameters[path] = arrays[path].shape
             elif not inside and path not in taken and path[: len(root[:-1])] == root[:-1]:
@@ -361,7 +361,7 @@ def _followed(
                 elif not isinstance(leaf, str):
                     others[path] = None
         depth = max(len(root) - 1, 0)
-        beside = {path for path in others if str(path[depth]) not in _OPTIMIZERS}
+        beside = {path for path in others if str(path[depth]) not in OPTIMIZERS}
         yield followed(LeafMap(own), parameters, others, beside=beside)
 
 

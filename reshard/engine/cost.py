@@ -14,6 +14,7 @@ from typing import NamedTuple
 from reshard.arrays.boxes import Box, Shape, chunk_ranges, grid_boxes
 from reshard.arrays.derived import sources
 from reshard.arrays.handle import ArrayHandle, Derived
+from reshard.arrays.operations import Apply
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -88,12 +89,12 @@ def _hull(one: Ranges, other: Ranges) -> Ranges:
 
 
 def chunks_of(handle: ArrayHandle, box: Box) -> list[Chunks]:
-    """The stored chunks that a box is decoded from; and what functions make on the way to it."""
+    """The stored chunks that a box is decoded from; and what is computed on the way to it."""
     found = []
     for source, part in sources(handle, box):
         data, chunk = source.data, source.chunk_shape
         if isinstance(data, Derived):
-            found.append(_applied(source))
+            found.append(_computed(source, part))
         else:
             decoded = math.prod(chunk) * source.stored_dtype.itemsize
             chunk_bytes = decoded + data.store.largest_chunk(data.name)
@@ -102,14 +103,19 @@ def chunks_of(handle: ArrayHandle, box: Box) -> list[Chunks]:
     return found
 
 
-def _applied(made: ArrayHandle) -> Chunks:
-    """A whole array that a function makes, as a chunk without elements of its own: what it is given
-    and what it makes, each as much again for what it computes."""
+def _computed(made: ArrayHandle, box: Box) -> Chunks:
+    """What is computed for a box, as chunks without elements of their own: the inputs and the
+    result, each as much again for the computation. A function computes whole arrays."""
     assert isinstance(made.data, Derived)
-    (given,) = made.data.inputs
-    read = math.prod(given.shape) * max(given.read_dtype.itemsize, given.dtype.itemsize)
-    chunk_bytes = 2 * (read + math.prod(made.shape) * made.stored_dtype.itemsize)
-    return Chunks((id(made.data.outputs), ""), ((0, 1),), (0,), (1,), chunk_bytes)
+    whole = isinstance(made.data.operation, Apply)
+    chunk = made.shape if whole else made.chunk_shape
+    ranges = ((0, 1),) * len(chunk) if whole else chunk_ranges(box, chunk)
+    nbytes = math.prod(chunk) * made.stored_dtype.itemsize
+    for given in made.data.inputs:
+        itemsize = max(given.read_dtype.itemsize, given.dtype.itemsize)
+        nbytes += math.prod(given.shape if whole else chunk) * itemsize
+    array = (id(made.data.outputs), "")
+    return Chunks(array, (*ranges, (0, 1)), (*made.shape, 0), (*chunk, 1), 2 * nbytes)
 
 
 def total(chunks: Iterable[Chunks]) -> Decoded:

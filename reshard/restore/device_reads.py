@@ -5,8 +5,8 @@
     |     |     |   -read->  |   |   |   |   |   -alias->    one buffer
     +-----+-----+            +---+---+---+---+
 
-Each distinct shard of an array gets one buffer. On CPU devices the JAX arrays are these buffers,
-for every replica; to accelerators they are transferred while others are read.
+Each distinct shard of an array has one buffer. On CPU devices the JAX arrays of all replicas are
+these buffers. On accelerators they are transferred while other arrays are read.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ from reshard.restore.lazy_jax import jax
 from reshard.tree import format_path
 from reshard.units import format_bytes
 
-# Arrays up to this size (decoded bytes) are read whole, and cut into shards in memory: cheaper than
-# a read for each shard.
+# Arrays up to this size (decoded bytes) are read whole and split in memory, which is faster than a
+# read for each shard.
 READ_WHOLE = 1 << 20
 
 
@@ -50,9 +50,9 @@ class Request:
     """One array to read.
 
     Attributes:
-      dtype: the target's, which is the handle's or another integer dtype.
-      sharding: without one it becomes a numpy array on the host.
-      on_host: it becomes the buffers of the shards of this process, by their first elements.
+      dtype: the target's dtype: the handle's, or another integer dtype.
+      sharding: the target's sharding; None for a numpy array on the host.
+      on_host: the result is the buffers of this process's shards, by their first elements.
     """
 
     handle: ArrayHandle
@@ -66,12 +66,12 @@ def read_arrays(
     max_memory: int | None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[Any]:
-    """The arrays, on their devices, in the order of the requests. Each process reads what its own
-    devices hold.
+    """Read arrays onto their devices, in the order of the requests. Each process reads the shards
+    of its own devices.
 
     Args:
-      max_memory: bytes in flight at most beyond the results: chunks, stored and decoded, and what
-        is on its way to an accelerator. None for as much as keeps all cores busy.
+      max_memory: bytes in flight at most beyond the results: chunks, stored and decoded, and bytes
+        on their way to an accelerator. None for enough to keep all cores busy.
 
     Raises:
       MemoryLimitError: one stored chunk does not fit into `max_memory`; all such arrays are named.
@@ -105,7 +105,7 @@ def read_arrays(
 
 
 def check_stored(requests: Sequence[Request]) -> None:
-    """Raises CorruptCheckpointError for all arrays of which stored chunks are missing."""
+    """Raises CorruptCheckpointError with all arrays that lack stored chunks."""
     found = []
     for request in requests:
         try:
@@ -117,15 +117,15 @@ def check_stored(requests: Sequence[Request]) -> None:
 
 
 def least_memory(request: Request) -> int:
-    """Bytes that reading a single chunk takes."""
+    """Bytes that the read of one chunk takes."""
     return _ArrayRead(request).least
 
 
 def _arranged(
     arrays: "Sequence[_ArrayRead]", limit: int, max_memory: int | None
 ) -> "list[list[_ArrayRead]]":
-    """Groups of arrays that are read box by box together, since they share stored chunks and memory
-    has room for a box of each."""
+    """Groups of arrays that are read together, box by box: they share stored chunks, and a box of
+    each fits in memory."""
     groups = []
     for numbers in co_read_groups([array.handle for array in arrays]):
         group = [arrays[number] for number in numbers]
@@ -142,7 +142,7 @@ def _arranged(
 
 
 class _ArrayRead:
-    """One array, whose shards are read in one box, or in boxes of whole chunks."""
+    """The read of one array, in one box or in boxes of whole chunks."""
 
     def __init__(self, request: Request):
         self.handle = handle = request.handle
@@ -153,9 +153,9 @@ class _ArrayRead:
         self._converts = handle.read_dtype != handle.dtype or handle.dtype != request.dtype
         held, several = self._shards.elements * request.dtype.itemsize, len(self._shards.boxes) > 1
         small = held <= READ_WHOLE and self._shards.fills_bounding_box and several
-        # Read into a buffer of its own first, and cut up or converted from there.
+        # Read into a separate buffer first, and split or converted from there.
         self._through_buffer = self._converts or small
-        # Bytes of the shards' buffers, if they are not the result themselves.
+        # Bytes of the shards' buffers, unless they are the result.
         self._on_host = request.on_host
         self.staging = 0 if self._on_host or _aliases(request.sharding) else held
         self.boxes: list[Box] = []
@@ -166,9 +166,9 @@ class _ArrayRead:
         self._on_devices: DeviceShards | None = None
 
     def split_into_boxes(self, limit: int, chunk_bytes: int, together: int) -> None:
-        """Decides what is read at once: everything, or boxes of whole chunks that take no more than
-        `limit` bytes, and at least one chunk. `chunk_bytes` is what decoding a chunk of its grid
-        takes, with those of all `together` arrays that are read with it."""
+        """Choose the boxes: the whole array, or one or more whole chunks of up to `limit` bytes.
+        `chunk_bytes`: bytes to decode a chunk of each of the `together` arrays that are
+        read with it."""
         if not self._shards.boxes:
             return
         shape, chunk = self.handle.shape, self.handle.chunk_shape
@@ -187,38 +187,39 @@ class _ArrayRead:
             self.boxes = [box for box in grid if self._shards.parts(box)]
 
     def takes(self, shape: Shape, decoding: int, together: int) -> int:
-        """Bytes that a box of this shape takes, with those of all `together` arrays that are read
-        with it; `decoding` is what their chunks take."""
+        """Bytes that boxes of this shape take, one of each of the `together` arrays that are read
+        together; `decoding`: bytes of their chunks."""
         buffers = together * self._buffer_bytes(shape)
         return in_memory(decoding, buffers, self._held(buffers), together)
 
     @property
     def least(self) -> int:
-        """Bytes that reading a single chunk takes."""
+        """Bytes that the read of one chunk takes."""
         return self.takes(self.handle.chunk_shape, self.chunk_bytes, 1)
 
     def unit(self, box: Box, budget: Budget) -> Unit:
-        """What it takes to read a box; the first one takes the shards' buffers, too."""
+        """A box as a unit of a batch. The first box also takes the shards' buffers."""
         buffer = self._buffer_bytes(boxes.shape_of(box))
         kept = self.staging if self._reservation is None and box is self.boxes[0] else 0
         into = functools.partial(self._destinations, box, budget)
         return Unit([Read(self.handle, box, self, into)], buffer, self._held(buffer), kept)
 
     def _buffer_bytes(self, shape: Shape) -> int:
-        """Bytes of the values of a box of this shape, if they are not read into its shards."""
+        """Bytes of the separate buffer for a box of this shape."""
         if not self._through_buffer:
             return 0
         return math.prod(map(min, shape, self.handle.shape)) * self.handle.read_dtype.itemsize
 
     def _held(self, buffer: int) -> int:
-        """Bytes for a buffer that has been read: rounding and converting take two copies."""
+        """Bytes of a buffer after the read: rounding and converting take two copies."""
         if not self._converts:
             return buffer
         read = self.handle.read_dtype.itemsize
         return buffer + 2 * (buffer // read) * max(read, self._dtype.itemsize)
 
     def _destinations(self, box: Box, budget: Budget) -> list[Destination] | None:
-        """Where a box goes, when its read begins: into shards; or None, into a buffer first."""
+        """The parts of shards that a box is read into; None for a separate buffer. Called when the
+        read begins."""
         if self.staging and self._reservation is None:
             self._reservation = budget.reserve(self.staging)
         if self._through_buffer:
@@ -227,17 +228,17 @@ class _ArrayRead:
         return [(part.common, self._buffer(part.start)[(*part.in_shard, ...)]) for part in parts]
 
     def accept(self, box: Box, values: np.ndarray | None) -> None:
-        """Takes what was read of a box; with the last one the array is made."""
+        """Take the values of a box, unless they were read into shards. After the last box the array
+        is made."""
         if values is not None:
             values = self._converted(values)
-        if values is not None and self._piecewise:
-            sharding = self._sharding
-            made = self._on_devices or DeviceShards(self.handle.shape, self._dtype, sharding)
-            made.put(box, values)
-            self._on_devices = made
-        elif values is not None:
-            for part in self._shards.parts(box):
-                self._buffer(part.start)[part.in_shard] = values[part.in_box]
+            if self._piecewise:
+                shape, sharding = self.handle.shape, self._sharding
+                self._on_devices = self._on_devices or DeviceShards(shape, self._dtype, sharding)
+                self._on_devices.put(box, values)
+            else:
+                for part in self._shards.parts(box):
+                    self._buffer(part.start)[part.in_shard] = values[part.in_box]
         if box is self.boxes[-1]:
             self.finish()
 
@@ -254,7 +255,7 @@ class _ArrayRead:
     def _converted(self, values: np.ndarray) -> np.ndarray:
         if values.dtype == self._dtype:
             return values
-        if values.dtype.kind == "V":  # ml_dtypes has no casts between its own integers
+        if values.dtype.kind == "V":  # ml_dtypes cannot cast between its own integers
             values = values.astype(np.int8)
         bounds = ml_dtypes.iinfo(self._dtype)
         if values.size and (int(values.min()) < bounds.min or int(values.max()) > bounds.max):
@@ -285,7 +286,6 @@ class _ArrayRead:
 
 
 def _aliases(sharding: Any) -> bool:
-    """Whether JAX arrays can be the host's buffers."""
-    if sharding is None:
-        return True
-    return all(device.platform == "cpu" for device in sharding.device_set)
+    """Whether JAX arrays can be buffers of the host."""
+    devices = () if sharding is None else sharding.device_set
+    return all(device.platform == "cpu" for device in devices)

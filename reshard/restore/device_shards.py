@@ -1,9 +1,7 @@
-"""JAX's shardings: made of specs; the shards of this process, and buffers for them, on the host and
-on devices."""
+"""The shards of an array on the devices of this process, and buffers for them."""
 
 import functools
 import math
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,13 +13,9 @@ from reshard.arrays.dtypes import is_floating
 from reshard.restore.lazy_jax import jax
 from reshard.sharding.mesh import Spec, spec_entries
 
-# JAX uses a buffer of the host as a CPU array if it is aligned to this many bytes.
+# JAX uses a host buffer as a CPU array if it is aligned to this many bytes.
 ALIGNMENT = 64
-# Buffers from this size on are mapped by us, in ordinary pages: NumPy asks for huge ones. Where
-# memory is warm these save 0.2 s of system time for 0.6 GB; where the machine has given it back to
-# its host, they cost 0.6 to 1.6 s more.
-_MAPPED = 1 << 22
-# Integers that have the bits of other dtypes, by bytes of an element.
+# Integers with the bits of other dtypes, by bytes of an element.
 UNSIGNED = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
 
 
@@ -30,7 +24,8 @@ def named_sharding(mesh: Any, spec: Spec) -> Any:
 
 
 class Part(NamedTuple):
-    """Where a box meets the shard that starts there: in the array, in the shard, and in the box."""
+    """The overlap of a box and the shard with these first elements: in the array, the shard and the
+    box."""
 
     start: Shape
     common: Box
@@ -39,8 +34,9 @@ class Part(NamedTuple):
 
 
 class Shards:
-    """The distinct shards of an array that devices of this process hold, by their first elements.
-    `fills_bounding_box`: they leave no gaps, as they may where there are several processes."""
+    """The distinct shards of an array on devices of this process, by their first elements.
+
+    `fills_bounding_box`: they leave no gaps. With several processes there may be gaps."""
 
     def __init__(self, shards: Sequence[Box]):
         self.boxes = {boxes.start_of(box): box for box in shards}
@@ -62,9 +58,10 @@ class Shards:
                 yield Part(start, common, in_shard, in_box)
 
     def buffers(self, dtype: np.dtype) -> dict[Shape, np.ndarray]:
-        """An uninitialised array for each shard, all of them in one allocation."""
+        """An uninitialised array for each shard, in one allocation: NumPy maps large ones on huge
+        pages."""
         nbytes = self.elements * dtype.itemsize
-        memory = _uninitialised(nbytes + ALIGNMENT * (len(self.boxes) + 1))
+        memory = np.empty(nbytes + ALIGNMENT * (len(self.boxes) + 1), np.uint8)
         address, end = memory.ctypes.data, 0
         found = {}
         for start, box in self.boxes.items():
@@ -74,29 +71,18 @@ class Shards:
         return found
 
 
-def _uninitialised(nbytes: int) -> np.ndarray:
-    """Fresh memory, in ordinary pages. Raises MemoryError if there is none."""
-    if nbytes < _MAPPED:
-        return np.empty(nbytes, np.uint8)
-    try:
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{nbytes} bytes") from error
-    return np.frombuffer(pages, np.uint8)
-
-
 @functools.lru_cache(maxsize=1024)
 def local_shards(shape: Shape, sharding: Any) -> Shards:
-    """The shards of one array; models have few shapes and many arrays of each."""
+    """The shards of an array. They are cached, because models have many arrays of each shape."""
     if sharding is None:
-        return Shards([tuple(slice(0, size) for size in shape)])
+        return Shards([boxes.whole_box(shape)])
     places = sharding.addressable_devices_indices_map(shape).values()
     return Shards([boxes.from_index(index, shape) for index in places])
 
 
 class DeviceShards:
-    """The shards of an array on accelerators, filled piece by piece. Floats travel as integers of
-    their width: computations may change the bits of a NaN."""
+    """The shards of an array on accelerators, filled box by box. Floats are transferred as integers
+    of their width: computations may change the bits of a NaN."""
 
     def __init__(self, shape: Shape, dtype: np.dtype, sharding: Any):
         self._shape = shape
@@ -114,7 +100,7 @@ class DeviceShards:
         self._update = jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0)
 
     def put(self, box: Box, values: np.ndarray) -> None:
-        """Transfers a box of values to all devices that hold a part of it."""
+        """Transfer a box of values to all devices that hold a part of it."""
         for device, shard in self._boxes.items():
             common = boxes.intersection(shard, box)
             if common is not None:
@@ -132,8 +118,8 @@ class DeviceShards:
 def from_bits(
     shape: Shape, dtype: np.dtype, sharding: Any, shards: Mapping[Any, Any]
 ) -> "jax.Array":
-    """An array of its shards by their devices, which are of its dtype or of integers that have its
-    bits; these are gone then."""
+    """An array from its shards by device, of its dtype or of integers with its bits. The shards are
+    consumed."""
     convert = jax.jit(_viewed, static_argnums=1, donate_argnums=0)
     made = []
     for device, shard in shards.items():
@@ -142,7 +128,7 @@ def from_bits(
     kind = sharding.memory_kind
     if kind is None:
         return jax.make_array_from_single_device_arrays(shape, sharding, made)
-    # Computed in the memory of the device, and moved from there.
+    # Computed in the memory of the device, and transferred from there.
     own = sharding.with_memory_kind(made[0].sharding.memory_kind)
     return jax.device_put(jax.make_array_from_single_device_arrays(shape, own, made), sharding)
 
@@ -152,5 +138,5 @@ def _viewed(bits: "jax.Array", dtype: np.dtype) -> "jax.Array":
 
 
 def _alone(device: Any) -> Any:
-    """A context for computations on one device, whatever mesh the user has set."""
+    """A context for computations on one device, for any mesh that the user has set."""
     return jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("_",)))

@@ -1,4 +1,4 @@
-"""JAX, imported when something of it is first used: what opens and plans does without."""
+"""JAX, imported at its first use: jobs from storage to storage do not need it."""
 
 import importlib
 import types
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 class _Lazy(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         value = getattr(importlib.import_module(self.__name__), name)
-        setattr(self, name, value)  # from then on it is found without this function
+        setattr(self, name, value)
         return value
 
 

@@ -1,19 +1,17 @@
-"""The containers of a user's state: flattened to leaves with tuple paths, and unflattened.
+"""A user's state, flattened to leaves with tuple paths, and unflattened.
 
 A state is any pytree of JAX: dicts, `TrainState`, optax's namedtuples, Linen's boxes, `nnx.State`.
-NNX modules and optimizers are graphs (a variable may be in several places); they are split first,
-all of one state together, so that what they share stays shared.
+NNX modules and optimizers are graphs, in which a variable may be in several places. All modules of
+a state are split together, so that they keep sharing variables.
 
-Two kinds of container hold one value and describe its axes, and have no key of their own in the
-path of a leaf: Linen's boxes (`Partitioned` and any other `AxisMetadata`) and NNX's `Variable`s.
-Orbax saves both as a level named `value`.
+Linen's boxes (`Partitioned` and any other `AxisMetadata`) and NNX's `Variable`s hold one value and
+describe its axes. They add no key to the path of a leaf. Orbax saves both as a level named `value`.
 """
 
 import contextlib
 import dataclasses
 import functools
 import importlib
-import operator
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -32,9 +30,13 @@ MESH_HINT = 'jax.make_mesh((1, 8), ("data", "model"), axis_types=(jax.sharding.A
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateLeaf:
-    """A leaf of a state: an array of any kind, a Python scalar or a string; `path` is without the
-    levels of boxes and variables, `wrapper` the box or variable that it is in, and `aliases` are
-    other paths of it, where a module holds it in several places."""
+    """A leaf of a state: an array of any kind, a Python scalar or a string.
+
+    Attributes:
+      path: its path, without the levels of boxes and variables.
+      wrapper: the box or variable that holds it.
+      aliases: its other paths, if a module holds it in several places.
+    """
 
     path: Path
     value: Any
@@ -54,7 +56,7 @@ class StateLeaf:
 
     @functools.cached_property
     def target(self) -> TargetLeaf:
-        """What a checkpoint has to have for it."""
+        """The saved leaf that it needs."""
         value, like = self.value, functools.partial(TargetLeaf, self.path, aliases=self.aliases)
         if not self.is_array:
             return like(type(value).__name__)
@@ -67,12 +69,13 @@ class StateLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """A flattened state: its leaves, in the order of the pytree, those of modules last.
+    """A flattened state.
 
     Attributes:
+      leaves: its leaves, in the order of the pytree, those of modules last.
       masked: paths of boxes and variables without a leaf, which hold optax's `MaskedNode`.
-      unflatten: the same containers around other values, in the order of `leaves`; new modules.
-      update: the same, but modules that are real are updated in place.
+      unflatten: makes the same containers with other values, in the order of `leaves`.
+      update: like `unflatten`, but it updates real modules in place.
     """
 
     leaves: tuple[StateLeaf, ...]
@@ -82,7 +85,7 @@ class State:
 
 
 def check_state(target: Any) -> None:
-    """Raises ArgumentError for what is no state: a class, a function or a text."""
+    """Raises ArgumentError if a target is a class, a function or text."""
     if isinstance(target, str):
         raise ArgumentError(
             f"the target is the text {target!r}, not a state or a `jax.sharding.Mesh`",
@@ -99,12 +102,12 @@ def check_state(target: Any) -> None:
 
 
 def flatten_state(state: Any) -> State:
-    """The leaves of a state, and how to put others in their places."""
+    """Flatten a state."""
     nnx = imported("flax.nnx")
     places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_wrapper_or_module)
     shared: Any = ()
     if any(is_module(value) for _, value in places):
-        shared = nnx.Pytree | nnx.Variable  # variables beside modules may be theirs
+        shared = nnx.Pytree | nnx.Variable  # modules may share these variables
     plain = [(key_path(keys), value) for keys, value in places if not isinstance(value, shared)]
     roots = [key_path(keys) for keys, value in places if isinstance(value, shared)]
     modules = tuple(value for _, value in places if isinstance(value, shared))
@@ -162,9 +165,9 @@ def flatten_state(state: Any) -> State:
 
 
 def _bare(modules: tuple[Any, ...], known: Collection[Path]) -> list[tuple[tuple, Any]]:
-    """Abstract arrays in modules that flax takes for part of their structure: those that are in a
-    container of a module's and in no variable, such as the scales of an `nnx.WeightNorm`; before
-    flax 0.12.5, all that are in no variable. What is there, with its path in the graph."""
+    """Abstract arrays that flax treats as structure of a module, with their paths in the graph:
+    those in a container and in no variable, such as the scales of an `nnx.WeightNorm`; before flax
+    0.12.5, all arrays in no variable."""
     return [
         (path, value)
         for path, value in (imported("flax.nnx").iter_graph(modules) if modules else ())
@@ -172,24 +175,23 @@ def _bare(modules: tuple[Any, ...], known: Collection[Path]) -> list[tuple[tuple
     ]
 
 
-def _put(node: Any, path: tuple, value: Any) -> None:
-    """Sets a value in a container below modules."""
+def _put(node: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Set a value in a container below modules."""
     for place, key in enumerate(path, 1):
         attribute = isinstance(key, str) and not issubclass(type(node), Mapping)
-        get, put = (getattr, setattr) if attribute else (operator.getitem, operator.setitem)
-        if place == len(path):
-            put(node, key, value)
+        if place < len(path):
+            node = getattr(node, key) if attribute else node[key]
+        elif attribute:
+            setattr(node, key, value)
         else:
-            node = get(node, key)
+            node[key] = value
 
 
 def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]:
-    """The leaves of a state under the paths that Orbax gives them, empty containers among them in
-    their places.
+    """The leaves of a state and its empty containers, under the paths that Orbax gives them.
 
-    Boxes and variables are a level named `value`, which is None where they hold no array. What
-    Orbax takes for empty is kept as it is: None, empty dicts, lists and tuples; namedtuples without
-    fields (`EmptyState`) are None.
+    Boxes and variables are a level named `value`, which is None if they hold no array. Empty dicts,
+    lists and tuples stay as they are; namedtuples without fields (`EmptyState`) become None.
     """
     apart = flatten_state(state)
     found: dict[Path, Any] = {(*path, "value"): None for path in apart.masked}
@@ -218,8 +220,8 @@ def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]
 
 
 def imported(name: str) -> Any:
-    """A module of Flax's if the process has imported it, as it has if any object is of it; else
-    None. It would take half a second, and a plain pytree does without."""
+    """A module of Flax if the process has imported it, else None. An import takes half a second,
+    and plain pytrees do not need it."""
     module = sys.modules.get(name)
     if module is not None and getattr(module.__spec__, "_initializing", False):
         return importlib.import_module(name)  # waits for the thread that imports it
@@ -227,7 +229,7 @@ def imported(name: str) -> Any:
 
 
 def is_wrapper(value: Any) -> bool:
-    """Whether it is a box of Linen's or a variable of NNX's."""
+    """Whether it is a box of Linen or a variable of NNX."""
     meta = imported("flax.core.meta")
     return is_variable(value) or (meta is not None and isinstance(value, meta.AxisMetadata))
 
@@ -238,7 +240,7 @@ def is_variable(value: Any) -> bool:
 
 
 def is_module(value: Any) -> bool:
-    """Whether it is a module of NNX's, or another of its graphs."""
+    """Whether it is a module or another graph of NNX."""
     nnx = imported("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Pytree)
 
@@ -248,7 +250,7 @@ def _is_wrapper_or_module(value: Any) -> bool:
 
 
 def key_path(keys: Sequence[Any]) -> Path:
-    """A path of JAX's keys as Orbax names it: positions are ints, everything else is text."""
+    """JAX's keys as a path in Orbax: positions are ints, all other keys are text."""
     return tuple(
         key.idx
         if isinstance(key, jax.tree_util.SequenceKey)
@@ -264,7 +266,7 @@ def _aliases(duplicates: Sequence[Sequence[Sequence[Any]]]) -> dict[Path, list[P
 
 
 def _other_paths(aliases: dict[Path, list[Path]], path: Path) -> list[Path]:
-    """All other paths of a leaf, of which a part may lead through shared nodes."""
+    """All other paths of a leaf, through shared nodes."""
     found, todo = {path}, [path]
     while todo:
         current = todo.pop()
@@ -279,7 +281,7 @@ def _other_paths(aliases: dict[Path, list[Path]], path: Path) -> list[Path]:
 
 
 def axis_names(leaf: StateLeaf) -> Names | None:
-    """The names of a leaf's axes, as its box or variable gives them; None without an annotation."""
+    """The names of a leaf's axes in its box or variable; None without an annotation."""
     wrapper, nnx, names = leaf.wrapper, imported("flax.nnx"), None
     if is_variable(wrapper):
         metadata = wrapper.get_metadata()
@@ -289,7 +291,7 @@ def axis_names(leaf: StateLeaf) -> Names | None:
     elif wrapper is not None and isinstance(wrapper, imported("flax.core.meta").Partitioned):
         names = wrapper.names
     elif wrapper is not None:
-        # NNX inside of Linen makes a variable to tell, which by default would want a mesh.
+        # NNX in Linen makes a variable here, which by default needs a mesh.
         with contextlib.nullcontext() if nnx is None else nnx.use_eager_sharding(False):
             names = getattr(wrapper, "get_partition_spec", lambda: None)()
     if names is None:
@@ -298,6 +300,7 @@ def axis_names(leaf: StateLeaf) -> Names | None:
 
 
 def own_rules(leaf: StateLeaf) -> Any:
+    """The rules in a leaf's annotation."""
     if is_variable(leaf.wrapper):
         return leaf.wrapper.get_metadata().get("sharding_rules")
     return getattr(leaf.wrapper, "rules", None)
@@ -305,6 +308,6 @@ def own_rules(leaf: StateLeaf) -> Any:
 
 @functools.cache
 def _key_impls() -> dict[Any, str]:
-    """The dtype of keys -> the implementation, for those that JAX has."""
+    """The dtype of keys -> the name of their implementation."""
     names = ("threefry2x32", "rbg", "unsafe_rbg")
     return {jax.eval_shape(lambda n=n: jax.random.key(0, impl=n)).dtype: n for n in names}

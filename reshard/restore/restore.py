@@ -161,8 +161,8 @@ def restore(
 def _unusable(
     leaf: StateLeaf, kept: bool, parsed: Callable[[Any], Mesh]
 ) -> Iterator[tuple[str, str]]:
-    """Why a leaf of the target cannot be restored, and of which kind that is; `parsed` is
-    `parse_mesh`, cached."""
+    """Why a target leaf cannot be restored, and the kind of the reason; `parsed`: a cached
+    `parse_mesh`."""
     value, dtype = leaf.value, leaf.target.dtype
     if kept:
         if leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted()):
@@ -190,7 +190,7 @@ def _narrowed(dtype: np.dtype) -> bool:
 
 
 def _on_devices(sharding: Any) -> Any:
-    """A sharding on devices; raises ShardingError for an `AbstractMesh` that is not in context."""
+    """A sharding on devices. Raises ShardingError for an `AbstractMesh` that is not in context."""
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.AbstractMesh):
         return sharding
@@ -226,7 +226,7 @@ def _hints(
 
 
 def _request(leaf: StateLeaf, handle: ArrayHandle) -> Request:
-    """What to read for a leaf, and where to."""
+    """The read of a leaf."""
     sharding = None
     if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) and not _uncommitted(leaf.value):
         sharding = _on_devices(leaf.value.sharding)
@@ -237,12 +237,12 @@ def _request(leaf: StateLeaf, handle: ArrayHandle) -> Request:
 
 
 def _uncommitted(value: Any) -> bool:
-    """Whether an array is bound to no device, so that computations may move it: it stays so."""
+    """Whether an array is bound to no device, so that computations may move it."""
     return not getattr(value, "committed", True)
 
 
 def _as_target(value: Any, leaf: StateLeaf) -> Any:
-    """What was read, as the kind of leaf that the target has."""
+    """A restored value as the target's kind of leaf."""
     kind = leaf.target.kind
     if kind == "key":
         return _as_keys(value, leaf.target.key_impl, _on_devices(leaf.value.sharding))
@@ -274,7 +274,7 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
 def _restore_raw(
     ckpt: Checkpoint, mesh: Any, read: Callable[[Sequence[Request]], list[Any]]
 ) -> Any:
-    """Nested dicts and lists of what was saved, device arrays on a mesh."""
+    """Nested dicts and lists of all leaves, with device arrays on a mesh."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise ShardingError("an AbstractMesh has no devices to restore to", hints=[MESH_HINT])
     ckpt = to_mesh(ckpt, mesh)
@@ -303,7 +303,7 @@ def _restore_raw(
 
     def build(node: Any) -> Any:
         """A list for positions, a dict for other keys."""
-        if not isinstance(node, dict) or not node:  # a dict that is a leaf is empty
+        if not isinstance(node, dict) or not node:  # a leaf may be an empty dict
             return node
         if all(isinstance(key, int) for key in node):
             return [build(node[key]) for key in sorted(node)]

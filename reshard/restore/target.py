@@ -1,17 +1,14 @@
 """The target builder: a model, a mesh and rules -> an abstract state with shardings.
 
-Linen and NNX annotate the axes of their parameters; `reshard.sharding.annotations` decides what
-becomes of each leaf. This module gets the state out of whatever the user has, and puts the
-shardings in.
+Linen and NNX annotate the axes of their parameters. `reshard.sharding.annotations` decides the
+spec of each leaf. This module evaluates the user's model and puts the shardings into its state.
 """
 
-import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from reshard.compat import older
 from reshard.errors import ArgumentError, ShardingError
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.lazy_jax import jax
@@ -90,28 +87,31 @@ def target(
       (None, 'model')
     """
     made, found = target_and_coverage(mesh, model, rules, specs, semantics, inputs)
-    if found.unmatched or not any(found.reached):  # else a rule may be for activations
+    if found.unmatched or not any(found.reached):  # other rules may be for activations
         for note in found.notes:
             warnings.warn(note, stacklevel=2)
     return made
 
 
 def target_and_coverage(mesh: Any, *arguments: Any) -> tuple[Any, Coverage]:
-    """What `target` and `coverage` return for these; warns of nothing."""
+    """The results of `target` and `coverage`, without warnings."""
     state, found = _covered(mesh, *arguments)
     if found.problems:
         raise ShardingError(
             f"the model does not fit the mesh `{found.mesh}`", found.problems, found.hints
         )
-    values, specs = [leaf.value for leaf in state.leaves], iter(found.leaves)
-    for number, leaf in enumerate(state.leaves):
-        if leaf.is_array:
-            values[number] = jax.ShapeDtypeStruct(
-                leaf.value.shape,
-                leaf.value.dtype,
-                sharding=named_sharding(mesh, next(specs).spec),
-                weak_type=getattr(leaf.value, "weak_type", False),
-            )
+    specs = iter(found.leaves)
+    values = [
+        jax.ShapeDtypeStruct(
+            leaf.value.shape,
+            leaf.value.dtype,
+            sharding=named_sharding(mesh, next(specs).spec),
+            weak_type=getattr(leaf.value, "weak_type", False),
+        )
+        if leaf.is_array
+        else leaf.value
+        for leaf in state.leaves
+    ]
     return state.unflatten(values), found
 
 
@@ -157,34 +157,13 @@ def _covered(
     tree = _spec_tree(specs, {leaf.path for leaf in arrays})
     parameters = _parameters(made, arrays)
     leaves = [_annotated(x, tree.get(x.path), x.path in parameters) for x in arrays]
-    pairs = () if tree else _pairs(specs)
-    found = cover(leaves, parse_mesh(mesh), rules, pairs, semantics)
-    return state, dataclasses.replace(found, hints=(*found.hints, *_unnoticed(arrays)))
-
-
-def _unnoticed(leaves: Sequence[StateLeaf]) -> list[str]:
-    """What to do about names of axes that the release of flax that is installed does not know."""
-    installed = older("flax", "0.12.4")
-    paths = [
-        format_path(leaf.path)
-        for leaf in leaves
-        if installed
-        and is_variable(leaf.wrapper)
-        and leaf.wrapper.get_metadata().get("out_sharding") is not None
-        and axis_names(leaf) is None
-    ]
-    return [
-        f"`out_sharding` of {len(paths)} variables, {path} the first, needs flax 0.12.4 or newer; "
-        f"{installed} is installed, where it is called `sharding`"
-        for path in paths[:1]
-    ]
+    pairs = [] if tree else _pairs(specs)
+    return state, cover(leaves, parse_mesh(mesh), rules, pairs, semantics)
 
 
 def _pairs(specs: Any) -> list[tuple[str, Any]]:
     """Pairs of a path regex and a spec, from a sequence or a mapping of them."""
-    entries = list(specs.items()) if isinstance(specs, Mapping) else specs
-    if entries is None:
-        return []
+    entries = list(specs.items()) if isinstance(specs, Mapping) else () if specs is None else specs
     if not isinstance(entries, list | tuple) or not all(
         isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
         for entry in entries
@@ -199,9 +178,9 @@ def _pairs(specs: Any) -> list[tuple[str, Any]]:
 def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
     """Paths of the parameters, which optimizer state follows.
 
-    They are NNX's `Param`s, or variables of other types that an NNX optimizer has state for; what
-    is below the key `params` closest to the root; or else, beside optax's states, which are
-    namedtuples, everything else.
+    These are NNX's `Param`s, or the variables of other types that an NNX optimizer has state for;
+    leaves below the key `params` closest to the root; else all leaves outside optax's states, which
+    are namedtuples.
     """
     nnx = imported("flax.nnx")
     held = [leaf for leaf in leaves if is_variable(leaf.wrapper)]
@@ -223,7 +202,7 @@ def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
 
 
 def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
-    """`specs` by path if it is a pytree of specs in the places of leaves; empty if it is pairs."""
+    """`specs` by path if it is a pytree with specs for leaves; empty if it is pairs."""
     kinds = (jax.sharding.PartitionSpec, jax.sharding.NamedSharding)
     found, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, kinds))
     if not all(isinstance(leaf, kinds) for _, leaf in found):
@@ -233,19 +212,14 @@ def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
     tree = {p[:-1] if p[-1:] == ("value",) and p not in paths else p: x for p, x in tree.items()}
     if isinstance(specs, Mapping) and all(len(path) == 1 for path in tree) and set(tree) != paths:
         return {}  # a dict of regexes
-    unknown = [path for path in tree if path not in paths]
-    if unknown:
-        near = nearest(format_path(unknown[0]), paths)
-        raise ShardingError(
-            "the tree of specs has leaves that the model lacks",
-            [format_path(path) for path in unknown],
-            [f"the model has `{name}`" for name in near[:1]],
-        )
+    if unknown := [format_path(path) for path in tree if path not in paths]:
+        hints = [f"the model has `{name}`" for name in nearest(unknown[0], paths)[:1]]
+        raise ShardingError("the tree of specs has leaves that the model lacks", unknown, hints)
     return tree
 
 
 def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> AnnotatedLeaf:
-    """What is known of a leaf; `spec` takes the place of the names of its axes, if there is one."""
+    """A leaf with its annotation; a `spec` replaces the names of its axes."""
     linen, variable = imported("flax.linen"), is_variable(leaf.wrapper)
     names = axis_names(leaf) if spec is None else spec_entries(spec)
     for name in names or ():
@@ -255,8 +229,8 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
                 f"{format_path(leaf.path)}: the names of its axes are {names!r}",
                 hints=["the name of an axis is text, None, or a tuple of mesh axes"],
             )
-    kind = "nnx" if variable else "mesh"
-    if linen is not None and isinstance(leaf.wrapper, linen.LogicallyPartitioned):
+    kind = "" if names is None else "nnx" if variable else "mesh"
+    if kind and linen is not None and isinstance(leaf.wrapper, linen.LogicallyPartitioned):
         kind = "logical"
     sharding = getattr(leaf.value, "sharding", None)
     named = isinstance(sharding, jax.sharding.NamedSharding)
@@ -265,7 +239,7 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
         shape=tuple(leaf.value.shape),
         itemsize=leaf.value.dtype.itemsize,
         names=names,
-        kind=kind if names is not None else "",
+        kind=kind,
         own_rules=own_rules(leaf),
         saved=normalize_spec(sharding.spec) if named else None,
         parameter=parameter,
@@ -274,13 +248,13 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
 
 
 def state_of(model: Any, mesh: Any = None, inputs: Sequence[Any] = ()) -> Any:
-    """The state that a model is of, as for `target`: abstract where it had to be made."""
+    """The state of a model in any form that `target` takes; abstract if it had to be made."""
     make = maker(model, inputs)
     return model if make is None else _evaluated(make, inputs, mesh)
 
 
 def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
-    """What makes the state of a model, called with `inputs`; None if the model is a state."""
+    """The function that makes the state of a model from `inputs`; None if the model is a state."""
     linen, nnx = imported("flax.linen"), imported("flax.nnx")
     if linen is not None and isinstance(model, linen.Module):
         if not inputs:
@@ -308,39 +282,39 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
 
 def _check_call(function: Callable[..., Any], inputs: Sequence[Any], *keywords: str) -> None:
     """Raises ArgumentError if a function does not take these arguments."""
-    # What a class is called with is said by its constructor: Flax's metaclasses take anything.
-    called: Any = function.__init__ if isinstance(function, type) else function
-    inputs = (function, *inputs) if isinstance(function, type) else inputs
+    called: Any = function
+    if isinstance(function, type):  # Flax's metaclasses take any arguments
+        called, inputs = function.__init__, (function, *inputs)
     try:
         signature = inspect.signature(called)
-    except (TypeError, ValueError):  # one of C's, perhaps, which tells nothing
+    except (TypeError, ValueError):  # perhaps a function of C
         return
     try:
         signature.bind(*inputs, **dict.fromkeys(keywords))
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
-        given = [f"{len(inputs)} inputs"] if inputs and called is function else []
-        given += [f"`{key}=`" for key in keywords]
         raise ArgumentError(
-            f"`{name}` cannot be called with {' and '.join(given) or 'nothing'}: {error}",
+            f"`{name}` cannot be called: {error}",
             hints=[f"a function that does: `def make(): return {name}(...)`"],
         ) from error
 
 
 def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
-    """What a function returns, abstract: `nnx.eval_shape`, which keeps what modules share.
+    """The abstract result of a function, by `nnx.eval_shape`, which keeps what modules share.
 
-    First with no mesh in context: within one, flax applies annotations right away, which fails
-    where they do not fit or where axes are Explicit. A model that constrains values by bare
-    partition specs needs a mesh; it gets the one that the target is for, and if it is not written
-    for Explicit axes, the same with Auto axes. Where all fail, the first failure is raised: what
-    comes after it may be about the context alone.
+    First no mesh is in context: with one, flax applies annotations, which fails if they do not fit
+    or if axes are Explicit. A model that constrains values by bare partition specs needs a mesh. It
+    gets the target's mesh; then, for models that are not written for Explicit axes, the same mesh
+    with Auto axes. If all fail, the first error is raised: later ones may be about the context.
     """
     from flax import nnx
 
     leaves, treedef = jax.tree.flatten(tuple(inputs))
-    is_traced = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-    traced = {number: leaf for number, leaf in enumerate(leaves) if is_traced[number]}
+    traced = {
+        number: leaf
+        for number, leaf in enumerate(leaves)
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    }
 
     def call(arrays: dict[int, Any]) -> Any:
         given = [arrays.get(number, leaf) for number, leaf in enumerate(leaves)]
@@ -360,12 +334,12 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
                 with jax.sharding.use_abstract_mesh(context):
                     made = nnx.eval_shape(call, traced)
                 break
-            except Exception as error:  # anything: it is the user's code
+            except Exception as error:  # any: it is the user's code
                 first = first or error
         else:
             assert first is not None
             raise first
-    # Variables note whether they were made with eager sharding, and compare by it.
+    # Variables record whether they were made with eager sharding, and compare by it.
     eager = nnx.using_eager_sharding()
     for leaf in jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, nnx.Variable | nnx.Pytree)):
         nodes = nnx.iter_graph(leaf) if isinstance(leaf, nnx.Pytree) else [((), leaf)]
@@ -380,13 +354,12 @@ def _check_made(function: Callable[..., Any], made: Any) -> None:
     from flax import linen, nnx
 
     name = getattr(function, "__name__", type(function).__name__)
-    leaves = jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, nnx.Pytree))
-    modules = [leaf for leaf in leaves if isinstance(leaf, linen.Module)]
-    if modules:
-        kind = type(modules[0]).__name__
-        raise ArgumentError(
-            f"`{name}` returned the Linen module {kind}, which holds no variables",
-            hints=[f"return the variables: `{kind}(...).init(jax.random.key(0), x)`"],
-        )
+    for leaf in jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
+        if isinstance(leaf, linen.Module):
+            kind = type(leaf).__name__
+            raise ArgumentError(
+                f"`{name}` returned the Linen module {kind}, which holds no variables",
+                hints=[f"return the variables: `{kind}(...).init(jax.random.key(0), x)`"],
+            )
     if made is None:
         raise ArgumentError(f"`{name}` returned None")

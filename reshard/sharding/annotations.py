@@ -1,9 +1,9 @@
-"""From a model's annotations and new rules to a partition spec for every leaf, and why. Pure.
+"""From a model's annotations and new rules to a partition spec for every leaf, and its reason.
 
-A leaf's spec comes from the first of these that says something: a path regex of the caller's; the
-parameter that it belongs to, if it is optimizer state and says no more than that parameter does;
-the names of its axes, through the rules; the sharding that it has. A leaf that none of them reaches
-is replicated, and `Coverage` says so.
+The spec of a leaf comes from the first of these that applies: a path regex of the caller; the
+parameter that the leaf belongs to, if the leaf is optimizer state without an annotation of its own;
+the names of its axes, through the rules; its present sharding. Any other leaf is replicated, and
+`Coverage` reports it.
 """
 
 import collections
@@ -35,8 +35,8 @@ class AnnotatedLeaf:
       names: the names of its axes, if it is annotated.
       kind: what the names are: `"mesh"` (Linen's `Partitioned`: mesh axes), `"logical"` (Linen's
         `LogicallyPartitioned`), `"nnx"` (metadata of an NNX variable), "" without names.
-      own_rules: rules that the annotation brings along; the caller's come first.
-      saved: the spec of the sharding that it has.
+      own_rules: rules in the annotation; the caller's take precedence.
+      saved: the spec of its present sharding.
       parameter: whether it is a parameter, which optimizer state follows.
       variable: whether it is the value of an NNX variable.
     """
@@ -54,13 +54,13 @@ class AnnotatedLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafCoverage:
-    """What became of one leaf.
+    """The spec of one leaf.
 
     Attributes:
-      source: what its spec comes from: `"specs"`, `"names"`, `"sharding"`, `"optimizer"`, `"none"`.
-      rules: positions of the rules that reached it, in the order in which they were given.
+      source: the origin of its spec: `"specs"`, `"names"`, `"sharding"`, `"optimizer"`, `"none"`.
+      rules: positions of the rules that decided it, in the order in which they were given.
       device_bytes: bytes of a shard.
-      replicated: every device of the mesh holds all of it.
+      replicated: whether every device of the mesh holds all of it.
     """
 
     path: Path
@@ -75,12 +75,12 @@ class LeafCoverage:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """Which rule reached what, and what no rule reached. `print()` shows it.
+    """Which leaves each rule matches, and which leaves no rule matches. `print()` shows it.
 
     Attributes:
-      unmatched: names that no rule has -> paths of the leaves that use them.
+      unmatched: names without a rule -> paths of the leaves that use them.
       problems: why specs do not fit: indivisible dimensions, unknown axes, ambiguities.
-      hints: what to type about them.
+      hints: what to type to solve them.
     """
 
     mesh: Mesh
@@ -92,16 +92,13 @@ class Coverage:
 
     @functools.cached_property
     def reached(self) -> tuple[tuple[Path, ...], ...]:
-        """For each rule, the paths of the leaves that it reached."""
-        paths: list[list[Path]] = [[] for _ in self.rules]
-        for leaf in self.leaves:
-            for position in dict.fromkeys(leaf.rules):
-                paths[position].append(leaf.path)
-        return tuple(map(tuple, paths))
+        """For each rule, the paths of the leaves that it decided."""
+        numbers = range(len(self.rules))
+        return tuple(tuple(leaf.path for leaf in self.leaves if n in leaf.rules) for n in numbers)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Names without a rule and rules without a leaf, with the bytes that are replicated."""
+        """Names without a rule and rules without a leaf, with the replicated bytes."""
         if self.mesh.size == 1 or not self.rules:
             return ()
         notes, rules = [], [name for name, _ in self.rules]
@@ -130,16 +127,16 @@ class Coverage:
 
     @property
     def replicated_bytes(self) -> int:
-        """Bytes a device that replicated leaves cost."""
+        """Bytes of replicated leaves on each device."""
         return sum(leaf.device_bytes for leaf in self.replicated)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes a device of all leaves."""
+        """Bytes of all leaves on each device."""
         return sum(leaf.device_bytes for leaf in self.leaves)
 
     def document(self) -> dict[str, Any]:
-        """The same as JSON has it."""
+        """The coverage as JSON."""
         return {
             "mesh": self.mesh.shape,
             "device_ids": self.mesh.device_ids and list(self.mesh.device_ids),
@@ -218,69 +215,66 @@ def cover(
     """The spec of every leaf; see `reshard.target` for `rules`, `specs` and `semantics`.
 
     Raises:
-      ShardingError: rules or specs that cannot be read, or a regex that matches no leaf. What does
-        not fit the mesh is not raised: it is in `Coverage.problems`.
+      ShardingError: rules or specs that cannot be read, or a regex that matches no leaf. Specs
+        that do not fit the mesh are in `Coverage.problems`.
     """
     check_choice("semantics", semantics, (None, *SEMANTICS))
     paths = [leaf.path for leaf in leaves]
     matched = match_specs(paths, specs, {leaf.path for leaf in leaves if leaf.variable})
-    return _Cover(leaves, mesh, rules, semantics).run(matched)
+    names = (n for leaf in leaves for n in leaf.names or () if isinstance(n, str))
+    parsed = () if rules is None else parse_rules(rules, dict.fromkeys(names))
+    found = _Cover(mesh, parsed, rules is None, semantics, {path: [] for path in paths})
+    # Optimizer state needs the specs of parameters.
+    marked = [leaf for leaf in leaves if leaf.parameter]
+    others = [leaf for leaf in leaves if not leaf.parameter]
+    parameters = Parameters([x.path for x in marked], [x.path for x in others])
+    by_path, done = {leaf.path: leaf for leaf in marked}, dict[Path, LeafCoverage]()
+    for leaf in (*marked, *others):
+        spec, source, used = matched.get(leaf.path), "specs", ()
+        if spec is None and not leaf.parameter:
+            owner = found.owner(leaf, [done[path] for path in parameters.followed_by(leaf.path)])
+            if owner is not None and _follows(leaf, by_path[owner.path]):
+                spec, source = found.part_of(leaf, owner), "optimizer"
+                used = owner.rules if spec else ()
+        if spec is None and leaf.names is not None:
+            spec, used = found.by_names(leaf, leaf.names)
+            source = "names"
+        if spec is None:
+            spec, source = (leaf.saved, "sharding") if leaf.saved is not None else ((), "none")
+        done[leaf.path] = found.covered(leaf, spec, source, used)
+    return Coverage(
+        mesh,
+        parsed,
+        tuple(done[path] for path in paths),
+        {name: tuple(paths) for name, paths in found.unmatched.items()},
+        tuple(dict.fromkeys(itertools.chain(*found.problems.values()))),
+        tuple(dict.fromkeys(found.hints)),
+    )
 
 
+def _follows(leaf: AnnotatedLeaf, parameter: AnnotatedLeaf) -> bool:
+    """Whether a leaf has no annotation of its own: optimizers copy those of parameters to their
+    state, even where they do not fit."""
+    if leaf.names is not None:
+        return leaf.names == parameter.names or len(leaf.names) > len(leaf.shape)
+    return leaf.saved is None or leaf.saved == parameter.saved
+
+
+@dataclasses.dataclass
 class _Cover:
-    """One run of `cover`: the rules, and what was found out on the way."""
+    """The rules of a coverage, and its findings until now."""
 
-    def __init__(
-        self, leaves: Sequence[AnnotatedLeaf], mesh: Mesh, rules: Any, semantics: str | None
-    ):
-        names = (n for leaf in leaves for n in leaf.names or () if isinstance(n, str))
-        self.leaves = {leaf.path: leaf for leaf in leaves}
-        self.mesh = mesh
-        self.without_rules = rules is None
-        self.rules = () if rules is None else parse_rules(rules, dict.fromkeys(names))
-        self.semantics = semantics
-        self.unmatched: dict[str, list[Path]] = {}
-        self.problems: dict[Path, list[str]] = {path: [] for path in self.leaves}
-        self.hints: list[str] = []
+    mesh: Mesh
+    rules: tuple[Rule, ...]
+    without_rules: bool
+    semantics: str | None
+    problems: dict[Path, list[str]]
+    unmatched: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
+    hints: list[str] = dataclasses.field(default_factory=list)
 
-    def run(self, matched: Mapping[Path, Spec]) -> Coverage:
-        """Parameters first: optimizer state needs their specs."""
-        others = [path for path, leaf in self.leaves.items() if not leaf.parameter]
-        marked = [path for path, leaf in self.leaves.items() if leaf.parameter]
-        parameters = Parameters(marked, others)
-        done: dict[Path, LeafCoverage] = {}
-        for path in (*marked, *others):
-            leaf, spec, source, used = self.leaves[path], matched.get(path), "specs", ()
-            if spec is None and not leaf.parameter:
-                owner = self._owner(leaf, [done[at] for at in parameters.followed_by(path)])
-                if owner is not None and self._is_as(leaf, self.leaves[owner.path]):
-                    spec, source = self._follow(leaf, owner), "optimizer"
-                    used = owner.rules if spec else ()
-            if spec is None and leaf.names is not None:
-                spec, used = self._by_names(leaf, leaf.names)
-                source = "names"
-            if spec is None:
-                spec, source = (leaf.saved, "sharding") if leaf.saved is not None else ((), "none")
-            done[path] = self._covered(leaf, spec, source, used)
-        return Coverage(
-            self.mesh,
-            self.rules,
-            tuple(done[path] for path in self.leaves),
-            {name: tuple(paths) for name, paths in self.unmatched.items()},
-            tuple(dict.fromkeys(itertools.chain(*self.problems.values()))),
-            tuple(dict.fromkeys(self.hints)),
-        )
-
-    def _is_as(self, leaf: AnnotatedLeaf, parameter: AnnotatedLeaf) -> bool:
-        """Whether a leaf says no more of itself than its parameter does: annotations are copied
-        from parameters to optimizer state, whether they fit it or not."""
-        if leaf.names is not None:
-            return leaf.names == parameter.names or len(leaf.names) > len(leaf.shape)
-        return leaf.saved is None or leaf.saved == parameter.saved
-
-    def _owner(self, leaf: AnnotatedLeaf, found: list[LeafCoverage]) -> LeafCoverage | None:
-        """The parameter that a leaf belongs to, of those that its path fits; any of them if they
-        are split alike."""
+    def owner(self, leaf: AnnotatedLeaf, found: list[LeafCoverage]) -> LeafCoverage | None:
+        """The parameter that a leaf belongs to, out of those that its path fits: any of them, if
+        all have one spec."""
         if len({(owner.shape, owner.spec) for owner in found}) == 1:
             return found[0]
         if found and leaf.names is None and all(owner.shape == leaf.shape for owner in found):
@@ -294,21 +288,22 @@ class _Cover:
         regex = as_python(f"^{re.escape(where)}$")
         self.hints.append(f"specs=[({regex}, P(...))] says how to split it")
 
-    def _follow(self, leaf: AnnotatedLeaf, owner: LeafCoverage) -> Spec:
-        spec = owner.spec
-        part = matching_part(leaf.path, leaf.shape, owner.shape, spec)
+    def part_of(self, leaf: AnnotatedLeaf, owner: LeafCoverage) -> Spec:
+        """The part of a parameter's spec that is that of its optimizer state."""
+        part = matching_part(leaf.path, leaf.shape, owner.shape, owner.spec)
         if not isinstance(part, str):
             return part
-        if leaf.names is not None or leaf.saved is not None or any(spec):
-            of = f"it belongs to {format_path(owner.path)}, which is {format_spec(spec)}"
+        if leaf.names is not None or leaf.saved is not None or any(owner.spec):
+            of = f"it belongs to {format_path(owner.path)}, which is {format_spec(owner.spec)}"
             self._ambiguous(leaf, f"{of}, and {part}")
         return ()
 
-    def _by_names(self, leaf: AnnotatedLeaf, names: Names) -> tuple[Spec, tuple[int, ...]]:
+    def by_names(self, leaf: AnnotatedLeaf, names: Names) -> tuple[Spec, tuple[int, ...]]:
+        """A spec from the names of axes, and the positions of the rules that decided it."""
         semantics = self.semantics or ("nnx" if leaf.kind == "nnx" else "linen")
         passes = leaf.kind == "mesh" or semantics == "nnx"
         rules = self.rules
-        if leaf.own_rules:  # for names that the caller's rules lack
+        if leaf.own_rules:
             known = {name for name, _ in rules}
             rules += tuple(rule for rule in parse_rules(leaf.own_rules, ()) if rule[0] not in known)
         found = resolve_names(names, rules, semantics, passes)
@@ -319,48 +314,43 @@ class _Cover:
                 if count > 1 and isinstance(name, str) and ruled:
                     problems.append(f"{text}: its names {names} have '{name}' twice")
         for name in found.unmatched:
-            whole = as_python((name, None))
-            if name in self.mesh.axis_names:
-                if passes:
-                    continue
+            on_mesh = name in self.mesh.axis_names
+            if on_mesh and passes:
+                continue
+            replicates = as_python((name, None))
+            if on_mesh:
                 problems.append(
                     f"{text}: no rule has the logical name '{name}', which is also an axis of "
                     f"`{self.mesh}`"
                 )
                 split = as_python((name, name))
-                self.hints.append(f"the rule {split} splits over it, {whole} replicates")
+                self.hints.append(f"the rule {split} splits over it, {replicates} replicates")
             elif passes:
                 near = get_close_matches(name, [rule for rule, _ in self.rules], 1)
                 says = "".join(f"; the nearest rule is `{rule}`" for rule in near)
-                self.hints.append(f"the rule {whole} replicates dimensions named '{name}'{says}")
+                rule = f"the rule {replicates} replicates dimensions named '{name}'"
+                self.hints.append(rule + says)
             elif self.without_rules and leaf.own_rules is None:
                 problems.append(f"{text}: its axes have logical names {names}, and no rules")
                 self.hints.append('rules=[("embed", "data"), ...] gives them, rules=[] replicates')
             self.unmatched.setdefault(name, []).append(leaf.path)
         return found.spec, tuple(place for place in found.used if place < len(self.rules))
 
-    def _covered(
+    def covered(
         self, leaf: AnnotatedLeaf, spec: Spec, source: str, used: tuple[int, ...]
     ) -> LeafCoverage:
-        found = spec_problems(leaf.shape, self.mesh, spec)
+        """The coverage of a leaf with a spec. Notes why the spec does not fit it."""
         text = f"{format_path(leaf.path)}  {list(leaf.shape)}"
         if leaf.names is not None and source == "names":
             text += f" {leaf.names}"
+        found = spec_problems(leaf.shape, self.mesh, spec)
         self.problems[leaf.path] += [f"{text}: {problem}" for problem in found]
         parts = _parts(self.mesh, spec)
-        nbytes = math.prod(leaf.shape) * leaf.itemsize
-        return LeafCoverage(
-            path=leaf.path,
-            shape=leaf.shape,
-            names=leaf.names,
-            spec=spec,
-            source=source,
-            rules=used,
-            device_bytes=nbytes // parts,
-            replicated=parts == 1 and self.mesh.size > 1,
-        )
+        nbytes, replicated = math.prod(leaf.shape) * leaf.itemsize, parts == 1 < self.mesh.size
+        shared = leaf.path, leaf.shape, leaf.names
+        return LeafCoverage(*shared, spec, source, used, nbytes // parts, replicated)
 
 
 def _parts(mesh: Mesh, spec: Spec) -> int:
-    """In how many parts a spec divides an array."""
+    """The number of parts of an array with a spec."""
     return math.prod(mesh.shape.get(axis, 1) for entry in spec for axis in entry)

@@ -1,7 +1,7 @@
 """Meshes and partition specs without devices: parsing, projection, shard shapes, pictures.
 
-A mesh here is names and sizes (and the device ids, where they are known); a partition spec is a
-tuple with, for each dimension, the tuple of mesh axes that split it, major axis first.
+A mesh here is names and sizes, and device ids if they are known. A partition spec is a tuple with
+one entry for each dimension: the tuple of mesh axes that split it, major axis first.
 """
 
 import ast
@@ -21,7 +21,7 @@ from reshard.tree import natural
 Shape = tuple[int, ...]
 Spec = tuple[tuple[str, ...], ...]
 
-# Above this many devices their ids are not written down: readers then take them in order.
+# For more devices their ids are not written, and readers assume their order.
 MAX_DEVICE_IDS = 256
 _MAX_DEVICES = 1 << 20
 
@@ -47,7 +47,7 @@ class Mesh:
 
     @property
     def split_axes(self) -> dict[str, int]:
-        """The axes that something may be split over: those larger than 1."""
+        """The axes larger than 1."""
         return {name: size for name, size in self.shape.items() if size > 1}
 
     def __str__(self) -> str:
@@ -57,14 +57,14 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class NamedSharding:
-    """How an array is laid out: `spec` over the axes of `mesh`. As in `jax.sharding`."""
+    """An array's layout: `spec` over the axes of `mesh`, as in `jax.sharding`."""
 
     mesh: Mesh
     spec: Spec
 
     @functools.cached_property
     def parts(self) -> tuple[int, ...]:
-        """In how many parts each dimension of its spec is divided."""
+        """The number of parts of each dimension of its spec."""
         sizes = self.mesh.shape
         return tuple(math.prod(sizes[axis] for axis in entry) for entry in self.spec)
 
@@ -80,7 +80,7 @@ Sharding = NamedSharding | SingleDeviceSharding
 
 
 def parse_mesh(mesh: Any, saved: Iterable[Mesh] = ()) -> Mesh:
-    """Any form of mesh that the API and the command line accept.
+    """Parse any form of mesh that the API and the command line accept.
 
     Args:
       mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a `Mesh`, a dict `{"data": 1, "model": 8}`, a
@@ -90,23 +90,20 @@ def parse_mesh(mesh: Any, saved: Iterable[Mesh] = ()) -> Mesh:
         do not name.
 
     Raises:
-      ShardingError: it is none of these, or the short form has no axis names to take.
+      ShardingError: it is none of these, or the saved meshes do not name the axes of the short
+        form.
     """
-    if isinstance(mesh, Mesh):
-        return _checked(mesh)
     saved = list(saved)
-    if isinstance(mesh, str):
-        mesh = mesh.strip()
-        if re.fullmatch(r"\d+(x\d+)*", mesh):
-            return _short_form(mesh, saved)
-        return _with_unnamed(_checked(_long_form(mesh)), saved)
-    if isinstance(mesh, Mapping):
-        sizes = tuple(mesh.values())
-        whole = all(isinstance(s, numbers.Integral) and not isinstance(s, bool) for s in sizes)
-        if whole and all(isinstance(name, str) for name in mesh):
-            sizes = tuple(map(int, sizes))
-            return _with_unnamed(_checked(Mesh(tuple(mesh), sizes)), saved)
-    elif hasattr(mesh, "axis_names") and hasattr(mesh, "axis_sizes"):
+    match mesh:
+        case Mesh():
+            return _checked(mesh)
+        case str() if re.fullmatch(r"\d+(x\d+)*", mesh.strip()):
+            return _short_form(mesh.strip(), saved)
+        case str():
+            return _with_unnamed(_long_form(mesh.strip()), saved)
+        case Mapping() if all(isinstance(name, str) and _is_count(mesh[name]) for name in mesh):
+            return _with_unnamed(Mesh(tuple(mesh), tuple(map(int, mesh.values()))), saved)
+    if hasattr(mesh, "axis_names") and hasattr(mesh, "axis_sizes"):
         return _checked(_from_jax(mesh))
     raise ShardingError(
         f"not a mesh: {mesh!r}",
@@ -114,11 +111,15 @@ def parse_mesh(mesh: Any, saved: Iterable[Mesh] = ()) -> Mesh:
     )
 
 
+def _is_count(size: Any) -> bool:
+    return isinstance(size, numbers.Integral) and not isinstance(size, bool)
+
+
 def _from_jax(mesh: Any) -> Mesh:
     types = getattr(mesh, "axis_types", None)
     try:
         devices = mesh.devices
-    except (AttributeError, ValueError):  # an AbstractMesh has none, and says so
+    except (AttributeError, ValueError):  # an AbstractMesh
         devices = None
     return Mesh(
         tuple(map(str, mesh.axis_names)),
@@ -161,14 +162,15 @@ def _short_form(text: str, saved: Sequence[Mesh]) -> Mesh:
 
 
 def _with_unnamed(mesh: Mesh, saved: Sequence[Mesh]) -> Mesh:
-    """`mesh` with the axes of size 1 of the saved meshes that it does not name: they stay 1."""
+    """`mesh` with the saved axes of size 1 that it does not name."""
+    _checked(mesh)
     sizes = largest_sizes(saved).items()
     unnamed = tuple(name for name, size in sizes if size == 1 and name not in mesh.axis_names)
     return Mesh(unnamed + mesh.axis_names, (1,) * len(unnamed) + mesh.axis_sizes)
 
 
 def largest_sizes(meshes: Iterable[Mesh]) -> dict[str, int]:
-    """Axis name -> devices along it, the most of all meshes."""
+    """Axis name -> its largest size in all meshes."""
     sizes: dict[str, int] = {}
     for name, size in (each for mesh in meshes for each in mesh.shape.items()):
         sizes[name] = max(size, sizes.get(name, 1))
@@ -190,16 +192,20 @@ def normalize_spec(spec: Any) -> Spec:
     """A partition spec as a tuple of tuples of axis names.
 
     Accepts a `jax.sharding.PartitionSpec`, a sequence of `None`, names and sequences of names, or
-    text: axes of each dimension separated by `,`, several axes of one dimension joined by `+`,
-    nothing or `None` for an unsharded dimension (`"data,model"`, `"data+model,"`, `""`), or as it
-    is printed (`"P(None, 'model')"`, `"PartitionSpec(None, 'model')"`).
+    text: dimensions separated by `,`, the axes of one dimension joined by `+`, nothing or `None`
+    for an unsharded dimension (`"data,model"`, `"data+model,"`, `""`). Text may also be a printed
+    spec: `"P(None, 'model')"`, `"PartitionSpec(None, 'model')"`.
     """
     if isinstance(spec, str):
         spec = spec.strip()
         if not spec:
             return ()
         if spec.startswith(("P(", "PartitionSpec(")) and spec.endswith(")"):
-            return normalize_spec(_literal(spec))
+            inside = spec[spec.index("(") + 1 : -1].strip()
+            try:
+                return normalize_spec(ast.literal_eval(f"({inside},)") if inside else ())
+            except (ValueError, SyntaxError) as error:
+                raise ShardingError(f"not a partition spec: {spec}") from error
         dims = [part.strip() for part in spec.split(",")]
         return tuple(
             tuple(a.strip() for a in dim.split("+")) if dim not in ("", "None") else ()
@@ -216,15 +222,6 @@ def normalize_spec(spec: Any) -> Spec:
     return tuple(result)
 
 
-def _literal(text: str) -> tuple[Any, ...]:
-    """`P(None, 'model')`, as specs are printed."""
-    try:
-        inside = text[text.index("(") + 1 : -1].strip()
-        return ast.literal_eval(f"({inside},)") if inside else ()
-    except (ValueError, SyntaxError) as error:
-        raise ShardingError(f"not a partition spec: {text}") from error
-
-
 def spec_entries(spec: Spec) -> tuple[str | tuple[str, ...] | None, ...]:
     """The arguments of `jax.sharding.PartitionSpec`: None, one axis, or a tuple of several."""
     return tuple(axes[0] if len(axes) == 1 else axes or None for axes in spec)
@@ -236,17 +233,17 @@ def format_spec(spec: Spec) -> str:
 
 
 def spec_text(spec: Spec) -> str:
-    """A spec as it is typed on the command line; the inverse of `normalize_spec` on text."""
+    """A spec as text for the command line; the inverse of `normalize_spec`."""
     return ",".join("+".join(axes) for axes in spec)
 
 
 def rename_axes(spec: Spec, axes: Mapping[str, str]) -> Spec:
-    """`spec` with mesh axes renamed; an axis mapped to `""` is left out (replicates)."""
+    """`spec` with mesh axes renamed, without axes that are mapped to `""`."""
     return tuple(tuple(axes.get(a, a) for a in entry if axes.get(a, a)) for entry in spec)
 
 
 def spec_problems(shape: Sequence[int], mesh: Mesh, spec: Spec) -> list[str]:
-    """Why `spec` cannot lay an array of `shape` out on `mesh`; empty if it can."""
+    """The reasons why an array of `shape` cannot have `spec` on `mesh`."""
     problems = []
     if len(spec) > len(shape):
         problems.append(f"{format_spec(spec)} has {len(spec)} dimensions, the array {len(shape)}")
@@ -265,7 +262,7 @@ def spec_problems(shape: Sequence[int], mesh: Mesh, spec: Spec) -> list[str]:
 
 
 def fitting_spec(shape: Sequence[int], mesh: Mesh, spec: Spec) -> Spec:
-    """`spec` less the axes that the mesh lacks, that do not divide, or that are used already."""
+    """`spec` without axes that the mesh lacks, that do not divide, or that are used before."""
     used: set[str] = set()
     result = []
     for size, entry in zip(shape, spec, strict=False):
@@ -280,22 +277,22 @@ def fitting_spec(shape: Sequence[int], mesh: Mesh, spec: Spec) -> Spec:
 
 
 def sharding_document(sharding: Sharding | None) -> dict[str, Any]:
-    """A sharding as JSON documents have it: `mesh` and `spec`, or `device`."""
+    """A sharding as JSON: `mesh` and `spec`, or `device`."""
     if isinstance(sharding, NamedSharding):
         return {"mesh": sharding.mesh.shape, "spec": [list(axes) for axes in sharding.spec]}
-    device = sharding and {"device": sharding.device}
-    return {"mesh": None, "spec": None, **(device or {})}
+    device = {"device": sharding.device} if sharding else {}
+    return {"mesh": None, "spec": None, **device}
 
 
 def replicated(sharding: Sharding | None) -> Sharding | None:
-    """On the same devices, in full on each of them."""
+    """A sharding that holds the whole array on each of the same devices."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, ())
     return sharding
 
 
 def shard_shape(shape: Sequence[int], sharding: Sharding | None) -> tuple[int, ...]:
-    """The shape of one device's part of an array; the array's own without a sharding."""
+    """The shape of the part of an array on one device."""
     if not isinstance(sharding, NamedSharding):
         return tuple(shape)
     parts = sharding.parts + (1,) * (len(shape) - len(sharding.parts))
@@ -303,10 +300,7 @@ def shard_shape(shape: Sequence[int], sharding: Sharding | None) -> tuple[int, .
 
 
 def shard_owners(shape: Sequence[int], sharding: NamedSharding) -> dict[tuple[int, ...], list[int]]:
-    """Which device ids hold which shard: index of the shard in each dimension -> ids, in order.
-
-    The number of entries is the number of distinct shards; the lists hold all devices together.
-    """
+    """Index of each distinct shard in each dimension -> ids of the devices that hold it."""
     mesh = sharding.mesh
     ids = mesh.device_ids or range(mesh.size)
     spec = sharding.spec + ((),) * (len(shape) - len(sharding.spec))
@@ -321,8 +315,8 @@ def shard_owners(shape: Sequence[int], sharding: NamedSharding) -> dict[tuple[in
 
 
 def most_held(arrays: Iterable[tuple[Any, Shape, int]]) -> int | None:
-    """Bytes on the device that holds the most of arrays, each of a sharding, the shape of a shard
-    and bytes of an element; None where no array has a mesh."""
+    """Bytes of arrays on the device that holds the most; None if no array has a mesh. An array is
+    given as its sharding, the shape of a shard, and the bytes of an element."""
     meshes, devices = collections.Counter[Mesh](), collections.Counter[int]()
     for sharding, shard, itemsize in arrays:
         if isinstance(sharding, NamedSharding):

@@ -1,8 +1,7 @@
-"""Optimizer state follows its parameters: which parameter a leaf belongs to, and which part of the
-parameter's partition spec is its own. Pure arithmetic on paths and shapes.
+"""The parameter that a leaf of optimizer state belongs to, and its part of the parameter's spec.
 
-No name that an optimizer gives to its state is looked for. A leaf belongs to the parameter whose
-path it ends with: `opt_state/0/mu/Dense_0/kernel` to `params/Dense_0/kernel`.
+A leaf belongs to the parameter whose path it ends with: `opt_state/0/mu/Dense_0/kernel` to
+`params/Dense_0/kernel`. Names such as `mu` are not used.
 """
 
 import collections
@@ -12,7 +11,7 @@ from collections.abc import Collection, Iterable
 from reshard.sharding.mesh import Shape, Spec
 from reshard.tree import Path
 
-# Among more parameters than this that a leaf may belong to, none is looked for.
+# A leaf that fits more parameters than this belongs to none.
 _MAX_OWNERS = 8
 
 
@@ -23,11 +22,11 @@ def below_params(paths: Collection[Path], name: str = "params") -> set[Path]:
 
 
 class Parameters:
-    """The parameters of a state, found by how the paths of others end that may belong to them.
+    """The parameters of a state, found by the ends of other paths.
 
-    A path may end like several parameters (`mu/w` like `params/w`, and like `params/mu/w` if there
-    is such a module). Then what counts is below which prefix the most leaves end like parameters:
-    optimizer state is a tree, or several, of the parameters' structure.
+    A path may end like several parameters: `mu/w` like `params/w` and like `params/mu/w`. Then the
+    prefix decides below which the most leaves end like parameters, because optimizer state consists
+    of trees with the parameters' structure.
     """
 
     def __init__(self, paths: Iterable[Path], others: Iterable[Path]):
@@ -47,8 +46,7 @@ class Parameters:
             self._below.update(keys[:start] for start in starts if keys[start:] in self._by_ending)
 
     def followed_by(self, path: Path) -> list[Path]:
-        """The parameters with the shortest path of those that share an ending with `path`; several
-        if nothing tells them apart."""
+        """The parameters with the shortest paths that share an ending with `path`."""
         keys = tuple(map(str, path))
         starts = [start for start in range(len(keys)) if keys[start:] in self._by_ending]
         if not starts:
@@ -59,13 +57,12 @@ class Parameters:
 
 
 def matching_part(path: Path, shape: Shape, parameter: Shape, spec: Spec) -> Spec | str:
-    """The part of a parameter's spec that fits a leaf that belongs to it, or why there is none.
+    """The part of a parameter's spec that fits a leaf that belongs to it, or why no part does.
 
-    The leaf may have the parameter's shape; that shape behind further axes (a history of updates);
+    The leaf may have the parameter's shape; that shape after further axes (a history of updates);
     that shape with some dimensions of size 1 (a sum that keeps them); some of its dimensions (a
-    factored moment); or a single element. Where the parameter has two dimensions of one size, the
-    names of adafactor's factors in the leaf's path (`v_row`, `v_col` of
-    `optax.scale_by_factored_rms`) tell which is kept.
+    factored moment); or a single element. If two dimensions of the parameter have one size,
+    the names `v_row` and `v_col` of `optax.scale_by_factored_rms` in the path decide.
     """
     if shape == parameter:
         return spec
@@ -98,7 +95,7 @@ def matching_part(path: Path, shape: Shape, parameter: Shape, spec: Spec) -> Spe
 
 def _factor_dims(path: Path, parameter: Shape) -> tuple[int, ...] | None:
     """The dimensions that adafactor's `v_row` and `v_col` keep: all but the largest, and all but
-    the second largest, of equal ones the later being the larger."""
+    the second largest. Of equal dimensions the later one counts as larger."""
     if len(parameter) < 2:
         return None
     if len(parameter) > 3 and len(set(parameter)) < len(parameter):

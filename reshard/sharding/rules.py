@@ -1,8 +1,7 @@
-"""Which partition spec a leaf gets, by its path or by the names of its axes.
+"""Partition specs of leaves, by their paths or by the names of their axes.
 
 By path: ordered (regex, spec) pairs, the first match wins. By logical axis names: rules from names
-to mesh axes. Flax reads such a list in two ways, which differ where a name or an axis occurs
-twice; both are here, under the name of the API that they are from:
+to mesh axes. Flax's two APIs read such a list differently if a name or an axis occurs twice:
 
 | names, rules                               | `"linen"`           | `"nnx"`                  |
 |--------------------------------------------|---------------------|--------------------------|
@@ -33,15 +32,15 @@ def match_specs(
     variables: Collection[Path] = (),
     otherwise: Sequence[str] = (),
 ) -> dict[Path, Spec]:
-    """The spec that the first matching rule gives to each path that any rule matches. Raises
-    ShardingError with each regex that does not compile, or matches no leaf.
+    """The spec of each path that a rule matches. Raises ShardingError with each regex that does not
+    compile, or matches no leaf.
 
     Args:
-      rules: pairs of a regex, searched for in the printed path, and a partition spec. One that is
-        in none is searched for in the paths without the level `value` of a variable, then in those
-        without `model` ahead, too.
-      otherwise: the hints where no path is near a regex.
-      variables: those of the paths that lack the level `value`, which is searched for with it last.
+      rules: pairs of a regex, searched for in the printed path, and a partition spec. A regex that
+        is in no path is searched for in paths without a variable's level `value`, then without
+        `model` before them.
+      variables: the paths that lack the level `value`; they are searched with it last.
+      otherwise: the hints if no path resembles a regex.
     """
     paths = list(paths)
     compiled, problems, hints = [], [], []
@@ -88,23 +87,22 @@ def _below_model(path: Path) -> Path:
 
 
 def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:
-    """Rules as ordered pairs of a logical name and mesh axes; no axes replicate. Raises
-    ShardingError with all that are none.
+    """Rules as ordered pairs of a logical name and mesh axes; a rule without axes replicates.
+    Raises ShardingError with all entries that are no rules.
 
     Args:
-      rules: pairs, a mapping, or a callable that takes names and returns a mesh axis, several or
-        None for each (the `MeshRules` dataclass of the Flax examples).
-      names: the logical names in use; a callable is asked about these, and a name for which it
-        raises AttributeError, KeyError or ValueError has no rule.
+      rules: pairs, a mapping, or a callable that takes a name and returns a mesh axis, several or
+        None (the `MeshRules` dataclass of the Flax examples).
+      names: the logical names in use, for a callable. A name for which it raises AttributeError,
+        KeyError or ValueError has no rule.
     """
-    if callable(rules) and not isinstance(rules, Mapping):
-        pairs: list[Any] = _asked(rules, names)
-    elif isinstance(rules, Mapping):
+    pairs: list[Any] = [rules]
+    if isinstance(rules, Mapping):
         pairs = list(rules.items())
+    elif callable(rules):
+        pairs = _called(rules, names)
     elif isinstance(rules, Iterable) and not isinstance(rules, str):
         pairs = list(rules)
-    else:
-        pairs = [rules]
     parsed = [(pair, axes_of(pair)) for pair in pairs]
     problems = [repr(pair) for pair, axes in parsed if axes is None]
     if problems:
@@ -116,7 +114,7 @@ def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:
     return tuple((pair[0], axes) for pair, axes in parsed if axes is not None)
 
 
-def _asked(rules: Callable[..., Any], names: Iterable[str]) -> list[tuple[str, Any]]:
+def _called(rules: Callable[..., Any], names: Iterable[str]) -> list[tuple[str, Any]]:
     pairs = []
     for name in dict.fromkeys(names):
         try:
@@ -129,7 +127,7 @@ def _asked(rules: Callable[..., Any], names: Iterable[str]) -> list[tuple[str, A
 
 
 def axes_of(pair: Any) -> tuple[str, ...] | None:
-    """The mesh axes of a rule, or None if it is no rule."""
+    """The mesh axes of a rule; None if it is not a rule."""
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
         return None
     axes = () if pair[1] is None else (pair[1],) if isinstance(pair[1], str) else pair[1]
@@ -138,7 +136,7 @@ def axes_of(pair: Any) -> tuple[str, ...] | None:
 
 
 class Resolved(NamedTuple):
-    """The spec of an array, positions of the rules that decided, and the names without a rule."""
+    """A spec, the positions of the rules that decided it, and the names without a rule."""
 
     spec: Spec
     used: tuple[int, ...]
@@ -146,9 +144,8 @@ class Resolved(NamedTuple):
 
 
 def resolve_names(names: Names, rules: Sequence[Rule], semantics: str, passes: bool) -> Resolved:
-    """The partition spec of an array of which each axis has a name, None (not split) or mesh axes,
-    by rules as `parse_rules` gives them. A name that no rule has is a mesh axis if it `passes`;
-    otherwise its dimension is not split."""
+    """The partition spec of an array from the names of its axes. Each is a logical name, a tuple of
+    mesh axes, or None. A name without a rule is a mesh axis if `passes`, else it splits nothing."""
     last = {name: position for position, (name, _) in enumerate(rules)}
     unmatched = [name for name in names if isinstance(name, str) and name not in last]
     spec: list[tuple[str, ...] | None] = []

@@ -66,6 +66,7 @@ class Export(Plan):
                 for file in self.files
             ],
             "copied": list(self.copied),
+            **({"rounded": self.rounded._asdict()} if self.rounded.arrays else {}),
         }
 
     def _repr_html_(self) -> None:
@@ -76,6 +77,7 @@ class Export(Plan):
         files = units.count_of(len(self.files), "file")
         lines = [f"{arrays}, {units.format_bytes(self.nbytes)} in {files}"]
         lines += [f"copy     {', '.join(self.copied)}"] * bool(self.copied)
+        lines += [f"rounded  {self.rounded}"] * bool(self.rounded.arrays)
         return "\n".join(lines)
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from reshard.arrays import derived
 from reshard.arrays.boxes import grid_size
-from reshard.arrays.derived import from_memory
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
@@ -122,7 +122,7 @@ class ItemPlan:
         return [
             BoxRange(group)
             for group in groups
-            if (from_memory(group[0][0]) and not whole) == in_memory
+            if (derived.from_memory(group[0][0]) and not whole) == in_memory
         ]
 
     def file_groups(self) -> list[FileGroup]:
@@ -348,6 +348,11 @@ class Plan:
         batch = max(in_flight(self.max_memory, cores(), 0, _is_remote(self)) // WINDOW, 1)
         return 3 * math.ceil(sum(a.decoded_bytes for a in item.arrays) / batch)
 
+    @functools.cached_property
+    def rounded(self) -> derived.Rounded:
+        """The arrays that a map computes and rounds."""
+        return derived.rounded(handle for item in self.items for handle in item.handles)
+
     @property
     def decoded_bytes(self) -> int:
         """Decoded bytes of all arrays of the destination."""
@@ -409,6 +414,7 @@ class Plan:
             "done": False,
             **{name: getattr(self, name) for name in counts},
             **({} if self.network is None else {"network": self.network._asdict()}),
+            **({"rounded": self.rounded._asdict()} if self.rounded.arrays else {}),
             "read_amplification": _before_and_after(self.amplification),
             "bytes_per_device": _before_and_after(self.bytes_per_device),
             "peak_memory": self.peak_memory,
@@ -462,6 +468,7 @@ class Plan:
             ),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
             *self._per_step(),
+            *[f"rounded  {self.rounded}"] * bool(self.rounded.arrays),
         ]
         split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
