@@ -367,9 +367,7 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
     if not recorded:
         error = reshard.DestinationExistsError
         refused(unfinished(url), on("1x8", small), url, error=error)
-        with pytest.raises(
-            reshard.DestinationError, match="is a different one\n  mesh: "
-        ) as caught:
+        with pytest.raises(reshard.DestinationError, match="is a different one\n") as caught:
             reshard.save(on("2x4", small), url, resume=True)
         assert caught.value.hints[-1] == "overwrite=True starts again"
     assert_saved(url, small, stores, resume=True)
