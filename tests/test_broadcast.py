@@ -157,7 +157,7 @@ def all_restore(processes, whole):
     assert restored == ["restored"] * len(processes)
 
 
-FAILED = "the restore failed in process 1\n\nhint: the error that was raised there says why"
+FAILED = "the restore failed in process 1\n\nhint: see the error of that process"
 
 
 def failing(processes, whole, other, layout, interrupted=None):

@@ -226,7 +226,7 @@ def test_a_bare_mesh_has_nothing_to_compare_with(saved, target, option):
     value = {"cast": True, "keep": "params/**", "unexpected": "ignore"}[option]
     path = saved("standalone").path
     assert refused(path, target, reshard.ArgumentError, **{option: value}) == (
-        "cast, keep and unexpected compare with a state, and a mesh alone has none\n\n"
+        "cast, keep and unexpected require a state as the target, not a mesh\n\n"
         'hint: reshard.cast(ckpt, "bfloat16")\n'
         'hint: reshard.select(ckpt, "params/**")'
     )
