@@ -37,7 +37,7 @@ from reshard.sharding.rules import match_specs
 from reshard.tree import Path, format_path, natural
 from reshard.units import count_leaves
 
-# Arrays whose values JAX truncates on devices, in a program that has not enabled x64.
+# Dtypes that JAX truncates on devices if x64 is not enabled.
 _WIDE = ("int64", "uint64", "float64", "complex128")
 
 _SCALES = "arrays that stay float8_e8m0fnu: "
@@ -70,7 +70,7 @@ def select(
 
 
 def without(ckpt: Checkpoint, dropped: Collection[Path]) -> Checkpoint:
-    """The checkpoint less some leaves; raises what `select` raises."""
+    """The checkpoint without some leaves. Raises as `select` does."""
     leaves = {path: leaf for path, leaf in ckpt.items() if path not in dropped}
     return _left(ckpt, leaves, dropped)
 
@@ -157,7 +157,7 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
 
 
 def _kept_scales(kept: Sequence[Path], dtype: np.dtype) -> list[str]:
-    """A note on block scales that a cast without a glob keeps, with what casts them."""
+    """A note on block scales that a cast without a glob keeps, with the calls that cast them."""
     globs = dict.fromkeys("**/" + tree.format_glob(path[-1:]) for path in kept)
     casts = [f'reshard.cast(ckpt, "{dtype.name}", {tree.as_python(glob)})' for glob in globs]
     text = f"{_SCALES}{len(kept)}; block scales are cast only if a glob names them: "
@@ -172,11 +172,11 @@ def to_mesh(
     axes: Mapping[str, str] | None = None,
     known: Mapping[Path, Spec] | None = None,
 ) -> Checkpoint:
-    """Every device array laid out on `mesh`: `reshard.to_mesh` without a target. `known` are specs
-    in the place of the saved ones; `specs` override these, too.
+    """Shard every device array on `mesh`: `reshard.to_mesh` without a target. `known` specs replace
+    the saved ones, and `specs` replace both.
 
     Raises:
-      ShardingError: every leaf whose spec does not fit, with what to type for each.
+      ShardingError: all leaves whose specs do not fit, with hints for each.
     """
     new_mesh = parse_mesh(mesh, ckpt.meshes)
     if new_mesh.device_ids is None and new_mesh.size <= MAX_DEVICE_IDS:
@@ -189,7 +189,7 @@ def to_mesh(
     axes = dict(axes or {})
     sizes = largest_sizes(ckpt.meshes)
     _check_axes(axes, new_mesh, sizes)
-    # Nothing is split over an axis of size 1: a mesh may lack it.
+    # No array is split over an axis of size 1, so the mesh may lack it.
     axes = {name: "" for name in sizes.keys() - new_mesh.shape if sizes[name] == 1} | axes
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
     rules = list(specs.items() if isinstance(specs, Mapping) else specs or ())
@@ -263,8 +263,8 @@ def _check_axes(axes: Mapping[str, str], target: Mesh, known: Collection[str]) -
 def _leave_on_host(
     ckpt: Checkpoint, rules: Sequence[tuple[str, Any]], matched: dict[Path, Spec]
 ) -> list[str]:
-    """Takes host arrays of 64 bits from those that rules match, but for one that a rule matches
-    alone; the notes that say so. On devices, JAX without x64 truncates their values."""
+    """Removes host arrays of 64 bits from the leaves that rules match, unless a rule matches only
+    that array. Returns notes. On devices, JAX without x64 truncates such arrays."""
     wide = {a.path for a in ckpt.arrays if a.value_type == "np.ndarray" and a.dtype.name in _WIDE}
     hits = [{p for p in matched if re.search(rule[0], format_path(p))} for rule in rules]
     named = {path for paths in hits if len(paths) == 1 for path in paths}
@@ -292,7 +292,7 @@ class _Misfit(NamedTuple):
 def _axis_hints(
     sizes: Mapping[str, int], misfits: Sequence[_Misfit], target: Mesh, axes: Mapping[str, str]
 ) -> list[str]:
-    """What to type for each axis of saved specs without which there are fewer problems."""
+    """A hint for each axis of saved specs whose removal reduces the problems."""
     specs = [(m.array.shape, m.spec or (), len(m.problems)) for m in misfits if not m.given]
     helpful = {
         axis
@@ -318,7 +318,7 @@ def _axis_hints(
 
 
 def _spec_hints(ckpt: Checkpoint, misfits: Sequence[_Misfit], target: Mesh) -> list[str]:
-    """Specs that fit, each for the shortest ending of a path of which all leaves agree."""
+    """Specs that fit, each for the shortest ending of paths whose leaves agree on the spec."""
     fitting: dict[Path, str] = {}
     hints = []
     for array, spec, _, given in misfits:
@@ -341,5 +341,5 @@ def _spec_hints(ckpt: Checkpoint, misfits: Sequence[_Misfit], target: Mesh) -> l
 
 
 def _endings(path: Path) -> list[str]:
-    """How a printed path ends, by one key more each, up to the whole path."""
+    """The last key of a printed path, the last two, and so on up to the whole path."""
     return [format_path(path[start:]) for start in range(len(path) - 1, -1, -1)] or ["."]

@@ -55,7 +55,7 @@ def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[Key, Any]:
 
 
 def natural(path: Path) -> tuple[Any, ...]:
-    """A key to sort paths by, numbers in names by their value."""
+    """A sort key for paths that compares numbers in names by value."""
     return tuple(_natural(str(key)) for key in path)
 
 
@@ -92,10 +92,9 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     """A glob over paths: `*` and `?` stay within one key, `**` spans any number of keys, `\\*` and
     `\\?` are these characters.
 
-    Match it against `glob_text(path)`, which takes no longer than the two are long: paths may be
-    untrusted.
+    Match it against `glob_text(path)`. That takes linear time: paths may be untrusted.
     """
-    runs = [""]  # of keys between those that are `**`
+    runs = [""]  # of keys between `**`
     for key in split_path(pattern):
         if key == "**":
             runs.append("")
@@ -106,8 +105,8 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
 
 def _key_regex(key: str) -> str:
     """The regex of one key of a glob."""
-    runs = [""]  # between those tokens that are `*`
-    # Between texts there are tokens; `\*` is the regex of a `*`, too.
+    runs = [""]  # of text between `*`
+    # Every second piece is a token. The tokens `\*` and `\?` are their own regexes.
     for place, piece in enumerate(_TOKEN.split(key)):
         if place % 2 and piece == "*":
             runs.append("")
@@ -144,7 +143,8 @@ def glob_text(path: Path) -> str:
 
 
 def parse_globs(name: str, globs: str | Iterable[str]) -> list[str]:
-    """One glob or several, of the argument of this name; raises ArgumentError for what is none."""
+    """A list of globs, from one glob or several. Raises ArgumentError for the argument `name` if a
+    glob is not text."""
     if isinstance(globs, str):
         return [globs]
     found: list[Any] = list(globs) if isinstance(globs, Iterable) else [globs]
@@ -154,16 +154,16 @@ def parse_globs(name: str, globs: str | Iterable[str]) -> list[str]:
     return found
 
 
-# What shows the paths of a checkpoint.
+# A hint that shows how to list the paths of a checkpoint.
 LISTING = ("reshard.open(path) lists the leaves",)
 
 
 def match_globs(
     paths: Iterable[Path], patterns: Sequence[str], otherwise: Sequence[str] = LISTING
 ) -> set[Path]:
-    """The paths that at least one glob names. Where a model is saved beside its optimizer, `model`
-    ahead may be left out. Raises TreeMismatchError with all globs that name no path; `otherwise`
-    are the hints where no path is near."""
+    """The paths that at least one glob names. If a model is saved with its optimizer, a glob may
+    leave out the key `model`. Raises TreeMismatchError with all globs that name no path;
+    `otherwise` are its hints if no path is near."""
     pairs = [(path, path) for path in paths]
     below = [(path[1:], path) for path, _ in pairs if path[:1] == ("model",) and path[1:]]
     return named_in((pairs, below), patterns, otherwise=otherwise)
@@ -229,11 +229,11 @@ def passed_over(paths: Iterable[Path], patterns: Sequence[str]) -> list[str]:
 def nearest(name: str, paths: Iterable[Path]) -> list[str]:
     """Printed paths that resemble `name`, best first, at most three.
 
-    Looks at the first ten thousand paths only: a hint must not take longer than the answer.
+    Only the first ten thousand paths are compared, so that a hint takes little time.
     """
     texts = [format_path(path) for path in itertools.islice(paths, 10_000)]
     close = difflib.get_close_matches(name, texts, n=3, cutoff=0.5)
-    if not close and "/" not in name:  # the name of one key, perhaps
+    if not close and "/" not in name:  # perhaps the last key alone
         keys = {text.rpartition("/")[2]: text for text in texts}
         close = [keys[key] for key in difflib.get_close_matches(name, keys, n=3, cutoff=0.6)]
     return close
@@ -249,7 +249,7 @@ def regex_of_glob(glob: str) -> str:
 
 
 def nearest_to_regex(pattern: str, paths: Iterable[Path]) -> list[str]:
-    """The printed path, if any, that resembles a regex less its operators."""
+    """The printed path that resembles a regex without its operators, if there is one."""
     return nearest(re.sub(r"[\\^$.*+?()|\[\]{}]", "", pattern), paths)[:1]
 
 

@@ -539,7 +539,7 @@ def test_the_command_exits_with_2_where_it_cannot_tell(made, tmp_path, run):
     usage = "Usage: reshard verify [OPTIONS] PATH\nTry 'reshard verify --help' for help.\n\n"
     told = usage + "Error: --map, --model and other options of a conversion require --against\n"
     assert run("verify", path, "--map", tmp_path / "map.toml") == (2, "", told)
-    told = usage + "Error: unexpected argument `other/1`; to compare: --against other/1\n"
+    told = usage + "Error: Got unexpected extra argument (other/1)\n"
     assert run("verify", path, "other/1") == (2, "", told)
 
 

@@ -44,7 +44,7 @@ class _Commands(click.Group):
 
 
 def _versions(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
-    """Prints the version, and those of the libraries that a report should name."""
+    """Prints the versions that a bug report should name."""
     if not asked:
         return
     from importlib.metadata import version

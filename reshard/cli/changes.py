@@ -1,4 +1,4 @@
-"""What the commands that write do to the leaves of SRC: select, rename, stack and cast."""
+"""Changes to the leaves of SRC, by options: select, rename, stack, cast, and maps."""
 
 import re
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ MAP = options.all_of(
 
 
 def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
-    """After the changes, and then --map."""
+    """The checkpoint after the changes and --map."""
     if flags["reverse"] and flags["map_file"] is None:
         raise click.UsageError("--reverse requires --map FILE")
     ckpt = prepared(ckpt, flags)
@@ -103,9 +103,16 @@ def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) ->
 
 
 def prepared(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
-    """After --from and each option from --select to --dtype, as far as they are in `flags`."""
+    """The checkpoint after the changes. Checks --from first."""
     if flags["saved"] is not None:
-        _check_saved(ckpt, flags["saved"])
+        wanted = [*parse_mesh(flags["saved"], ckpt.meshes).split_axes.items()]
+        others = [mesh for mesh in ckpt.meshes if [*mesh.split_axes.items()] != wanted]
+        if others or not ckpt.meshes:
+            raise ShardingError(
+                f"--from {flags['saved']}: SRC was not saved on this mesh",
+                [f"saved on `{mesh}`" for mesh in others] or ["no leaf was saved on a mesh"],
+                [f"--from {mesh}" for mesh in ckpt.meshes[:1]],
+            )
     if flags["select"] or flags["drop"]:
         ckpt = select(ckpt, flags["select"] or "**", drop=flags["drop"])
     if flags["rename"]:
@@ -118,11 +125,11 @@ def prepared(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
 
 
 def _stacked(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
-    """After --unstack and --stack. Reports the problems of all of them."""
+    """The checkpoint after --unstack and --stack. Raises the problems of all together."""
     found: list[ReshardError] = []
     for name in ("unstack", "stack"):
         for text in flags[name]:
-            from reshard.convert import stacking  # takes as long as to read a small checkpoint
+            from reshard.convert import stacking  # its import takes as long as a small job
 
             given, indices = _layers(text, f"--{name}")
             axis = re.search(r"@(-?\d{1,5})\Z", given)
@@ -137,7 +144,8 @@ def _stacked(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
 
 
 def _layers(text: str, option: str) -> tuple[str, Sequence[int] | None]:
-    """A text with `{}` for the numbers of layers, and these: `{:24}`, `{1:24:2}` or `{3,5}`."""
+    """A path with `{}` for the numbers of layers, and the numbers of `{:24}`, `{1:24:2}` or
+    `{3,5}`; None for all layers."""
     match = re.search(r"\{([^{}%]+)\}", text)
     if match is None:
         return text, None
@@ -158,14 +166,3 @@ def pair(text: str, option: str) -> tuple[str, str]:
     if not equals or not left:
         raise click.BadParameter(f"`{text}` has no `=` after its first part", param_hint=option)
     return left, right
-
-
-def _check_saved(ckpt: Checkpoint, text: str) -> None:
-    wanted = [*parse_mesh(text, ckpt.meshes).split_axes.items()]
-    others = [mesh for mesh in ckpt.meshes if [*mesh.split_axes.items()] != wanted]
-    if others or not ckpt.meshes:
-        raise ShardingError(
-            f"--from {text}: that is not the mesh it was saved on",
-            [f"saved on `{mesh}`" for mesh in others] or ["no leaf was saved on a mesh"],
-            [f"--from {mesh}" for mesh in ckpt.meshes[:1]],
-        )

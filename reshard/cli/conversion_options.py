@@ -1,4 +1,4 @@
-"""A conversion to Flax's other API, as its options say: the models, and the check of outputs."""
+"""Options of a conversion to Flax's other API: the models, the map, and the check of outputs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,12 +12,11 @@ from reshard.cli.changes import READY_MAP, MapFile, chosen_map
 from reshard.cli.model_argument import load_model, look_here, model_errors
 from reshard.convert.layout import KINDS
 
-# Imported where they are used: to import them takes as long as to read a small checkpoint.
+# Imported where they are used: their import takes as long as a small job.
 if TYPE_CHECKING:
     from reshard.convert.conversion import Conversion
     from reshard.convert.model import TargetTree
-    from reshard.convert.model_run import Run
-    from reshard.convert.outputs import OutputComparison
+    from reshard.convert.model_run import OutputComparison, Run
 
 conversion_options = options.all_of(
     options.value(
@@ -52,8 +51,7 @@ conversion_options = options.all_of(
 
 
 def converter(to: str, flags: options.Flags) -> Callable[..., "Conversion"]:
-    """A function that converts checkpoints to the API `to`, as these options say. The models are
-    loaded once, for the first checkpoint."""
+    """A function that converts checkpoints to the API `to`. The models are loaded once."""
     model, source = flags["model"], flags["source_model"]
 
     @functools.cache

@@ -21,7 +21,7 @@ from reshard.tree import format_path
 
 
 class _Api(click.Choice):
-    """One of Flax's APIs. A mesh, which `--to` of `ckpt` takes, gets an error of its own."""
+    """One of Flax's APIs. The error for a mesh, as `ckpt --to` takes it, says --mesh."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if re.fullmatch(r"\d+(x\d+)*|.*=.*", value):
@@ -74,15 +74,15 @@ def command(
     convert = converter(to, flags)
 
     def change(ckpt: Checkpoint) -> Checkpoint:
-        # What is dropped is known to the conversion, so that optimizer state goes with it.
+        # The conversion drops leaves together with their optimizer state.
         later = not any(flags[name] for name in ("select", "rename", "stack", "unstack"))
         ckpt = prepared(ckpt, flags | {"drop": ()} if later else flags)
         with _draft(emit_map):
             made = convert(ckpt, flags["drop"] if later else ())
         if emit_map is not None and not made.map.values:
             raise ReshardError(
-                f"--emit-map {emit_map}: there is no map, as the record of the conversion from "
-                "Linen is followed",
+                f"--emit-map {emit_map}: no map is written, since the record of the conversion "
+                "from Linen decides",
                 hints=["--model MODULE:NAME, the Linen model"],
             )
         if check:
@@ -124,7 +124,7 @@ def command(
 
 @contextlib.contextmanager
 def _draft(file: str | None) -> Iterator[None]:
-    """Of a conversion that is refused, writes the map of what is decided; of several, the first."""
+    """If a conversion is refused, writes a draft of its map, with `TODO` for open leaves."""
     try:
         yield
     except TreeMismatchError as error:
@@ -142,7 +142,7 @@ def _draft(file: str | None) -> Iterator[None]:
 
 
 def _checked(made: Conversion, dst: str, flags: options.Flags) -> Conversion:
-    """A conversion with a note that its outputs are equal; if they are not, this is the end."""
+    """The conversion with a note that its outputs are equal. Exits if they differ."""
     compared = check_outputs(made, flags)
     number = made.source.source.number
     step = f"step {number}: " if flags["step"] == "all" and number is not None else ""

@@ -27,9 +27,9 @@ from reshard.sharding.mesh import (
 from reshard.tree import Path, format_path
 from reshard.units import count_leaves, count_of, format_bytes, format_runs
 
-# A terminal as wide as a person reads; more devices are listed rather than drawn.
+# Shards that a picture shows; more are listed.
 _CELLS = 64
-# Characters of the bar of all bytes.
+# Characters of the bar for all bytes.
 _BAR = 20
 
 

@@ -1,4 +1,4 @@
-"""`--model` and `--rules`: the user's own model, and the file of rules for its axes."""
+"""`--model` and `--rules`: the user's model, and the file of rules for its axes."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ Pairs = tuple[tuple[str, Any], ...]
 
 @functools.lru_cache(maxsize=1)
 def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> tuple[Any, Any]:
-    """The abstract state of a model on a mesh, made on the CPU, and its `Coverage`."""
+    """The abstract state of a model on a mesh, and its `Coverage`."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
@@ -36,7 +36,7 @@ def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> t
 
 
 class _Marked(io.RawIOBase):
-    """Writes the lines that it is given to stderr, each with a mark."""
+    """A stream that writes to stderr, with a mark before each line."""
 
     line = b""
 
@@ -52,7 +52,7 @@ class _Marked(io.RawIOBase):
 
 @contextlib.contextmanager
 def marked_output() -> Iterator[None]:
-    """Prints go to stderr meanwhile, with a mark: stdout is for answers."""
+    """Sends prints of the user's code to stderr, with a mark: stdout is for answers."""
     marked: Any = _Marked()
     with contextlib.redirect_stdout(io.TextIOWrapper(marked, "utf-8", write_through=True)):
         try:
@@ -63,8 +63,7 @@ def marked_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def model_errors(option: str, model: str | None, hints: Sequence[str] = ()) -> Iterator[None]:
-    """Errors of the model's own code as errors of the option that named it, with its line. Text
-    that the code prints goes to stderr, marked."""
+    """Raises errors of the model's code as errors of its option. Marks its prints."""
     try:
         with marked_output():
             yield
@@ -72,7 +71,7 @@ def model_errors(option: str, model: str | None, hints: Sequence[str] = ()) -> I
         raise
     except Exception as error:
         line = own_line(error, "" if model is None else model.rpartition(":")[0])
-        if not line:  # an error of another's, to be seen as it is
+        if not line:  # a bug elsewhere
             raise
         raise ReshardError(
             f"{option} {model}: its code raised {type(error).__name__}", [str(error), *line], hints
@@ -80,26 +79,26 @@ def model_errors(option: str, model: str | None, hints: Sequence[str] = ()) -> I
 
 
 def load_model(model: str, option: str) -> Any:
-    """What `package.module:name` or `path/to/file.py:name` names. Runs its code, for which modules
-    are looked for in the folder of the file, and in the current directory; raises ReshardError if
-    it cannot be imported."""
+    """The object that `package.module:name` or `path/to/file.py:name` names. Its code finds modules
+    in the folder of the file and in the current directory. Raises ReshardError if it cannot be
+    imported."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     look_here()
     file, _, _ = model.rpartition(":")
-    if file.endswith(".py"):  # its code may import modules beside it whenever it runs
+    if file.endswith(".py"):  # its functions may import modules later
         folder = os.path.dirname(os.path.abspath(file))
         sys.path[:] = [folder, *(path for path in sys.path if path != folder)]
     return load(model, option)
 
 
 def look_here() -> None:
-    """Has modules of the user's be looked for in the current directory, too."""
+    """Lets the user's modules be found in the current directory, too."""
     if "" not in sys.path:
         sys.path.insert(0, "")
 
 
 def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
-    """The `rules` and the `specs` of a file; None for rules that it does not have."""
+    """The `rules` of a file, None if it has none, and its `specs`."""
     from reshard.convert.mapfile import read_toml
 
     try:
@@ -120,7 +119,7 @@ def _entries(entries: Any) -> list[Any]:
 
 
 def _is_spec(entry: Any) -> bool:
-    """Whether it is a pair of text and a spec: text, or the axes of each dimension."""
+    """Whether an entry is a regex and a spec: text, or the axes of each dimension."""
     match entry:
         case [str(), str()]:
             return True
@@ -130,5 +129,5 @@ def _is_spec(entry: Any) -> bool:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, to be compared and kept."""
+    """Lists as tuples, which can be cached."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,5 +1,4 @@
-"""What several commands share: options, how a command runs for each of several steps, and how it
-prints its answer."""
+"""Options that several commands share, a command's run for each step, and its answer."""
 
 import functools
 import json
@@ -43,14 +42,14 @@ def all_of(*of: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def _scheduler(ctx: click.Context, param: click.Parameter, address: str | None) -> str | None:
-    """The address of a scheduler: Dask itself takes 40 seconds to refuse one without a port."""
+    """Refuses an address without a port, for which Dask itself takes 40 seconds."""
     if address is None or re.fullmatch(r"(\w+://)?[^/]+:\d+", address):
         return address
     raise click.BadParameter(f"`{address}` is not tcp://HOST:PORT, such as tcp://localhost:8786")
 
 
 def as_json(command: F) -> F:
-    """`--json`. An error is a document, too, unless the command has printed one."""
+    """Adds `--json`. An error is a document too, unless the command has printed one."""
 
     @functools.wraps(command)
     def run(**flags: Any) -> None:
@@ -66,7 +65,7 @@ def as_json(command: F) -> F:
 
 
 def refusal(error: ReshardError, dst: str | None) -> dict[str, Any]:
-    """The document of an error, of a command that would have written DST if there is one."""
+    """The document of an error, of a command that writes DST if that is not None."""
     document = {} if dst is None else {"destination": dst, "done": False}
     document["problems"] = [error.summary, *error.problems]
     document["hints"] = [*map(output.as_flags, error.hints)]
@@ -181,7 +180,7 @@ def wants_text(flags: Mapping[str, Any], document: Callable[[], Mapping[str, Any
 
 
 def kind_text(kind: str, v1: bool) -> str:
-    """What was opened, in words; `kind` and `v1` are those of its `Item`."""
+    """The kind of an `Item` in words."""
     words = {
         "item": "a PyTree item",
         "standalone": "a standalone checkpoint",
@@ -195,14 +194,14 @@ def kind_text(kind: str, v1: bool) -> str:
 
 
 def latest_text(source: Source, step: int | None) -> str:
-    """Which step of a root was read, if none was asked for by its number."""
+    """A line that says which step of a root was read, if `--step` did not name one."""
     text = f"step {source.number} is the latest of {len(source.steps)}: --step all reads each\n"
     return text if step is None and source.steps[1:] else ""
 
 
 def places(flags: Flags, *paths: str) -> list[dict[str, Any]]:
-    """The arguments of `reshard.open` for each of some checkpoints. `--step` and `--item` are for
-    those that have any, and for the first, which says that it has none, where none has."""
+    """The arguments of `reshard.open` for each path. `--step` and `--item` apply to paths that have
+    steps and items. If no path has any, the first gets them, and its error says so."""
     asked = {name: flags[name] for name in ("step", "item")}
     found = [_own(path, **asked) for path in paths] if paths[1:] else [{**asked}]
     for name in asked:
@@ -212,7 +211,7 @@ def places(flags: Flags, *paths: str) -> list[dict[str, Any]]:
 
 
 def opened(flags: Flags, *paths: str) -> list[Checkpoint]:
-    """Some checkpoints, whose arrays are read."""
+    """The checkpoints at these paths, whose arrays are read."""
     tune_memory()
     at = places(flags, *paths)
     return [open_checkpoint(path, **place) for path, place in zip(paths, at, strict=True)]

@@ -1,4 +1,4 @@
-"""The look of answers: tables, and hints phrased as flags."""
+"""Tables, and the library's hints as options of the command line."""
 
 import ast
 import json
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import click
 
-# Longer cells are not padded to: padding all rows to one of them would only take memory.
+# Columns are at most this wide: padding all rows to a longer cell would only take memory.
 _WIDEST = 200
-# Parts of hints, as they are typed, that the tables below do not give.
+# Parts of hints that the tables below do not cover, as they are typed.
 _TYPED = {
     " with ": " ",
     "`model=`": "--model",
@@ -40,7 +40,7 @@ _TYPED = {
     "reshard.to_nnx(ckpt, ...)": "--to nnx",
     "reshard.to_nnx(path, model)": "reshard convert SRC DST --to nnx --model MODULE:NAME",
 }
-# Calls and arguments, as what is typed before each of their values.
+# Calls and arguments -> what is typed before each of their values.
 _BEFORE = {
     "axes": "--axis",
     "cast": "--dtype",

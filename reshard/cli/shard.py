@@ -1,4 +1,4 @@
-"""The share that `--shard` names: given as I/N, or taken from the environment by `auto`."""
+"""`--shard`: I/N, or `auto` for the numbers in the environment."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from reshard.writer.commit import share_count
 _AUTO = "auto"
 _ARRAY, _ARRAY_MIN = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN"
 _ARRAY_MAX, _ARRAY_COUNT = "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_COUNT"
-# The number of a process, and of how many.
+# Variables with the number of a process, and with the number of processes.
 _RANKS = (
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -20,7 +20,7 @@ _RANKS = (
 
 
 def parse_share(text: str | None, destination: str) -> tuple[int, int] | None:
-    """Share i of n, from 0; raises click.BadParameter for anything else."""
+    """Share i of n, numbered from 0. Raises click.BadParameter if the text is no share."""
     if text is None:
         return None
     if text == _AUTO:
@@ -32,8 +32,8 @@ def parse_share(text: str | None, destination: str) -> tuple[int, int] | None:
 
 
 def _numbered(destination: str) -> tuple[int, int]:
-    """By the variables of an array job, or of processes that were started together. Of an array job
-    that was begun, the count is the one it began with: only some of its tasks may run again."""
+    """The share by the variables of an array job, or of processes that were started together. A job
+    that has begun keeps its number of shares, even if only some tasks run again."""
     number = _variable(_ARRAY)
     if number is not None:
         count = share_count(parse_location(destination))

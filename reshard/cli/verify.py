@@ -1,4 +1,4 @@
-"""`reshard verify`: whether a checkpoint is whole, and what it was recorded to be."""
+"""`reshard verify`: whether a checkpoint is complete, undamaged and unchanged."""
 
 import sys
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from reshard.verify.verification import verify
 _CONVERSION = ("model", "source_model", "map_file", "init", "layout")
 
 
-@click.command("verify", context_settings={"allow_extra_args": True})
+@click.command("verify")
 @click.argument("path", type=click.Path())
 @options.value(
     "--against",
@@ -52,8 +52,6 @@ def command(path: str, against: str | None, **flags: Any) -> None:
       reshard verify out/1000 --against run/1000
       reshard verify nnx/1000 --against linen/1000 --map map.toml
     """
-    if more := click.get_current_context().args:
-        raise click.UsageError(f"unexpected argument `{more[0]}`; to compare: --against {more[0]}")
     asked = any(flags[name] for name in _CONVERSION)
     if asked and against is None:
         raise click.UsageError("--map, --model and other options of a conversion require --against")
@@ -89,8 +87,8 @@ def command(path: str, against: str | None, **flags: Any) -> None:
 
 
 def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:
-    """Tells what went by the order of modules: a conversion with two of them swapped compares equal
-    with what it was made of."""
+    """Warns of leaves that a conversion matched by the order of modules: if two modules were
+    exchanged, the result still equals its source."""
     from reshard.convert.by_order import order_of, order_text
 
     orders = dict.fromkeys(order for ckpt in checkpoints if (order := order_of(ckpt)) is not None)
@@ -99,15 +97,14 @@ def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | None) -> Checkpoint:
-    """The other checkpoint in the API of this one: as the user says, or the record of a conversion
-    of one of them; as it is, where there is neither."""
-    # Which takes as long to import as a small checkpoint takes to read.
-    from reshard.convert import roundtrip
+    """The other checkpoint in the API of this one, converted by the options or by the record of one
+    of the two; unchanged if there is neither."""
+    from reshard.convert import roundtrip  # its import takes as long as a small job
 
     if flags is not None:
         try:
             api = _layout(ckpt).api
-        except TreeMismatchError:  # nothing tells, but what the other one is
+        except TreeMismatchError:  # then it is not the API of the other
             api = "nnx" if _layout(other).api == "linen" else "linen"
         try:
             dropped = [path for path in roundtrip.recorded_drop(ckpt) if path in other]
@@ -127,11 +124,11 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     unknown = (ckpt, other) if alike else (other if recorded else ckpt,)
     try:
         kinds = [_layout(each) for each in unknown]
-    except TreeMismatchError:  # it is not known, and so compared as it is
+    except TreeMismatchError:  # unknown, so it is compared unchanged
         return other
     if alike and kinds[0].api != kinds[1].api:
         raise TreeMismatchError(
-            "they are from Flax's two APIs, and no leaf has the same path in both",
+            "one is from Linen, the other from NNX, and no leaf has the same path in both",
             [f"`{c.source.path}` is {k.kind}" for c, k in zip(unknown, kinds, strict=True)],
             ["--model MODULE:NAME, the model of PATH; --map FILE, if its names are ambiguous"],
         )
@@ -141,7 +138,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
 
 
 def _layout(ckpt: Checkpoint) -> Any:
-    """What a checkpoint is: as the record of its conversion says, if there is one."""
+    """The layout of a checkpoint, by the record of its conversion if it has one."""
     from reshard.convert.layout import detect
     from reshard.convert.roundtrip import recorded_kind
 
@@ -149,8 +146,8 @@ def _layout(ckpt: Checkpoint) -> Any:
 
 
 def _with_positions_of(ckpt: Checkpoint, converted: Checkpoint) -> Checkpoint:
-    """A converted checkpoint with its lists and dicts as another checkpoint has them: which of the
-    two Orbax saves depends on the API."""
+    """A converted checkpoint with lists and dicts as in another checkpoint: Orbax saves a list of
+    modules as one or the other, by the API."""
     here = {there: path for path, there in partners(ckpt, converted).items()}
     pairs = [(here.get(path, path), leaf) for path, leaf in converted.items()]
     return converted.replace(

@@ -21,8 +21,8 @@ _TIMEOUT = "20s"
 
 @contextlib.contextmanager
 def working(flags: options.Flags) -> Iterator[dict[str, Any]]:
-    """The arguments `workers`, `executor` and `progress` of `save`, `verify` and others. Warnings
-    go to stderr meanwhile."""
+    """The arguments `workers`, `executor` and `progress` of `save`, `verify` and others. Sends
+    warnings and prints of the user's code to stderr."""
     with (
         warnings_told(),
         _workers(flags) as by,
@@ -34,7 +34,7 @@ def working(flags: options.Flags) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def warnings_told() -> Iterator[None]:
-    """Prints warnings to stderr as errors are, a line each, without their place in the code."""
+    """Prints warnings to stderr, a line each, without their place in the code."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
         yield

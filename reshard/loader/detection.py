@@ -263,10 +263,8 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
         if kind == "item" and _deleted_item(root.parent) == root.name:
             raise _being_deleted(root)
         check_committed(directory, marked=True)
-        return Item(root, kind, False, step, "", steps, ())
-    v1 = (directory / V1_MARKER).exists()
-    names = _directories(directory)
-    deleted = _deleted_item(directory)
+        return Item(root, kind, step=step, steps=steps)
+    names, deleted = _directories(directory), _deleted_item(directory)
     items = tuple(n for n in names if n != deleted and not n.startswith((".", PROCESS)))
     directory.prefetch(lists=items)
     for name in items:
@@ -280,28 +278,31 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
     ]
     if deleted and (item == deleted or (item is None and not trees)):
         raise _being_deleted(directory / deleted, [f"its items: {', '.join(items)}"])
-    choices = [f"item={as_python(name)}" for name in trees]
-    if item is not None and item not in items:
-        raise CheckpointNotFoundError(
-            f"`{directory}` has no item '{item}'", hints=[f"its items: {', '.join(items)}"]
-        )
-    if item is not None and not _is_item(directory / item):
-        raise CheckpointFormatError(
-            f"item '{item}' of `{directory}` holds no arrays", hints=choices
-        )
-    if item is None and len(trees) > 1:
-        several = "items"
-        if not (directory / CHECKPOINT_FILE).exists() and all(
-            (directory / name / CHECKPOINT_FILE).exists() for name in trees
-        ):
-            several, choices = "checkpoints", [f"open one of them: {directory / trees[0]}"]
-        raise CheckpointNotFoundError(f"`{directory}` has several {several}", trees, choices)
     if item is None and not trees:
         if any(name.startswith(PROCESS) for name in names):  # of an item that is being written
             check_committed(directory, marked=True)
         raise _unrecognised(directory, items)
+    if item is None and len(trees) > 1:
+        raise _several(directory, trees)
+    if item is not None and item not in items:
+        hint = f"its items: {', '.join(items)}"
+        raise CheckpointNotFoundError(f"`{directory}` has no item '{item}'", hints=[hint])
+    if item is not None and not _is_item(directory / item):
+        text = f"item '{item}' of `{directory}` holds no arrays"
+        raise CheckpointFormatError(text, hints=[f"item={as_python(name)}" for name in trees])
     check_committed(directory, marked=True)
+    v1 = (directory / V1_MARKER).exists()
     return Item(root, kind, v1, step, item or trees[0], steps, items, deleted)
+
+
+def _several(directory: Location, trees: list[str]) -> CheckpointNotFoundError:
+    """The error for several items of a step, or for several checkpoints in a directory."""
+    is_step = (directory / CHECKPOINT_FILE).exists()
+    if is_step or not all((directory / name / CHECKPOINT_FILE).exists() for name in trees):
+        what, hints = "items", [f"item={as_python(name)}" for name in trees]
+    else:
+        what, hints = "checkpoints", [f"open one of them: {directory / trees[0]}"]
+    return CheckpointNotFoundError(f"`{directory}` has several {what}", trees, hints)
 
 
 def _deleted_item(step: Location) -> str:
@@ -344,52 +345,46 @@ def _is_item(directory: Location) -> bool:
     if not directory.is_local:
         names = [name for name in names if not name.isdecimal()][:_SOME]
     return describe_file(directory / "checkpoint") == MSGPACK or any(
-        name.startswith(PROCESS)
-        or (directory / name / ".zarray").exists()
-        or (directory / name / "zarr.json").exists()
+        name.startswith(PROCESS) or any((directory / name / key).exists() for key in _ZARR)
         for name in names
     )
 
 
 def is_committed(directory: Location) -> bool:
-    try:
-        check_committed(directory, marked=True)
-    except UncommittedCheckpointError:
-        return False
-    return True
+    return _why_uncommitted(directory, marked=True) is None
 
 
 def check_committed(directory: Location, marked: bool = False) -> None:
-    """Raises UncommittedCheckpointError for a checkpoint whose writer never finished.
+    """Raises UncommittedCheckpointError for a checkpoint whose writer never finished."""
+    if found := _why_uncommitted(directory, marked):
+        text = f"`{directory}` was never committed: {found[0]}"
+        raise UncommittedCheckpointError(text, hints=found[1:])
+
+
+def _why_uncommitted(directory: Location, marked: bool) -> tuple[str, str] | None:
+    """The reason why a checkpoint counts as uncommitted, and a hint; None if it is committed.
 
     Orbax writes into a directory with a temporary name, and writes the time of the commit last. On
     a disk, `commit_success.txt` may be missing: Orbax before 0.12.3 did not write it. In a bucket,
     it is written last, so an item or a step must be `marked` with one. The marker of a step also
     counts for its items.
     """
-    reason, hint = None, "use an earlier step: the writer stopped before this one was complete"
+    hint = "use an earlier step: the writer stopped before this one was complete"
     if TEMPORARY in directory.name:
-        reason = "its name is that of a checkpoint in progress"
-    else:
-        document = read_json(directory / CHECKPOINT_FILE)
-        times = document or {}
-        if times.get("init_timestamp_nsecs") and not times.get("commit_timestamp_nsecs"):
-            reason = f"its {CHECKPOINT_FILE} has no commit time"
-        names = directory.names()
-        unfinished = [name for name in names if TEMPORARY in name]
-        if unfinished and document is not None:
-            reason = f"its `{unfinished[0]}` was never finished"
-    if not reason and marked and not directory.is_local:
-        places = [directory / MARKER, directory.beside(MARKER)]
-        if not any(place.is_file() for place in places):
-            reason = f"in a bucket, its `{MARKER}` is written last, and there is none"
-            hint = f"if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
-            if (directory / RECORD).exists():
-                hint = f"reshard.commit({as_python(str(directory))}) completes it"
-    if reason:
-        raise UncommittedCheckpointError(
-            f"`{directory}` was never committed: {reason}", hints=[hint]
-        )
+        return "its name is that of a checkpoint in progress", hint
+    times = read_json(directory / CHECKPOINT_FILE)
+    unfinished = [name for name in directory.names() if TEMPORARY in name]
+    if unfinished and times is not None:
+        return f"its `{unfinished[0]}` was never finished", hint
+    if times and times.get("init_timestamp_nsecs") and not times.get("commit_timestamp_nsecs"):
+        return f"its {CHECKPOINT_FILE} has no commit time", hint
+    markers = (directory / MARKER, directory.beside(MARKER))
+    if directory.is_local or not marked or any(marker.is_file() for marker in markers):
+        return None
+    hint = f"if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
+    if (directory / RECORD).exists():
+        hint = f"reshard.commit({as_python(str(directory))}) completes it"
+    return f"in a bucket, its `{MARKER}` is written last, and there is none", hint
 
 
 def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Exception:

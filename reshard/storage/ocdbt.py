@@ -101,20 +101,19 @@ def stage_spec(directory: Location, name: str, file_bytes: int) -> dict[str, Any
 def root_spec(directory: Location, name: str) -> dict[str, Any]:
     """A database of a directory whose nodes and manifest are below a name in it. It refers to data
     files like the root database, whose manifest is in the directory itself."""
-    spec = _writable(ocdbt_spec(directory, directory / name), _ROOT_CONFIG)
-    return spec | dict.fromkeys(_PREFIXES, f"{name}/d/")
+    return _writable(ocdbt_spec(directory, directory / name), _ROOT_CONFIG, f"{name}/d/")
 
 
 def memory_manifest(directory: Location, path: str, name: str) -> dict[str, Any]:
-    """A database of small nodes in a directory, with its manifest in memory. The names of its files
-    begin with `name`, as in `root_spec`."""
-    manifest = {"driver": "memory", "path": path}
-    spec = _writable(ocdbt_spec(directory), _STAGE_CONFIG) | {"manifest": manifest}
-    return spec | dict.fromkeys(_PREFIXES, f"{name}/d/")
+    """The same with small nodes, and with the manifest at a path in memory."""
+    spec = _writable(ocdbt_spec(directory), _STAGE_CONFIG, f"{name}/d/")
+    return spec | {"manifest": {"driver": "memory", "path": path}}
 
 
-def _writable(spec: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    return spec | {"config": {**config, "manifest_kind": "single"}, "assume_config": True}
+def _writable(spec: dict[str, Any], config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A database that is written with a configuration, in files whose names begin with a prefix."""
+    spec = spec | {"config": {**config, "manifest_kind": "single"}, "assume_config": True}
+    return spec | dict.fromkeys(_PREFIXES, prefix) if prefix else spec
 
 
 def build_root(
@@ -170,8 +169,7 @@ def in_small_nodes(
     base = {"driver": "kvstack", "layers": [{"base": spec["base"]}, _MEMORY_NODES]}
     source = ts.KvStore.open(spec | {"base": base}, context=context).result()
     copied = spec | {"base": base, "manifest": {"driver": "memory"}}
-    small = _writable(copied, {"max_decoded_node_bytes": _SMALL_NODE})
-    small |= dict.fromkeys(_PREFIXES, _NODES)
+    small = _writable(copied, {"max_decoded_node_bytes": _SMALL_NODE}, _NODES)
     target = ts.KvStore.open(small, context=context).result()
     for copy in entry_copies(source, target, names):
         checked(copy, what)

@@ -1,6 +1,7 @@
 """Errors of TensorStore and obstore that a bucket caused, translated."""
 
 import contextlib
+import http
 import re
 from collections.abc import Iterator
 
@@ -20,20 +21,14 @@ _MEANINGS = {
     "500": "the store failed, also after retries",
     "503": "the store was not available, also after retries",
 }
-# Words for a status in messages that lack its number.
-_WORDS = {
-    "Forbidden": "403",
-    "Unauthorized": "401",
-    "Too Many Requests": "429",
-    "Service Unavailable": "503",
-    "Internal Server Error": "500",
-}
+# Messages may have the phrase of a status instead of its number.
+_PHRASES = {http.HTTPStatus(int(code)).phrase: code for code in _MEANINGS}
 
 
 def status(text: str) -> str:
     """The HTTP status in the text of an error; empty if there is none."""
     match = _STATUS.search(text)
-    return match[1] if match else next((_WORDS[word] for word in _WORDS if word in text), "")
+    return match[1] if match else next((_PHRASES[p] for p in _PHRASES if p in text), "")
 
 
 def store_error(error: ValueError, what: str, done: str = "read") -> StoreError | None:
