@@ -242,7 +242,6 @@ class World:
             start = self.commit.begin(
                 place,
                 actor.token,
-                {"version": actor.token},
                 resume=kind == "resume",
                 overwrite=kind == "overwrite",
                 shared=shared,
@@ -253,7 +252,7 @@ class World:
                 return "exists"
             directory, found, ignored = start
             own = self.job.Job(place, directory, (ITEM,), actor.token, SHARES, ignored)
-            attempt = self.job.Attempt(own, {"version": actor.token})
+            attempt = self.job.Attempt(own)
             parts = [
                 str(number) for number in range(SHARES) if not shared or kind[-1] == str(number)
             ]

@@ -482,12 +482,14 @@ def test_copying_reads_the_next_batch_before_one_is_written(monkeypatch, tmp_pat
     monkeypatch.setattr(stream, "checked", checked)
     seen = Watched(monkeypatch)
     store = ts.KvStore.open("memory://").result()
-    target = stream.Target(tmp_path, [store], ts.Context(), types.SimpleNamespace(ocdbt=False))
+    target = types.SimpleNamespace(
+        directory=tmp_path, begin=lambda _: (ts.Transaction(), store), committed=lambda: None
+    )
     sizes = [100 if number == large else 10 for number in range(12)]
     values = [(Source(), str(number), f"n{number}", size) for number, size in enumerate(sizes)]
     told = []
     with Budget(160) as budget:
-        stream.copy_chunks(values, target, budget, lambda: None, told.append)
+        stream.copy_chunks(values, target, budget, told.append)
     assert seen.peak == 200 and seen.used == 0
     assert sum(told) == sum(sizes)
     assert begun == list(map(str, range(12)))
@@ -498,27 +500,6 @@ def test_copying_reads_the_next_batch_before_one_is_written(monkeypatch, tmp_pat
     # Nothing is begun beside what takes it all.
     assert max(ahead[: large or 1]) <= 3
     assert sum(count > 1 for count in ahead) >= 6
-
-
-@pytest.mark.parametrize("sampled", [True, False])
-def test_a_sample_of_a_codec_is_read_within_the_budget(tmp_path, monkeypatch, sampled):
-    """Only part of the chunk that it is in is kept."""
-    values = np.random.default_rng(0).integers(0, 1000, (1024, 1024), "uint32")
-    layouts.save_pytree(tmp_path / "saved", {"w": values}, use_ocdbt=False)
-    ckpt = reshard.open(tmp_path / "saved")
-    (handle,) = ckpt.arrays
-    (encoded,) = handle.stored_sizes()
-    memory = encoded + values.nbytes + (3 << 20 if sampled else 1 << 19)
-    seen = Watched(monkeypatch)
-    plan = reshard.plan(ckpt, max_memory=memory, chunks="64KiB", codec="zstd:-5")
-    assert plan.problems == ()
-    ((array,), as_stored) = plan.arrays, encoded / values.nbytes
-    if sampled:
-        assert encoded + values.nbytes < seen.peak <= memory
-        assert as_stored < array.layout.encoded_ratio < 1
-    else:
-        assert seen.peak == 0 and array.layout.encoded_ratio == as_stored
-    assert seen.used == 0
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])

@@ -1,8 +1,8 @@
-"""Arrays derived from stored ones: what is known of them before anything is read.
+"""Arrays derived from stored arrays.
 
-A derived array is read through TensorStore views of what it is made of. Where several are parts of
-one (layers of a scanned block, halves of a fused projection), a stored chunk may hold something of
-each; such arrays are read together, so that it is decoded once.
+A derived array is read through TensorStore views of its inputs. Several derived arrays may be parts
+of one (layers of a scanned block, halves of a fused projection), and share its stored chunks. Such
+arrays are read together, so that each chunk is decoded once.
 """
 
 import dataclasses
@@ -34,10 +34,13 @@ from reshard.units import count_of, format_bytes
 def apply(
     operation: ops.Operation, inputs: Sequence[ArrayHandle], outputs: Sequence[Path]
 ) -> list[ArrayHandle]:
-    """The arrays, under these paths, that an operation makes of others, of which there is at least
-    one. Raises TreeMismatchError where it does not apply to them, they are of different kinds, or
-    what it makes cannot be stored; CorruptCheckpointError where another leaf has the name of
-    one."""
+    """Apply an operation to at least one array. The results get the paths `outputs`.
+
+    Raises:
+      TreeMismatchError: the operation does not apply to these arrays, they are of different kinds,
+        or a result cannot be stored.
+      CorruptCheckpointError: another leaf is stored under the name of an input.
+    """
     first, shapes = inputs[0], [handle.shape for handle in inputs]
     made = operation.shapes(shapes)
     check_names(inputs)
@@ -110,13 +113,13 @@ def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
 
 
 def _of_whole_keys(operation: ops.Operation, shape: Shape) -> bool:
-    """Whether an operation on data of PRNG keys leaves its last axis, that of a key, as it is."""
+    """Whether an operation on data of PRNG keys keeps the last axis, which is a key's own."""
     rank = len(shape) + isinstance(operation, ops.Stack)
     return isinstance(operation, ops.Stack | ops.Unstack) and operation.axis % rank != rank - 1
 
 
 def _has_value(dtype: np.dtype, value: float) -> bool:
-    """Whether a dtype has a value, rounded if it is a float: but neither infinite nor NaN."""
+    """Whether a dtype has a value, possibly rounded, but not to an infinity or NaN."""
     with np.errstate(all="ignore"):
         held = float(np.real(np.asarray(value, np.float64).astype(dtype)))
     if is_floating(dtype) or dtype.kind == "c":
@@ -130,7 +133,7 @@ def _shardings(
     shapes: Sequence[Shape],
     made: Sequence[Shape],
 ) -> Sequence[Sharding | None]:
-    """Shardings of what an operation makes: on the mesh of its inputs, if they share one."""
+    """Shardings of the outputs of an operation: on the mesh of its inputs, if they share one."""
     named = [sharding for sharding in inputs if isinstance(sharding, NamedSharding)]
     if len(named) < len(inputs) or len({sharding.mesh for sharding in named}) > 1:
         return [inputs[0] if len(set(inputs)) == 1 else None] * len(made)
@@ -146,7 +149,7 @@ def constant(
     path: Path, values: np.ndarray, like: ArrayHandle, key_impl: str | None = None
 ) -> ArrayHandle:
     """An array of values in memory (or of the data of PRNG keys), replicated on the mesh of
-    another."""
+    another array."""
     sharding = replicated(like.sharding)
     return ArrayHandle(
         path=path,
@@ -170,7 +173,7 @@ def zeros(path: Path, shape: Shape, dtype: np.dtype, fill: float, like: ArrayHan
 
 
 def from_memory(handle: ArrayHandle) -> bool:
-    """Whether an array is made of values that nothing has stored."""
+    """Whether an array consists of values that are not stored."""
     if isinstance(handle.data, StoredArray):
         return False
     return isinstance(handle.data.operation, ops.Constant) or any(
@@ -217,7 +220,7 @@ def sources(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:
 
 
 def stored_share(handle: ArrayHandle) -> int:
-    """Stored bytes that belong to an array: of what it shares with others, by its elements."""
+    """Stored bytes of an array. It shares those of its inputs in proportion to its elements."""
     if isinstance(handle.data, StoredArray):
         return sum(handle.stored_sizes())
     whole = sum(map(stored_share, handle.data.inputs))
@@ -228,9 +231,8 @@ def stored_share(handle: ArrayHandle) -> int:
 
 
 def stored_chunks(handle: ArrayHandle, encoding: zarr.Encoding) -> dict[str, StoredChunk] | None:
-    """The stored values that an array consists of as they are, by their keys below its name, to be
-    stored in an encoding: chunks, and for arrays that are stored just so also their metadata. None
-    where it has to be decoded."""
+    """The stored values that are copied verbatim for an array in an encoding, by their keys below
+    its name: chunks, and the metadata if it is the same. None if the array must be decoded."""
     if handle.dtype != handle.stored_dtype:
         return None
     data = handle.data

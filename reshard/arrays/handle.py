@@ -1,4 +1,4 @@
-"""`ArrayHandle`: one array of a checkpoint, saved or derived from saved ones, not read yet."""
+"""`ArrayHandle`: one array of a checkpoint, stored or derived from stored arrays."""
 
 import dataclasses
 import functools
@@ -31,8 +31,8 @@ _READ = 1 << 26
 
 
 class StoredChunk(NamedTuple):
-    """A stored value that is one of an array as it is: the name of the stored array that it belongs
-    to, its key below that name, and, of a chunk, its place in the grid of the array."""
+    """A stored value of an array: the name of the stored array, the key below that name, and a
+    chunk's place in the grid."""
 
     name: str
     key: str
@@ -42,15 +42,15 @@ class StoredChunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array as a store has it: its name there, and its zarr metadata, as stored."""
+    """An array in a store: its name and its stored zarr metadata."""
 
     store: ArrayStore
     name: str
     metadata: bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With what the store knows of it, which a store itself is pickled without: a process is
-        given what it reads, and nothing else."""
+        """With its own entries of the store's listing. A store is pickled without its listing, so a
+        process gets only the entries that it reads."""
         values = [(key, *value) for key, value in self.store.values[self.name].items()]
         return _unpickled, (self.store, self.name, self.metadata, values)
 
@@ -60,15 +60,15 @@ class StoredArray:
 
     @property
     def chunks(self) -> dict[str, StoredValue]:
-        """Key below its name -> stored value, for each chunk that is there."""
+        """Key below its name -> stored value, for each chunk in the store."""
         values = dict(self.store.values[self.name])
         values.pop(self.store.metadata_key, None)
         return values
 
     def view(self) -> ts.TensorStore:
-        """A view; raises CorruptCheckpointError where chunks would decode to something else. In a
-        bucket, chunks that were never stored have the fill value: one that was listed, and is gone,
-        is an error."""
+        """A view. Raises CorruptCheckpointError if the header of a blosc chunk has another size. In
+        a bucket only chunks that were never listed have the fill value; a listed chunk that is
+        gone is an error."""
         store, local = self.store, self.store.directory.is_local
         array = store.open_array(self.name, self.metadata, store.omits_fill and local)
         chunk = chunk_shape_of(array)
@@ -107,13 +107,13 @@ class Outputs:
     inputs: "tuple[ArrayHandle, ...]"
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is open, or found again."""
+        """Without open views and cached results."""
         return {"operation": self.operation, "inputs": self.inputs}
 
     @functools.cached_property
     def views(self) -> list[ts.TensorStore]:
-        """Views of the outputs, of the dtype on disk."""
-        if isinstance(self.operation, ops.Apply):  # the function is given what a reader would be
+        """Views of the outputs, of `stored_dtype`."""
+        if isinstance(self.operation, ops.Apply):  # the function gets the values of a reader
             (handle,) = self.inputs
             return [self.operation.view(handle.view(), handle.dtype, handle.rounded)]
         views = [handle.stored_view() for handle in self.inputs]
@@ -126,7 +126,7 @@ class Outputs:
 
     @functools.cached_property
     def remapped(self) -> "list[list[StoredChunk]] | None":
-        """The stored chunks that each output consists of; None where some are computed."""
+        """The stored chunks of each output; None if some are computed."""
         operation, grids = self.operation, {handle.chunk_shape for handle in self.inputs}
         if isinstance(operation, ops.Copies):
             chunks = self.inputs[0].remapped_chunks()
@@ -151,8 +151,7 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Derived:
-    """An array that is computed when it is read: one of the outputs of an operation over others,
-    all of which have one `outputs`."""
+    """An array that is computed when it is read: one output of an operation over other arrays."""
 
     outputs: Outputs
     part: int
@@ -168,22 +167,22 @@ class Derived:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayHandle:
-    """One array, stored or derived from stored ones, not read yet.
+    """One array, stored or derived from stored arrays. It reads nothing until `read`.
 
     Attributes:
-      path: where it is in the tree.
+      path: its path in the tree.
       shape: its shape.
-      dtype: the dtype it is read as.
-      chunk_shape: shape of the chunks it is stored in; of a derived array, a grid whose boxes cut
-        no stored chunk.
-      sharding: how it is to be laid out, None for host values.
-      saved_sharding: how it was laid out when it was saved.
-      value_type: what Orbax gives back: `"jax.Array"`, `"np.ndarray"` or `"scalar"`.
+      dtype: the dtype of values that are read.
+      chunk_shape: the shape of its stored chunks; for a derived array, a grid that cuts no stored
+        chunk.
+      sharding: its layout; None for host values.
+      saved_sharding: its layout when it was saved.
+      value_type: the type that Orbax restores: `"jax.Array"`, `"np.ndarray"` or `"scalar"`.
       key_impl: the PRNG implementation, if the array is the data of typed PRNG keys.
-      stored_dtype: the dtype on disk; of a derived array, that of what it is derived from.
-      data: where its values are, or what they are computed from.
-      same_name: the path of another leaf stored under the same name, if there is one: then what
-        is stored belongs to one of the two, and nothing says to which.
+      stored_dtype: the dtype on disk; for a derived array, the dtype before a cast.
+      data: the stored array, or the operation that computes it.
+      same_name: the path of another leaf that was stored under the same name, if any: the stored
+        values are those of one of the two, and it is not known of which.
     """
 
     path: Path
@@ -205,7 +204,7 @@ class ArrayHandle:
 
     @property
     def stored(self) -> StoredArray | None:
-        """What its values are under a name of a store, unless they are derived or cast."""
+        """The stored array with its values; None if they are derived or cast."""
         if isinstance(self.data, StoredArray) and self.dtype == self.stored_dtype:
             return self.data
         return None
@@ -215,7 +214,7 @@ class ArrayHandle:
         return dataclasses.replace(self, path=path)
 
     def roots(self) -> "Iterator[tuple[ArrayHandle, StoredArray]]":
-        """The stored arrays that it is, or is derived from, with where these are."""
+        """The stored arrays that it is derived from, or itself, with their data."""
         todo: list[ArrayHandle] = [self]
         while todo:
             handle = todo.pop()
@@ -225,9 +224,10 @@ class ArrayHandle:
                 yield handle, handle.data
 
     def stored_sizes(self) -> list[int]:
-        """Stored bytes of each chunk that is there; of a derived array, of all that it is derived
-        from. Raises CorruptCheckpointError where chunks are missing that do not stand for a fill
-        value, or a file is not as long as what it holds."""
+        """Stored bytes of each chunk of the stored arrays that it consists of.
+
+        Raises CorruptCheckpointError if chunks are missing and do not stand for a fill value, or if
+        a file is shorter than its contents."""
         if isinstance(self.data, Derived):
             return [size for handle in self.data.inputs for size in handle.stored_sizes()]
         store, name = self.data.store, self.data.name
@@ -244,25 +244,25 @@ class ArrayHandle:
 
     @property
     def read_dtype(self) -> np.dtype:
-        """The dtype of `view`: `dtype`, or the one on disk where TensorStore's cast is wrong."""
+        """The dtype of `view`: `dtype`, or `stored_dtype` if TensorStore's cast is wrong."""
         return self.stored_dtype if is_miscast(self.stored_dtype, self.dtype) else self.dtype
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """What was read from `view`, as `dtype`."""
+        """Values of `view` as `dtype`."""
         return values if values.dtype == self.dtype else cast_once(values, self.dtype)
 
     def view(self) -> ts.TensorStore:
-        """A TensorStore view to read boxes from, of `read_dtype` and `shape`. Raises
-        CorruptCheckpointError if another leaf is stored under the same name."""
+        """A TensorStore view of `read_dtype` and `shape`. Raises CorruptCheckpointError if another
+        leaf is stored under the same name."""
         if self.same_name is not None:
             raise collision_error([self])
         array = self.stored_view()
         return array if self.read_dtype == self.stored_dtype else ts.cast(array, self.read_dtype)
 
     def read(self, box: slice | tuple[slice, ...] = ()) -> np.ndarray:
-        """Its values, or those of a box, as NumPy slices them; needs no jax.
+        """Read its values, or those of a box, without jax.
 
-        Beside the result, it takes about 64 MiB, or a chunk of `chunk_shape` where that is larger.
+        Beyond the result, this takes about 64 MiB, or one chunk of `chunk_shape` if that is larger.
 
         Args:
           box: a slice without a step for each axis, or for the first ones.
@@ -271,7 +271,7 @@ class ArrayHandle:
           An array of `dtype`, of the shape of the box.
 
         Raises:
-          ArgumentError: `box` is no such slices.
+          ArgumentError: `box` is not made of such slices.
           CorruptCheckpointError: stored bytes cannot be read.
           StoreError: a request to a bucket failed.
 
@@ -282,7 +282,7 @@ class ArrayHandle:
         given = box if isinstance(box, tuple) else (box,)
         plain = all(isinstance(part, slice) and part.step in (None, 1) for part in given)
         if not plain or len(given) > len(self.shape):
-            raise ArgumentError(f"{format_path(self.path)}: {box!r:.80} is no box of {self!r}")
+            raise ArgumentError(f"{format_path(self.path)}: {box!r:.80} is not a box of {self!r}")
         whole = boxes.from_index(
             (*given, *[slice(None)] * (len(self.shape) - len(given))), self.shape
         )
@@ -307,8 +307,7 @@ class ArrayHandle:
         return self.data.view()
 
     def remapped_chunks(self) -> list[StoredChunk] | None:
-        """The stored chunks that it consists of as they are; None where it is computed from
-        them."""
+        """The stored chunks that it consists of; None if it is computed from them."""
         if isinstance(self.data, Derived):
             remapped = self.data.outputs.remapped
             return None if remapped is None else remapped[self.data.part]
@@ -320,13 +319,13 @@ class ArrayHandle:
         ]
 
     def describe(self) -> str:
-        """It in a few words: `float32[16,24] P('data', None)`."""
+        """A short description: `float32[16,24] P('data', None)`."""
         sharded = isinstance(self.sharding, NamedSharding)
         text = array_text(self.dtype.name, self.shape)
         return f"{text} {sharding_text(self)}" if sharded else text
 
     def document(self) -> dict[str, Any]:
-        """What `reshard inspect --json` has of it."""
+        """The array in `reshard inspect --json`."""
         return {
             "path": format_path(self.path),
             "keys": list(self.path),
@@ -354,7 +353,7 @@ def array_text(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def sharding_text(handle: ArrayHandle) -> str:
-    """How an array is laid out: `P('data', None)`, `on cpu:0`, `numpy`; else nothing."""
+    """An array's layout: `P('data', None)`, `on cpu:0`, `numpy`, or empty."""
     if isinstance(handle.sharding, NamedSharding):
         return format_spec(handle.sharding.spec)
     if isinstance(handle.sharding, SingleDeviceSharding):
@@ -368,7 +367,7 @@ def stored_name(path: Path) -> str:
 
 
 def check_names(handles: Iterable[ArrayHandle]) -> None:
-    """Raises CorruptCheckpointError if other leaves are stored under the names of some."""
+    """Raises CorruptCheckpointError with the arrays that share their stored name."""
     if collided := [handle for handle in handles if handle.same_name is not None]:
         raise collision_error(collided)
 

@@ -43,10 +43,10 @@ from reshard.arrays.reshaping import Reshape
 from reshard.errors import ReshardError, TreeMismatchError
 from reshard.sharding.mesh import Spec
 
-_MOST_PARTS = 1 << 16  # that an array is taken apart into: no model comes near
-# Functions of the user's run one at a time, whichever threads read what they make.
+_MOST_PARTS = 1 << 16  # of an array, far above any model
+# The user's functions run one at a time.
 _APPLYING = threading.Lock()
-# Elements that are computed at once: what that takes stays in the cache.
+# Elements that are computed at once, so that they stay in the cache.
 _BLOCK = 1 << 14
 
 Shapes = Sequence[Shape]
@@ -56,10 +56,10 @@ Offsets = Iterable[tuple[int, Sequence[int]]]
 
 
 class _Boxes:
-    """Operations whose outputs are boxes of their inputs, one beside another, in padding.
+    """Operations whose outputs consist of boxes of their inputs, and of padding.
 
-    `shapes` are those of the outputs; it raises TreeMismatchError where the operation does not
-    apply. `inverse` undoes the operation on inputs of these shapes.
+    `shapes` returns the shapes of the outputs, and raises TreeMismatchError if the operation does
+    not apply. `inverse` is the operation that undoes it on inputs of these shapes.
     """
 
     __slots__ = ()
@@ -70,19 +70,19 @@ class _Boxes:
         raise NotImplementedError
 
     def origins(self, rank: int) -> Sequence[int | None]:
-        """For each axis of the outputs the axis of the inputs, of this rank, that it is; None for
-        the new axis along which the inputs are."""
+        """For each axis of the outputs its axis of the inputs, which have this rank; None for a new
+        axis along which the inputs are stacked."""
         return range(rank)
 
     def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
-        """The inputs, by their numbers, of which a box of output `part` may have elements: for each
-        axis its first place less that in the output; of an axis that the output lacks, the
-        place."""
+        """The inputs, by their numbers, that a box of output `part` may have elements of. For each
+        axis of an input: its first place minus that in the output, or the place on an axis that
+        the output lacks."""
         return [(0, (0,) * len(inputs[0]))]
 
     def specs(self, specs: Sequence[Spec], inputs: Shapes) -> list[Spec]:
-        """Partition specs of the outputs, of full rank, from those of the inputs: an axis in which
-        these differ is not partitioned."""
+        """Partition specs of the outputs, of full rank. An axis in which the specs of the inputs
+        differ is not partitioned."""
         full = [full_spec(spec, shape) for spec, shape in zip(specs, inputs, strict=True)]
         agreed = [each[0] if len({*each}) == 1 else () for each in zip(*full, strict=True)]
         axes = self.origins(len(inputs[0]))
@@ -90,7 +90,7 @@ class _Boxes:
         return [made] * len(self.shapes(inputs))
 
     def chunks(self, chunks: Sequence[Shape], inputs: Shapes) -> list[Shape]:
-        """For each output the finest known grid whose boxes cut no chunk of an input."""
+        """For each output the finest known grid that cuts no chunk of an input."""
         steps = [math.lcm(*sizes) for sizes in zip(*chunks, strict=True)]
         axes, made, cut = self.origins(len(steps)), self.shapes(inputs), set[int]()
         for part, shape in enumerate(made):
@@ -105,7 +105,7 @@ class _Boxes:
         ]
 
     def sources(self, part: int, box: Box, inputs: Shapes) -> Sources:
-        """The boxes of inputs, by their numbers, that a box of output `part` is made of."""
+        """The boxes of inputs, by their numbers, that a box of output `part` consists of."""
         found = []
         axes = self.origins(len(inputs[0]))
         for number, offset in self.offsets(part, box, inputs):
@@ -138,7 +138,7 @@ class _Boxes:
 
 
 def _along(shape: Shape, axis: int, place: int) -> Shape:
-    """A place along an axis, the first one in all others."""
+    """A place along an axis, with the first place on all others."""
     return replaced((0,) * len(shape), axis % len(shape), place)
 
 
@@ -299,11 +299,11 @@ class Pad(_Boxes):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crop(_Boxes):
-    """Without the outermost elements: what undoes `Pad`. It has no inverse of its own.
+    """An array without its outermost elements: the inverse of `Pad`, without an inverse itself.
 
     Attributes:
       widths: as for `Pad`.
-      fill: what is cut off is to hold nothing else, as `Pad` made it; None for anything.
+      fill: the only value that the cut elements may have; None for any.
     """
 
     widths: tuple[tuple[int, int], ...]
@@ -427,36 +427,52 @@ class _Computed(_Boxes):
     ) -> ts.TensorStore:
         """A view of the output, of `made_dtype`, which is computed in chunks."""
 
-        def read(domain: ts.IndexDomain, into: np.ndarray, _: object) -> ts.Future:
-            promise, future = ts.Promise.new()
-            reads = [view[domain].read() for view in views]
-            left = threading.Semaphore(len(reads) - 1)
+        def computed(values: Sequence[np.ndarray]) -> np.ndarray:
+            given = [each.reshape(-1) for each in values]
+            flat = np.empty(given[0].size, made_dtype)
+            for start in range(0, flat.size, _BLOCK):
+                block = slice(start, start + _BLOCK)
+                with np.errstate(all="ignore"):
+                    self.compute([each[block] for each in given], flat[block], dtype)
+            return flat.reshape(values[0].shape)
 
-            def done(_: object) -> None:
-                if left.acquire(blocking=False):
-                    return  # another read has not ended
-                try:
-                    given = [np.asarray(each.result()).reshape(-1) for each in reads]
-                    flat = np.empty(into.size, into.dtype)
-                    for start in range(0, flat.size, _BLOCK):
-                        block = slice(start, start + _BLOCK)
-                        with np.errstate(all="ignore"):
-                            self.compute([each[block] for each in given], flat[block], dtype)
-                    into[...] = flat.reshape(into.shape)
-                except BaseException as error:
-                    promise.set_exception(error)
-                else:
-                    promise.set_result(None)
+        def reads(domain: ts.IndexDomain) -> list[ts.Future]:
+            return [view[domain].read() for view in views]
 
-            for each in reads:
-                each.add_done_callback(done)
-            return future
+        return _computed_view(reads, computed, made_dtype, tuple(views[0].shape), chunk)
 
-        layout = ts.ChunkLayout(read_chunk_shape=chunk)
-        shape = tuple(views[0].shape)
-        return ts.virtual_chunked(
-            read, dtype=ts.dtype(made_dtype), shape=shape, chunk_layout=layout
-        )
+
+def _computed_view(
+    reads: Callable[[ts.IndexDomain], list[ts.Future]],
+    computed: Callable[[Sequence[np.ndarray]], np.ndarray],
+    dtype: np.dtype,
+    shape: Shape,
+    chunk: Shape,
+) -> ts.TensorStore:
+    """A view whose chunks are computed when they are read, from the values that `reads` reads for a
+    domain."""
+
+    def read(domain: ts.IndexDomain, into: np.ndarray, _: object) -> ts.Future:
+        promise, future = ts.Promise.new()
+        begun = reads(domain)
+        left = threading.Semaphore(len(begun) - 1)
+
+        def done(_: object) -> None:
+            if left.acquire(blocking=False):
+                return  # another read has not ended
+            try:
+                into[...] = computed([np.asarray(each.result()) for each in begun])
+            except BaseException as error:
+                promise.set_exception(error)
+            else:
+                promise.set_result(None)
+
+        for each in begun:
+            each.add_done_callback(done)
+        return future
+
+    layout = ts.ChunkLayout(read_chunk_shape=chunk)
+    return ts.virtual_chunked(read, dtype=ts.dtype(dtype), shape=shape, chunk_layout=layout)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -564,7 +580,7 @@ class Add(_Affine):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """Values in memory, made of nothing that is stored."""
+    """Values in memory."""
 
     values: np.ndarray
 
@@ -583,9 +599,10 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Apply:
-    """What a function, called `package.module:function`, makes of a whole array, NumPy to NumPy;
-    shape and dtype are those of what it is given where they are None. A job goes on with the same
-    loading of the function alone: what it computes rests on more than can be compared."""
+    """The result of a function `package.module:function` on a whole array, NumPy to NumPy.
+
+    `shape` and `dtype` are those of the input if they are None. A job can only be resumed with the
+    same loading of the function, because two loadings cannot be compared."""
 
     function: Callable[[np.ndarray], np.ndarray] = dataclasses.field(repr=False)
     name: str
@@ -605,7 +622,7 @@ class Apply:
         raise TreeMismatchError(f"what `{self.name}` makes cannot be inverted")
 
     def specs(self, specs: Sequence[Spec], inputs: Shapes) -> list[Spec]:
-        """Of an array of another shape, that of nothing partitioned."""
+        """An array of another shape is not partitioned."""
         (made,) = self.shapes(inputs)
         return [full_spec(specs[0] if made == inputs[0] else (), made)]
 
@@ -618,29 +635,16 @@ class Apply:
     def view(
         self, view: ts.TensorStore, dtype: np.dtype, rounded: Callable[[np.ndarray], np.ndarray]
     ) -> ts.TensorStore:
-        """A view of what the function makes of a view: it is called when that is read, once for all
-        that is read in one batch. `rounded` makes values of `dtype`, which it is given, of what is
-        read."""
+        """A view of the function's result. The function is called once for each batch that reads
+        it, with values of `dtype` that `rounded` makes from those of `view`."""
         (shape,) = self.shapes([tuple(view.shape)])
         new_dtype = dtype if self.dtype is None else self.dtype
 
-        def read(_: object, into: np.ndarray, __: object) -> ts.Future:
-            promise, future = ts.Promise.new()
+        def computed(values: Sequence[np.ndarray]) -> np.ndarray:
+            return self._made(rounded(values[0]), shape, new_dtype)
 
-            def done(values: ts.Future) -> None:
-                try:
-                    given = rounded(np.asarray(values.result()))
-                    into[...] = self._made(given, shape, new_dtype)
-                except BaseException as error:
-                    promise.set_exception(error)
-                else:
-                    promise.set_result(None)
-
-            view.read().add_done_callback(done)
-            return future
-
-        layout = ts.ChunkLayout(read_chunk_shape=[max(size, 1) for size in shape])
-        return ts.virtual_chunked(read, dtype=ts.dtype(new_dtype), shape=shape, chunk_layout=layout)
+        chunk = tuple(max(size, 1) for size in shape)
+        return _computed_view(lambda _: [view.read()], computed, new_dtype, shape, chunk)
 
     def _made(self, values: np.ndarray, shape: Shape, dtype: np.dtype) -> np.ndarray:
         given = f"{values.dtype.name}{list(values.shape)}"

@@ -33,8 +33,7 @@ from reshard.storage.bucket import BucketLocation
 from reshard.storage.location import Location, checked
 from reshard.storage.ocdbt import MANIFEST, contents, new_context, stage_spec, wait_written
 from reshard.tree import Path
-from reshard.writer.format import TargetFormat
-from reshard.writer.safetensors import File
+from reshard.writer.format import File, TargetFormat
 
 Report = Callable[[int], None]
 # A box, and its values as they are written.

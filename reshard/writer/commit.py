@@ -36,7 +36,6 @@ from reshard.writer.job import (
     Attempt,
     Found,
     Job,
-    differences,
     dumped,
     is_of_an_attempt,
     look,
@@ -78,7 +77,6 @@ class Result(NamedTuple):
 def begin(
     destination: Location,
     token: str,
-    fingerprint: Mapping[str, Any],
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -88,7 +86,7 @@ def begin(
     count. None for a job to resume that is complete.
 
     Args:
-      token, fingerprint: of the job.
+      token: of the job.
       resume: parts that an earlier run of it has written count.
       overwrite: leftovers do not matter, and on a disk the destination may be there.
       shared: other processes write other shares of the job.
@@ -119,10 +117,10 @@ def begin(
             raise DestinationError(text, writers(running or unknown), hints)
         goes_on = resume or shared
         if goes_on and foreign and found.parts:
-            then = next((d["fingerprint"] for d in foreign if d.get("fingerprint")), None)
-            problems = [*differences(then, fingerprint), *writers(foreign)]
             text = f"the unfinished job for `{destination}` is a different one"
-            raise DestinationError(text, problems, [restart_hint(path) if shared else OVERWRITE])
+            problems = ["its arguments, its source or its version of reshard differ"]
+            hints = [restart_hint(path) if shared else OVERWRITE]
+            raise DestinationError(text, [*problems, *writers(foreign)], hints)
         if not (goes_on or overwrite) and (found.parts or not (path.is_local or not found.sizes)):
             text = f"a stopped job left finished parts for `{destination}`"
             raise DestinationExistsError(text, writers(found.documents), [RESUME, OVERWRITE])

@@ -1,30 +1,39 @@
-"""The JSON documents of a PyTree item, as Orbax reads them.
+"""The JSON documents of an item: those that Orbax reads, and the record of its digests.
 
-Facts about the documents are those of orbax-checkpoint 0.12.8; older versions read a subset.
+The record has digests of what a job writes and of what it copies. Recorded digests of the source
+are compared with what is read, and those of the destination with what was written, if that is read
+back.
+
+Facts about Orbax's documents are those of orbax-checkpoint 0.12.8; older versions read a subset.
 """
 
 import base64
+import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, stored_name
-from reshard.checkpoint import Checkpoint, Leaf, empty_name
-from reshard.loader.detection import ARRAYS_FOLDER, SHARDING_FILE, STRINGS_FILE, TREE_FILE
+from reshard.checkpoint import Checkpoint, Leaf, Source, empty_name
+from reshard.engine.budget import in_memory
+from reshard.engine.plan import ArrayPlan
+from reshard.errors import CorruptCheckpointError
+from reshard.loader import detection
+from reshard.loader.orbax import array
 from reshard.loader.safetensors import INDEX
-from reshard.sharding.mesh import (
-    MAX_DEVICE_IDS,
-    NamedSharding,
-    Sharding,
-    shard_shape,
-    spec_entries,
-)
-from reshard.tree import Key, Path, nested
-from reshard.writer.format import TargetFormat
+from reshard.sharding import mesh as meshes
+from reshard.storage.array_store import ArrayStore
+from reshard.tree import Key, Path, as_python, format_path, nested
+from reshard.verify import digest_record
+from reshard.verify.values import least_memory, read_digests
+from reshard.verify.verification import reason
+from reshard.writer.format import TargetFormat, index
 from reshard.writer.plan import ItemPlan
-from reshard.writer.safetensors import index
+from reshard.writer.siblings import is_sibling
 
 
 def documents(item: ItemPlan) -> dict[str, bytes]:
@@ -37,11 +46,14 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
         for path, leaf in ckpt.items()
         if isinstance(leaf, str)
     )
-    found = {TREE_FILE: _tree(ckpt, item.format), SHARDING_FILE: _shardings(ckpt)}
+    found = {
+        detection.TREE_FILE: _tree(ckpt, item.format),
+        detection.SHARDING_FILE: _shardings(ckpt),
+    }
     if ckpt.source.described:
-        found[f"{ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
+        found[f"{detection.ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
     if strings:
-        found[STRINGS_FILE] = strings
+        found[detection.STRINGS_FILE] = strings
     return {name: json.dumps(document).encode() for name, document in found.items()}
 
 
@@ -90,7 +102,7 @@ def _value(leaf: Leaf, described: bool) -> dict[str, Any]:
     if isinstance(leaf, ArrayHandle):
         value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": False}
         if described and leaf.value_type == "jax.Array":
-            value["write_shape"] = list(shard_shape(leaf.shape, leaf.sharding))
+            value["write_shape"] = list(meshes.shard_shape(leaf.shape, leaf.sharding))
         return value
     if isinstance(leaf, str):
         return {"value_type": "string", "skip_deserialize": False}
@@ -100,17 +112,17 @@ def _value(leaf: Leaf, described: bool) -> dict[str, Any]:
 def _shardings(ckpt: Checkpoint) -> dict[str, str]:
     texts: dict[int, str] = {}  # leaves share their shardings
     found = {}
-    for array in ckpt.arrays:
-        if array.sharding is not None:
-            if id(array.sharding) not in texts:
-                texts[id(array.sharding)] = json.dumps(_sharding(array.sharding))
-            name = base64.urlsafe_b64encode(stored_name(array.path).encode()).decode()
-            found[name] = texts[id(array.sharding)]
+    for handle in ckpt.arrays:
+        if handle.sharding is not None:
+            if id(handle.sharding) not in texts:
+                texts[id(handle.sharding)] = json.dumps(_sharding(handle.sharding))
+            name = base64.urlsafe_b64encode(stored_name(handle.path).encode()).decode()
+            found[name] = texts[id(handle.sharding)]
     return found
 
 
-def _sharding(sharding: Sharding) -> dict[str, Any]:
-    if not isinstance(sharding, NamedSharding):
+def _sharding(sharding: meshes.Sharding) -> dict[str, Any]:
+    if not isinstance(sharding, meshes.NamedSharding):
         return {"sharding_type": "SingleDeviceSharding", "device_str": sharding.device}
     mesh = sharding.mesh
     document: dict[str, Any] = {
@@ -120,8 +132,8 @@ def _sharding(sharding: Sharding) -> dict[str, Any]:
     }
     if mesh.axis_types is not None:
         document["axis_types"] = [f"AxisType.{name}" for name in mesh.axis_types]
-    document["partition_spec"] = spec_entries(sharding.spec)
-    if mesh.device_ids is not None and mesh.size <= MAX_DEVICE_IDS:
+    document["partition_spec"] = meshes.spec_entries(sharding.spec)
+    if mesh.device_ids is not None and mesh.size <= meshes.MAX_DEVICE_IDS:
         ids = np.array([{"id": device} for device in mesh.device_ids])
         document["device_mesh"] = {"mesh": ids.reshape(mesh.axis_sizes).tolist()}
     return document
@@ -132,15 +144,180 @@ def _array_metadatas(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -
         "array_metadatas": [
             {
                 "array_metadata": {
-                    "param_name": stored_name(array.path),
-                    "write_shape": list(shard_shape(array.shape, array.sharding)),
-                    "chunk_shape": list(chunks[array.path]),
+                    "param_name": stored_name(handle.path),
+                    "write_shape": list(meshes.shard_shape(handle.shape, handle.sharding)),
+                    "chunk_shape": list(chunks[handle.path]),
                     "ext_metadata": (
-                        {"random_key_impl": array.key_impl} if array.key_impl else None
+                        {"random_key_impl": handle.key_impl} if handle.key_impl else None
                     ),
                 }
             }
-            for array in ckpt.arrays
-            if array.value_type == "jax.Array"
+            for handle in ckpt.arrays
+            if handle.value_type == "jax.Array"
         ]
     }
+
+
+# The record of digests.
+
+NO_RECORD = digest_record.Record({}, {}, {}, {})
+_NOT_READ_BACK = "written values differ when read back"
+
+
+def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> digest_record.Record:
+    """What is recorded of the source, by names in its store; raises CorruptCheckpointError where
+    that is of other arrays or files. Sibling items and files need only be there: they are compared
+    by `verify`."""
+    source = ckpt.source
+    record = digest_record.read_record(source.store.directory / digest_record.FILE)
+    if record is None:
+        return NO_RECORD
+    kinds = [(root.path, record.other_kind(root)) for root in _stored(handles).values()]
+    problems = [f"{format_path(path)}: {text} on record" for path, text in kinds if text]
+    problems += record.gone_arrays(source, "on record")
+    source.store.directory.prefetch(record.files)
+    files = record.changed_files(
+        source, lambda file: None if is_sibling(ckpt, file) else file.sha256()
+    )
+    if problems or files:
+        forget = (
+            []
+            if problems
+            else [digest_record.forget_hint(source.store.directory / digest_record.FILE)]
+        )
+        raise CorruptCheckpointError(
+            f"`{source.path}` does not match its recorded digests",
+            problems + files,
+            [verify_hint(source), *forget],
+        )
+    return record
+
+
+def read_again(
+    handles: Sequence[ArrayHandle],
+    arrays: Sequence[ArrayPlan],
+    record: digest_record.Record,
+    digest: bool,
+) -> tuple[list[ArrayHandle], list[ArrayHandle]]:
+    """What else is read for its digests: with `digest`, also arrays that are copied without one."""
+    pairs = [*zip(handles, arrays, strict=True)]
+    as_read = {h.stored.name for h, a in pairs if h.stored is not None and not a.moved}
+    roots = _stored(h for h in handles if h.stored is None)
+    sources = [h for name, h in roots.items() if name not in as_read and record.digest(h)]
+    verbatim = [h for h, a in pairs if digest and a.moved and not record.digest(h)]
+    return sources, verbatim
+
+
+def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
+    """Path, and bytes that a chunk takes, of all that is read beside what is rewritten."""
+    for handle in (*item.read_sources, *item.read_verbatim):
+        yield handle.path, least_memory((handle,))
+    if verify:
+        for handle, array in zip(item.handles, item.arrays, strict=True):
+            if array.moved:
+                yield handle.path, least_memory((handle,))
+                continue
+            # Once it is written; at most, since it is encoded anew.
+            itemsize = handle.dtype.itemsize
+            encoded = item.format.encoding(handle).most_encoded(array.chunk, itemsize)
+            decoded = math.prod(array.chunk) * itemsize
+            yield handle.path, in_memory(encoded + decoded, decoded, decoded)
+
+
+def item_record(
+    item: ItemPlan, hashes: Mapping[str, str], max_memory: int, report: Callable[[int], None]
+) -> digest_record.Record:
+    """What is to be recorded of an item, whose documents have these hashes, less the digests that
+    the shares have. Reads what is read beside what is rewritten: arrays that others are made of, as
+    they are stored, and arrays that are copied verbatim; of those that are not read, the source's
+    digests count. Raises CorruptCheckpointError where one cannot be read, or is not what is
+    recorded of the source."""
+    # Apart, and by name: another leaf may have been renamed to the path of a source.
+    sources = _stored(item.read_sources)
+    by_name = [h.at((name,)) for name, h in sources.items()]
+    found, failed = read_digests(by_name, max_memory, report)
+    texts, failed_too = read_digests(item.read_verbatim, max_memory, report)
+    source = item.ckpt.source
+    if failures := {**failed, **failed_too}:
+        raise CorruptCheckpointError(
+            f"arrays of `{source.path}` cannot be read",
+            [f"{format_path(path)}: {reason(error, path)}" for path, error in failures.items()],
+            [verify_hint(source)],
+        )
+    wrong = [h for name, h in sources.items() if item.record.digest(h) not in (None, found[name,])]
+    if wrong:
+        told = [f"{format_path(h.path)}  {digest_record.stored_record(h)}" for h in wrong]
+        raise other_values(str(source.path), told, verify_hint(source))
+    arrays = {
+        stored_name(h.path): digest_record.ArrayRecord(
+            name_of(h.dtype), h.shape, texts.get(h.path, item.record.digest(h))
+        )
+        for h in item.handles
+    }
+    return digest_record.record_of(item.ckpt, arrays, hashes)
+
+
+def other_values(source: str, told: Sequence[str], hint: str) -> CorruptCheckpointError:
+    """The error for arrays of a source that are not what is recorded of them, a line each."""
+    return CorruptCheckpointError(
+        f"values read from `{source}` do not match its recorded digests",
+        told,
+        [hint],
+    )
+
+
+def stored_arrays(store: ArrayStore, names: Iterable[str]) -> Iterator[ArrayHandle]:
+    """Arrays of a store, by their names. Raises CorruptCheckpointError if one cannot be opened."""
+    problems: list[str] = []
+    for name, metadata in zip(names, store.read_metadata(names), strict=True):
+        handle = array((name,), name, "jax.Array", store, metadata, {}, {}, problems)
+        if handle is not None:
+            yield handle
+    if problems:
+        raise CorruptCheckpointError(_NOT_READ_BACK, problems)
+
+
+def read_back(
+    handles_of: Callable[[Iterable[str]], Iterable[ArrayHandle]],
+    arrays: Mapping[str, Mapping[str, Any]],
+    hint: str,
+    max_memory: int,
+    report: Callable[[int], None],
+) -> None:
+    """Reads arrays that were written, by their names; raises CorruptCheckpointError unless they are
+    what is to be recorded of them. The hint says how to look at the source."""
+    handles = [*handles_of(arrays)]
+    digests, failed = read_digests(handles, max_memory, report)
+    names = {handle.path: stored_name(handle.path) for handle in handles}
+    problems = [f"{names[path]}: {reason(error, path)}" for path, error in failed.items()]
+    for handle in handles:
+        expected = arrays[names[handle.path]]
+        found = {"dtype": name_of(handle.dtype), "shape": list(handle.shape)}
+        if handle.path in digests and expected["digest"] is not None:
+            found["digest"] = digests[handle.path]
+        if any(expected[key] != value for key, value in found.items()):
+            problems.append(f"{names[handle.path]}: its values differ from the written ones")
+    if missing := arrays.keys() - names.values():
+        problems += [f"{name}: it is missing" for name in sorted(missing)]
+    if problems:
+        raise CorruptCheckpointError(_NOT_READ_BACK, problems, [hint])
+
+
+def verify_hint(source: Source) -> str:
+    """What to type to look at a source."""
+    step = as_python(str(source.root / source.step))
+    if len(source.items) > 1:
+        step = f"reshard.open({step}, item={as_python(source.item)})"
+    return f"reshard.verify({step})"
+
+
+def _stored(handles: Iterable[ArrayHandle]) -> dict[str, ArrayHandle]:
+    """Name -> stored array, uncast: those that these are, or are derived from."""
+    found: dict[str, ArrayHandle] = {}
+    for handle in handles:
+        for root, data in handle.roots():
+            cast = root.dtype != root.stored_dtype
+            found.setdefault(
+                data.name, dataclasses.replace(root, dtype=root.stored_dtype) if cast else root
+            )
+    return found

@@ -19,8 +19,8 @@ from reshard.loader.json_documents import read_json
 from reshard.loader.safetensors import INDEX
 from reshard.storage import location
 from reshard.verify import values
-from reshard.writer import planning, safetensors, siblings
-from reshard.writer.format import safetensors_format
+from reshard.writer import format as target_format
+from reshard.writer import planning, siblings
 from reshard.writer.plan import Plan
 from reshard.writer.save import check_share, execute
 
@@ -38,7 +38,7 @@ class Export(Plan):
     """What `export` writes. `print()` shows it."""
 
     @property
-    def files(self) -> tuple[safetensors.File, ...]:
+    def files(self) -> tuple[target_format.File, ...]:
         """The safetensors files."""
         return self.items[0].format.files
 
@@ -160,11 +160,11 @@ def plan_export(
     model = None if like is None else location.parse_location(like)
     limit = units.parse_bytes(max_memory)
     problems = [*_unwritable(ckpt), *_clashes(ckpt), *_unlike(ckpt, model)]
-    handles = [h for h in ckpt.arrays if safetensors.why_not_written(h) is None]
+    handles = [h for h in ckpt.arrays if target_format.why_not_written(h) is None]
     handles.sort(key=lambda handle: tree.natural(handle.path))
-    files = safetensors.in_files(handles, units.parse_bytes(file_size))
-    form = safetensors_format(files)
-    if lines := safetensors.header_problems(form.files):
+    files = target_format.in_files(handles, units.parse_bytes(file_size))
+    form = target_format.safetensors_format(files)
+    if lines := target_format.header_problems(form.files):
         problems.append(
             errors.ArgumentError("too many tensors in a file", lines, ['file_size="1GB"'])
         )
@@ -193,7 +193,7 @@ def plan_export(
 def _unwritable(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:
     """Leaves that have no type in the format."""
     reasons = {
-        path: why for path, leaf in ckpt.items() if (why := safetensors.why_not_written(leaf))
+        path: why for path, leaf in ckpt.items() if (why := target_format.why_not_written(leaf))
     }
     if not ckpt.arrays:
         yield errors.TreeMismatchError("there is no array to export")

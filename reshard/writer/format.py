@@ -1,32 +1,127 @@
-"""The format of what is written: the source's, but for what the user asks for."""
+"""How an item is stored: codecs and encodings, names, and safetensors files.
+
+The format is the source's, unless the user asks for another. An export has safetensors files:
+
+    model-00001-of-00002.safetensors      header, then tensors, at offsets that the plan knows
+    model-00002-of-00002.safetensors
+    model.safetensors.index.json          which file has which tensor; a single file has no index
+
+Their bytes are those that the library writes: in a file, tensors are in the order of their dtypes,
+the widest first, so that each is aligned; then in the order of their names.
+"""
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import chunks_together, shape_of
+from reshard import errors, tree, units
 from reshard.arrays.derived import stored_values
-from reshard.arrays.handle import ArrayHandle, Derived
+from reshard.arrays.dtypes import name_of, parse_dtype
+from reshard.arrays.handle import ArrayHandle, Derived, StoredArray, stored_name
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
-from reshard.checkpoint import Checkpoint
-from reshard.engine.batches import Unit, in_batches
-from reshard.engine.budget import Budget, copy_bytes
-from reshard.engine.cost import first_cell
-from reshard.engine.read import Read, read
-from reshard.errors import ArgumentError
-from reshard.storage.array_store import ZarrVersion
+from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
+from reshard.engine.batches import in_groups
+from reshard.loader.safetensors import DTYPES, MAX_HEADER
+from reshard.storage.array_store import ZarrVersion, name_problem
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import StoredValue
-from reshard.tree import format_path
-from reshard.units import format_bytes, parse_bytes
-from reshard.writer.safetensors import File
+from reshard.storage.ocdbt import FOLDERS, PROCESS, StoredValue
+from reshard.writer.siblings import WRITTEN, is_sibling
+
+# The library's order in a file.
+_ORDER = "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 "
+_ORDER += "F8_E5M2 I8 U8 BOOL"
+_RANKS = {name: rank for rank, name in enumerate(_ORDER.split())}
+_NAMES = {parse_dtype(text): name for name, text in DTYPES.items()}
+# Of which library's tensors the file is, which transformers asks for.
+_ABOUT = {"format": "pt"}
+
+
+class File(NamedTuple):
+    """A file of a checkpoint.
+
+    Attributes:
+      header: the bytes before the tensors.
+      offsets: path of an array -> where its values begin in the file.
+      nbytes: bytes of the file.
+    """
+
+    name: str
+    header: bytes
+    offsets: Mapping[tree.Path, int]
+    nbytes: int
+
+
+def why_not_written(leaf: Leaf) -> str | None:
+    """Why the format does not hold a leaf; None if it does."""
+    if not isinstance(leaf, ArrayHandle):
+        return f"safetensors has no {type_name(leaf)}"
+    if leaf.key_impl is not None:
+        return f"safetensors has no PRNG keys ({leaf.key_impl})"
+    if leaf.value_type == "scalar":
+        return "safetensors has no Python scalars"
+    if leaf.dtype not in _NAMES:
+        return f"safetensors has no {name_of(leaf.dtype)}"
+    return None
+
+
+def in_files(handles: Sequence[ArrayHandle], file_size: int) -> Iterator[File]:
+    """The files of arrays, in their order: each of tensors of `file_size` bytes at most, unless one
+    has more."""
+    groups = list(in_groups(handles, lambda handle: handle.nbytes, file_size)) or [[]]
+    for number, group in enumerate(groups, 1):
+        of = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        yield _file(f"model{of}.safetensors", group)
+
+
+def _file(name: str, handles: Sequence[ArrayHandle]) -> File:
+    entries: dict[str, Any] = {"__metadata__": _ABOUT}
+    offsets, end = {}, 0
+    for handle in sorted(handles, key=_place):
+        begin, end = end, end + handle.nbytes
+        entries[stored_name(handle.path)] = {
+            "dtype": _NAMES[handle.dtype],
+            "shape": handle.shape,
+            "data_offsets": [begin, end],
+        }
+        offsets[handle.path] = begin
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {path: len(header) + begin for path, begin in offsets.items()}
+    return File(name, header, offsets, len(header) + end)
+
+
+def _place(handle: ArrayHandle) -> tuple[int, bytes]:
+    return _RANKS[_NAMES[handle.dtype]], stored_name(handle.path).encode()
+
+
+def header_problems(files: Sequence[File]) -> list[str]:
+    """Files whose headers no reader takes, a line each."""
+    return [
+        f"`{file.name}`: a header of {units.format_bytes(len(file.header))}, and readers take "
+        f"{units.format_bytes(MAX_HEADER)}"
+        for file in files
+        if len(file.header) - 8 > MAX_HEADER
+    ]
+
+
+def index(files: Sequence[File]) -> bytes:
+    """The document that says which file has which tensor."""
+    names = {stored_name(path): file.name for file in files for path in file.offsets}
+    size = sum(file.nbytes - len(file.header) for file in files)
+    document = {"metadata": {"total_size": size}, "weight_map": names}
+    return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+# zarr.
 
 # Data files of an OCDBT database; Orbax's own default.
 _FILE_BYTES = 2 << 30
@@ -35,8 +130,6 @@ _GS_FILE_BYTES = 400 << 20
 # What an array is stored as where no other one of the checkpoint says: as Orbax does it.
 _ORBAX = b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1}}'
 _FILE_SIZE = 'file_size="256MiB"'
-# Elements of a sample of a codec, at most: enough for it to settle, little to read.
-_SAMPLE = 1 << 18
 # Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
 _MAX_BLOSC = (1 << 31) - 17
 # What blosc compresses with.
@@ -112,7 +205,9 @@ class TargetFormat(ZarrVersion):
     def __str__(self) -> str:
         codec = "" if self.codec is None else f", {self.codec}"
         size = (
-            "" if self.file_bytes == _FILE_BYTES else f", files of {format_bytes(self.file_bytes)}"
+            ""
+            if self.file_bytes == _FILE_BYTES
+            else f", files of {units.format_bytes(self.file_bytes)}"
         )
         return f"{self.format}{codec}{size}"
 
@@ -145,8 +240,8 @@ class TargetFormat(ZarrVersion):
         """Raises ArgumentError for a chunk that the codec of an array does not take."""
         nbytes = math.prod(chunk) * handle.dtype.itemsize
         if nbytes > _MAX_BLOSC and not self.files and self.encoding(handle).is_blosc:
-            raise ArgumentError(
-                f"{format_path(handle.path)}: blosc takes no chunks of more than {_MAX_BLOSC} "
+            raise errors.ArgumentError(
+                f"{tree.format_path(handle.path)}: blosc takes no chunks of more than {_MAX_BLOSC} "
                 f"bytes, and one of {list(chunk)} has {nbytes}",
                 hints=['chunks="1GiB"'],
             )
@@ -164,37 +259,6 @@ class TargetFormat(ZarrVersion):
         if stored is None or stored.store.ranged:
             return False
         return stored.encoding == self.encoding(handle)
-
-    def encoded_ratio(self, handle: ArrayHandle, max_memory: int) -> float | None:
-        """Encoded bytes for each decoded byte, measured on part of the first chunk, which is read;
-        None where it does not fit into memory."""
-        if not handle.nbytes:
-            return 1.0
-        cell = shape_of(first_cell(handle))
-        sample = chunks_together(cell, (1,) * len(cell), _SAMPLE)
-        elements, itemsize = math.prod(sample), handle.dtype.itemsize
-        buffer = elements * handle.read_dtype.itemsize
-        encoded = self.encoding(handle).most_encoded((elements,), itemsize)
-        held = buffer + elements * itemsize + copy_bytes(encoded)
-        box = tuple(slice(0, size) for size in sample)
-        (batch,) = in_batches([Unit([Read(handle, box)], buffer, held)], max_memory, max_memory)
-        if batch.reading > max_memory:
-            return None
-        with Budget(max_memory) as budget:
-            for filled in read([batch], budget):
-                filled.check()
-                values = np.asarray(filled.values[0]).reshape(-1)
-        encoding = self.encoding(handle)._replace(transposes=())
-        context = ts.Context()
-        store = ts.KvStore.open("memory://sample/", context=context).result()
-        spec = {
-            "driver": self.driver,
-            "kvstore": "memory://sample/",
-            "metadata": json.loads(encoding.document(values.shape, values.shape, handle.dtype)),
-        }
-        ts.open(spec, context=context, create=True).result().write(values).result()
-        keys = [k for k in store.list().result() if not k.endswith((b".zarray", b"zarr.json"))]
-        return sum(len(store.read(key).result().value) for key in keys) / values.nbytes
 
 
 @functools.lru_cache(maxsize=4096)
@@ -232,19 +296,19 @@ def target_format(
     version of zarr lacks."""
     if format not in (None, "zarr2", "zarr3"):
         hints = ['format="zarr2"', 'format="zarr3"']
-        raise ArgumentError(f"`{format}` is not a format", hints=hints)
+        raise errors.ArgumentError(f"`{format}` is not a format", hints=hints)
     if ocdbt is not None and type(ocdbt) is not bool:
-        raise ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
+        raise errors.ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
     store = ckpt.source.store
     if codec is None and store.ranged:  # such files are not compressed, and Orbax's are
         codec = "zstd:1"
     parsed = None if codec is None else _parse_codec(codec)
     file_bytes = (
-        None if file_size is None else parse_bytes(file_size, "not a file size", _FILE_SIZE)
+        None if file_size is None else units.parse_bytes(file_size, "not a file size", _FILE_SIZE)
     )
     ocdbt = store.ocdbt if ocdbt is None else ocdbt
     if not ocdbt and file_bytes is not None:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             "file_size does not apply to plain files: each file holds one chunk",
             hints=["file_size=... requires ocdbt=True"],
         )
@@ -267,9 +331,9 @@ def target_format(
         try:
             found.check(array)
         except ValueError as error:
-            problems.append(f"{format_path(array.path)}: {error}")
+            problems.append(f"{tree.format_path(array.path)}: {error}")
     if problems:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"arrays that cannot be stored as {found.format}",
             problems,
             ['codec="zstd" compresses them again'],
@@ -286,7 +350,7 @@ def _parse_codec(text: str) -> Codec:
         found = Codec(zstd or blosc or "none", None if number is None else int(number), inner)
         if inner in (None, *_BLOSC) and (zstd is None or (found.level or 0) in range(-131072, 23)):
             return found
-    raise ArgumentError(
+    raise errors.ArgumentError(
         f"`{text}` is not a codec",
         hints=[
             'codec="none"',
@@ -294,3 +358,101 @@ def _parse_codec(text: str) -> Codec:
             'codec="blosc:lz4:5", of levels up to 9; or ' + ", ".join(_BLOSC[1:]),
         ],
     )
+
+
+# Names.
+
+# Bytes of the name of a file or a directory.
+_MAX_NAME = 255
+
+
+def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[errors.ReshardError]:
+    """What stands against the names of the leaves of an item, as it is to be stored."""
+    if clashes := _clashes(ckpt, form):
+        yield errors.TreeMismatchError("two leaves would be stored under one name", clashes)
+    unusable = [
+        f"{tree.format_path(path):.80}: {problem}"
+        for path in ckpt
+        if (problem := name_problem(stored_name(path)))
+    ]
+    if unusable:
+        yield errors.TreeMismatchError("some names cannot be stored", unusable)
+    if empty := [a for a in ckpt.arrays if 0 in a.shape]:
+        lines = [f"{tree.format_path(a.path)}  {a.describe()}" for a in empty]
+        drop = tree.as_python([tree.format_path(a.path) for a in empty])
+        hints = [f"reshard.select(ckpt, drop={drop})"]
+        yield errors.TreeMismatchError("Orbax stores no arrays without elements", lines, hints)
+    if slashed := [a.path for a in ckpt.arrays if stored_name(a.path).endswith("/")]:
+        text = "no array can be stored under a name that ends in `/`"
+        hints = ["reshard.rename(ckpt, [('/+\"$', '\"')]) removes it"]
+        yield errors.TreeMismatchError(text, [tree.format_path(path) for path in slashed], hints)
+    if not form.ocdbt and (unusable := list(_not_files(ckpt))):
+        yield errors.ArgumentError(
+            "arrays that cannot be stored as plain files",
+            unusable,
+            ["ocdbt=True stores them in a database"],
+        )
+
+
+def _not_files(ckpt: Checkpoint) -> Iterator[str]:
+    """Arrays whose names are none of directories, or those of something else in the item."""
+    directory = ckpt.source.store.directory
+    names = [] if ckpt.source.is_foreign else directory.names()  # nothing beside it is copied
+    taken = {name for name in names if is_sibling(ckpt, directory / name)}
+    if not ckpt.source.store.ocdbt:  # what is beside an array is beside it as before
+        taken = {name for name in taken if not (directory / name).is_dir()}
+    taken |= WRITTEN - {*FOLDERS}  # which are in databases alone
+    for array in ckpt.arrays:
+        parts = stored_name(array.path).rstrip("/").split("/")
+        if not {"", "."}.isdisjoint(parts):
+            yield f"{tree.format_path(array.path):.80}: its name is not a valid path"
+        elif any("\\" in part or part.endswith(".__lock") for part in parts):
+            why = "TensorStore takes `\\` for `/`, and keeps names that end in `.__lock` for locks"
+            yield f"{tree.format_path(array.path):.80}: {why}"
+        elif any(len(part.encode(errors="replace")) > _MAX_NAME for part in parts):
+            yield f"{tree.format_path(array.path):.80}: its name is longer than a file's may be"
+        elif parts[0] in taken or parts[0].startswith(PROCESS):
+            yield f"{tree.format_path(array.path)}: `{parts[0]}` is another file of the checkpoint"
+
+
+def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
+    """Leaves of which one would overwrite the other, or could not be written beside it."""
+    arrays = {handle.path: handle for handle in ckpt.arrays}
+    strings = [path for path, leaf in ckpt.items() if isinstance(leaf, str)]
+
+    def is_unchanged(path: tree.Path) -> bool:
+        data = arrays[path].data
+        return isinstance(data, StoredArray) and data.name == stored_name(path)
+
+    clashes = name_clashes(arrays, is_unchanged) + name_clashes(strings)
+    for kind in (arrays, strings):
+        names = {stored_name(path): path for path in kind}
+        for name, path in names.items():
+            for above in itertools.accumulate(name.split("/")[:-1], "{}/{}".format):
+                outer = names.get(above)
+                if outer is None:
+                    continue
+                two, below = (
+                    f"{tree.format_path(outer)} and {tree.format_path(path)}",
+                    name[len(above) + 1 :],
+                )
+                if outer not in arrays:
+                    clashes.append(f"{two}: the string `{name}` would be inside `{above}`")
+                elif file := _file_above(form, arrays[outer], arrays[path], below):
+                    clashes.append(f"{two}: `{above}/{file}` is a file of `{above}`")
+    return clashes
+
+
+def _file_above(
+    form: TargetFormat, outer: ArrayHandle, inner: ArrayHandle, below: str
+) -> str | None:
+    """The chunk or metadata of an array that is in the place of what is stored of another (called
+    `below`, seen from the first), or of a directory that this is in; None if there is none. In an
+    OCDBT database there are no directories."""
+    chunks = form.encoding(outer).chunk_keys(len(outer.shape))
+    first = form.encoding(inner).chunk_key((0,) * len(inner.shape))
+    *directories, whole = itertools.accumulate(f"{below}/{first}".split("/"), "{}/{}".format)
+    for key in [whole] if form.ocdbt else [*directories, whole]:
+        if key == form.metadata_key or chunks.fullmatch(key):
+            return key
+    return None

@@ -17,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import re
 import secrets
@@ -33,11 +34,9 @@ from reshard.errors import DestinationError
 from reshard.storage.location import Location
 from reshard.storage.machine import this_process
 from reshard.storage.ocdbt import PROCESS
-from reshard.tree import format_path, shell_quoted
-from reshard.units import format_bytes
+from reshard.tree import shell_quoted
 from reshard.writer.arrays import Written
 from reshard.writer.plan import ItemPlan, Plan
-from reshard.writer.siblings import changed_paths
 
 BEGUN, REST, ROOT = "begun", "rest", "root"
 _TOKEN = rf"{re.escape(PROCESS)}([0-9a-f]{{16}})"
@@ -85,7 +84,7 @@ class Attempt:
       published: parts that others may refer to: `abandon` removes nothing of them.
     """
 
-    def __init__(self, job: Job, fingerprint: Mapping[str, Any] | None = None):
+    def __init__(self, job: Job):
         self.job = job
         self.token = secrets.token_hex(8)
         self.published: set[str] = set()
@@ -98,7 +97,6 @@ class Attempt:
             "owner": this_process(),
             "command": _command(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            "fingerprint": fingerprint,
         }
 
     def name(self, part: str, suffix: str) -> str:
@@ -120,7 +118,6 @@ class Attempt:
         self.published.add(part)  # before: an interrupt may come between the two
         data = dumped({"part": part, **self._about, **document})
         (self._folder / f"{part}.json").replace(data, f".{part}")
-        self._about.pop("fingerprint", None)  # one document has it
 
     def is_in(self, destination: Location) -> bool:
         """Whether a directory is the one that it has written into, under another name. Whoever has
@@ -253,68 +250,23 @@ def writers(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(lines)
 
 
-def job_token(plan: Plan, shared: bool) -> tuple[str, dict[str, Any]]:
-    """What tells a job from all others, and what that depends on. Where several processes plan it,
-    functions of the user's are the same if they have the same name; otherwise they may have changed
-    since an earlier run, so that only what was loaded at the same time is the same."""
-    found = fingerprint(plan, loaded=not shared)
-    text = json.dumps({**found, "destination": str(plan.destination)}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16], found
-
-
-def fingerprint(plan: Plan, loaded: bool = True) -> dict[str, Any]:
-    """What a plan depends on, as JSON; with `loaded`, also on when functions were loaded."""
+def job_token(plan: Plan, loaded: bool) -> str:
+    """What distinguishes a job from all others: a hash of all that its plan depends on. If several
+    processes plan it, two functions of the user's are the same if they have the same name. If they
+    are `loaded` by one process, they may have changed since an earlier run, so that only functions
+    that were loaded at the same time are the same."""
     found = hashlib.sha256()
-    for item in plan.items:
-        for line in _lines(item, loaded):
-            found.update(line.encode(errors="surrogateescape"))
-            found.update(b"\n")
-    return {
-        "version": importlib.metadata.version("reshard"),
-        "max_memory": plan.max_memory,
-        "items": [str(item.ckpt.source.store.directory) for item in plan.items],
-        "source": dict(plan.source_state),
-        "format": [str(item.format) for item in plan.items],
-        "mesh": [str(mesh) for item in plan.items for mesh in item.ckpt.meshes],
-        "link": [str(item.files is not None) for item in plan.items],
-        "digest": [str(plan.digest)],
-        "arrays": [{format_path(h.path): h.describe() for h in i.handles} for i in plan.items],
-        "chunks": [
-            {format_path(a.layout.path): f"chunks of {list(a.chunk)}" for a in item.arrays}
-            for item in plan.items
-        ],
-        "plan": found.hexdigest(),
-    }
+    for line in itertools.chain(_job_lines(plan), *(_lines(i, loaded) for i in plan.items)):
+        found.update(f"{line}\n".encode(errors="surrogateescape"))
+    return found.hexdigest()[:16]
 
 
-def differences(then: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
-    """In what the job of a document is another one, a line each."""
-    if then is None or then.keys() != now.keys() or then["version"] != now["version"]:
-        return ["another version of reshard wrote it"]
-    names = ("items", "format", "mesh", "link", "digest")
-    names = [name for name in names if then[name] != now[name]]
-    problems = [f"{n}: {'; '.join(then[n])} then, {'; '.join(now[n])} now" for n in names]
-    if "items" in names:  # all else depends on them
-        return problems[:1]
-    changed = changed_paths(then["source"], now["source"])
-    problems = [f"the source has changed since: `{path}`" for path in changed] + problems
-    problems += _other_arrays(then["arrays"], now["arrays"])
-    if then["max_memory"] != now["max_memory"]:
-        one, other = (format_bytes(job["max_memory"]) for job in (then, now))
-        text = "it changes which arrays are rewritten together"
-        problems.append(f"max_memory: {one} then, {other} now; {text}")
-    problems = problems or _other_arrays(then["chunks"], now["chunks"])
-    return problems or ["other leaves, or other operations on them"]
-
-
-def _other_arrays(then: Sequence[dict[str, str]], now: Sequence[dict[str, str]]) -> list[str]:
-    """For each array that differs, of all items, its path and both values."""
-    return [
-        f"{path}: {old.get(path, 'absent')} then, {new.get(path, 'absent')} now"
-        for old, new in zip(then, now, strict=True)
-        for path in {**old, **new}
-        if old.get(path) != new.get(path)
-    ]
+def _job_lines(plan: Plan) -> Iterator[str]:
+    yield importlib.metadata.version("reshard")
+    yield repr((str(plan.destination), plan.max_memory, plan.digest))
+    yield repr(sorted(plan.source_state.items()))
+    if any(item.format.files for item in plan.items):  # they come from elsewhere
+        yield repr(plan.siblings)
 
 
 def _lines(item: ItemPlan, loaded: bool) -> Iterator[str]:

@@ -6,9 +6,8 @@ byte is read. That takes the same `ts.Context` on both sides, and a source datab
 inside the target's: the source is opened with the destination's files and its own manifest.
 """
 
-import bisect
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import tensorstore as ts
 
@@ -84,55 +83,32 @@ def link_files(item: ItemPlan, directory: Location) -> tuple[bool, dict[str, int
 
 def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
     """Writes a database in an item's directory, of nodes alone, which refer to linked files."""
-    source, target = item.ckpt.source.store, item.format
+    source, form = item.ckpt.source.store, item.format
     context = new_context()
     transaction = ts.Transaction(atomic=True)
     spec = root_spec(directory, name)
     root = ts.KvStore.open(spec, context=context).result().with_transaction(transaction)
-    handles = {stored_name(h.path): h for h in item.linked}
+    chunks = {
+        f"{stored_name(handle.path)}/{key}": chunk
+        for handle in item.linked
+        for key, chunk in (stored_chunks(handle, form.encoding(handle)) or {}).items()
+    }
     copies = []
-    # Databases that were never merged may hold the same key: only the listed one is linked.
-    merged = len(source.parts) == 1
-    verbatim = {n: h.stored.name for n, h in handles.items() if h.stored and target.is_verbatim(h)}
-    same = all(old == new for new, old in verbatim.items())
-    whole = merged and same and set(verbatim) == set(source.values)
     for part in source.parts:
         spec = ocdbt_spec(directory / part, source.directory / part)
-        own = ts.KvStore.open(spec, context=context).result()
-        keys = sorted(own.list().result()) if merged else []
-        # Keys that belong to no array refer to files that are not linked.
-        whole = whole and len(keys) == sum(map(len, source.values.values()))
-        one_by_one = {new: h for new, h in handles.items() if not whole or new not in verbatim}
-        if whole:
-            copies.append(own.experimental_copy_range_to(root))
-        if one_by_one:
-            # In a B-tree of small nodes, whose manifest is in memory: each of many ranges takes as
-            # long to copy as the node that it is in is large.
-            spec = memory_manifest(directory / part, f"{part}/", name)
-            small = ts.KvStore.open(spec, context=context).result()
-            for copy in entry_copies(own, small, source.values):
-                wait_written(copy, directory / part)
-            own = small
-        for new, handle in one_by_one.items():
-            old = verbatim.get(new)
-            if old is not None and _keys_below(old, keys) == len(source.values[old]):
-                below = own / f"{old}/"
-                copies.append(below.experimental_copy_range_to(root / f"{new}/"))
-                continue
-            for key, chunk in (stored_chunks(handle, target.encoding(handle)) or {}).items():
-                if chunk.value.part == part:
-                    one = own / f"{chunk.name}/{chunk.key}"
-                    copies.append(one.experimental_copy_range_to(root / f"{new}/{key}", _ONE_KEY))
+        stored = ts.KvStore.open(spec, context=context).result()
+        # In a B-tree of small nodes, whose manifest is in memory: each of many ranges takes as
+        # long to copy as the node that it is in is large.
+        spec = memory_manifest(directory / part, f"{part}/", name)
+        small = ts.KvStore.open(spec, context=context).result()
+        for copy in entry_copies(stored, small, source.values):
+            wait_written(copy, directory / part)
+        for new, chunk in chunks.items():
+            if chunk.value.part == part:
+                one = small / f"{chunk.name}/{chunk.key}"
+                copies.append(one.experimental_copy_range_to(root / new, _ONE_KEY))
     for copy in copies:
         wait_written(copy, directory)
     wait_written(transaction.commit_async(), directory)
-    keys = sum(len(item.values(handle)) for handle in item.linked)
     nodes = {f"{name}/{e.path}": e.nbytes for e in (directory / name).walk() if e.is_file}
-    return Written({name: keys}, dict(item.files or {}), nodes, {})
-
-
-def _keys_below(name: str, keys: Sequence[bytes]) -> int:
-    """How many keys, in order, are below an array's name: its own, those of arrays below it (`z/b`
-    beside `z`), and those of none."""
-    below, after = (f"{name}{end}".encode(errors="surrogateescape") for end in "/0")
-    return bisect.bisect_left(keys, after) - bisect.bisect_left(keys, below)
+    return Written({name: len(chunks)}, dict(item.files or {}), nodes, {})

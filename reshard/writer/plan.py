@@ -21,8 +21,7 @@ from reshard.tree import format_path
 from reshard.units import format_bytes, format_load
 from reshard.verify.digest_record import Record
 from reshard.writer.arrays import BoxRange, ItemShare, ValueRange
-from reshard.writer.format import TargetFormat
-from reshard.writer.safetensors import File
+from reshard.writer.format import File, TargetFormat
 from reshard.writer.siblings import Sibling
 
 # Bytes of a share, as they are stored, and the least that a worker is given one for.

@@ -33,11 +33,10 @@ from reshard.tree import Path, as_python, format_path
 from reshard.units import format_bytes, parse_bytes, whole_kib
 from reshard.verify.digest_record import FILE
 from reshard.writer import commit as committing
-from reshard.writer.format import TargetFormat, target_format
+from reshard.writer.documents import NO_RECORD, read_again, read_costs, source_record
+from reshard.writer.format import TargetFormat, name_errors, target_format
 from reshard.writer.links import files_to_link
-from reshard.writer.names import name_errors
 from reshard.writer.plan import ItemPlan, Plan
-from reshard.writer.records import NO_RECORD, read_again, read_costs, source_record
 from reshard.writer.siblings import UNFINISHED_PREFIX, Sibling, siblings, source_state
 
 P = TypeVar("P", bound=Plan)
@@ -280,7 +279,8 @@ def _check_prefix(destination: Location) -> list[str]:
     parent = destination.parent
     if destination == parent:
         raise DestinationError(
-            f"`{destination}` is a whole bucket", hints=[f"a name in it: {destination}/1000"]
+            f"`{destination}` is a bucket, not a path in it",
+            hints=[f"add a path: {destination}/1000"],
         )
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         marker = pool.submit((parent.parent / MARKER).read_whole)
@@ -288,7 +288,7 @@ def _check_prefix(destination: Location) -> list[str]:
     for place, is_complete in above.items():
         if is_complete:
             raise DestinationError(
-                f"`{destination}` is inside of `{place}`, which is complete",
+                f"`{destination}` is inside `{place}`, which is complete",
                 hints=["write to another prefix"],
             )
     if destination.is_file():
@@ -366,16 +366,13 @@ def plan_item(
     for group, numbers in enumerate(co_read_groups(whole)):
         decoded = decoded_together([whole[number] for number in numbers])
         groups |= dict.fromkeys(numbers, (group, len(numbers), decoded))
-    ratios: dict[tuple[Any, ...], float] = {}
     handles: list[ArrayHandle] = []
     arrays: list[ArrayPlan] = []
     stored: list[list[StoredValue] | None] = []  # where it is copied verbatim
     for number, handle in enumerate(whole):
         try:
             values = form.verbatim(handle)
-            layout = _layout(
-                handle, form, values, sizes[number], *groups[number], ratios, max_memory
-            )
+            layout = _layout(handle, form, values, sizes[number], *groups[number])
             array = plan_array(layout, chunks, max_memory)
             form.check_chunk(handle, array.chunk)
             if form.files:
@@ -426,13 +423,9 @@ def _layout(
     group: int,
     co_read: int,
     together: Decoded,
-    ratios: dict[tuple[Any, ...], float],
-    max_memory: int,
 ) -> ArrayLayout:
     """What the planner needs to know of an array, which is stored in `sizes` bytes a chunk, may be
-    `moved` as these values, and belongs to a co-read group. `ratios` are those measured so far, of
-    arrays in another dtype or with another codec: arrays that compress alike as they are stored are
-    taken to compress alike then, too."""
+    copied verbatim as `moved`, and belongs to a co-read group."""
     if not isinstance(handle.data, Derived):
         stored = sum(sizes)
     elif moved is not None:
@@ -463,25 +456,14 @@ def _layout(
     )
     if moved is not None:
         return layout
-    if form.files:
-        return dataclasses.replace(layout, encoded_ratio=1.0)
-    encoding = form.encoding(handle)
-    compressors = {data.encoding.compressors for _, data in handle.roots()}
-    same = handle.dtype == handle.stored_dtype and compressors <= {encoding.compressors}
-    if same or handle.same_name is not None:
-        return layout
-    if not encoding.compressors:
-        return dataclasses.replace(layout, encoded_ratio=1.0)
-    ratio = round(layout.encoded_ratio, 2)
-    alike: tuple[Any, ...] = (handle.stored_dtype, handle.dtype, ratio, decoded > 1 << 20)
-    if () in compressors:  # then what is stored says nothing
-        alike = (*alike, handle.shape, handle.path[-1])
-    if alike not in ratios:
-        measured = form.encoded_ratio(handle, max_memory)
-        if measured is None:
-            return layout
-        ratios[alike] = measured
-    return dataclasses.replace(layout, encoded_ratio=ratios[alike])
+    kinds = {bool(data.encoding.compressors) for _, data in handle.roots()}
+    if form.files or handle.dtype != handle.stored_dtype or False in kinds:
+        return dataclasses.replace(layout, encoded_ratio=1.0)  # at most
+    return (
+        layout
+        if form.encoding(handle).compressors
+        else dataclasses.replace(layout, encoded_ratio=1.0)
+    )
 
 
 def _amplification(decoded: Decoded, elements: int) -> float:
@@ -528,6 +510,5 @@ def _notes(item: ItemPlan) -> Iterator[str]:
         yield f"the arrays are stored as {item.format.format}, not {item.ckpt.source.format}"
     if item.format.codec is not None and not all(array.moved for array in item.arrays):
         yield (
-            f"rewritten chunks are compressed with {item.format.codec}; their sizes are estimated "
-            "from samples"
+            f"rewritten chunks are compressed with {item.format.codec}; their sizes are estimates"
         )

@@ -46,7 +46,14 @@ from reshard.writer.arrays import (
     write_item,
 )
 from reshard.writer.commit import Result
-from reshard.writer.documents import documents
+from reshard.writer.documents import (
+    documents,
+    item_record,
+    other_values,
+    read_back,
+    stored_arrays,
+    verify_hint,
+)
 from reshard.writer.job import (
     REST,
     ROOT,
@@ -60,13 +67,6 @@ from reshard.writer.job import (
 from reshard.writer.links import link_files, write_linked
 from reshard.writer.plan import ItemPlan, Plan, Share
 from reshard.writer.planning import plan
-from reshard.writer.records import (
-    item_record,
-    other_values,
-    read_back,
-    stored_arrays,
-    verify_hint,
-)
 from reshard.writer.siblings import (
     changed_paths,
     copy_siblings,
@@ -187,8 +187,8 @@ def check_share(share: object, resume: bool, workers: object, executor: object) 
     """Raises ArgumentError if a share is combined with what concerns a whole job."""
     if share is not None and (resume or workers is not None or executor is not None):
         raise ArgumentError(
-            "one process writes a share, from the beginning",
-            hints=["share=(i, n) without resume, workers and executor"],
+            "a share cannot be combined with resume, workers or executor",
+            hints=["share=(i, n) alone"],
         )
 
 
@@ -260,12 +260,11 @@ def _begun(
         raise ArgumentError("the destination is missing")
     if share is not None:
         plan.share(*share)  # is there one?
-    token, fingerprint = job_token(plan, shared)
+    token = job_token(plan, loaded=not shared)
     with committing.disk_errors(destination):
         begun = committing.begin(
             destination,
             token,
-            fingerprint,
             resume=resume,
             overwrite=plan.overwrite,
             shared=share is not None,
@@ -281,7 +280,7 @@ def _begun(
         text = f"the job of `{destination}` has {then} shares, not {count}"
         hints = [f"share=(..., ...) of {then} shares writes one of them"]
         raise DestinationError(text, hints=hints)
-    return Attempt(job, fingerprint), {} if found is None else committing.whole_parts(job, found)
+    return Attempt(job), {} if found is None else committing.whole_parts(job, found)
 
 
 @contextlib.contextmanager
@@ -507,7 +506,7 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         if any(entry.path.rpartition("/")[2] == name for entry in place.walk()):
             return False
         raise CheckpointNotFoundError(
-            f"there are no shares of `{place}`", hints=["share=(..., ...) writes one of them"]
+            f"no shares exist for `{place}`", hints=["share=(..., ...) writes one of them"]
         )
     kinds = {(p, d["job"], d["count"]) for p, found in jobs.items() for d in found.documents}
     if len(kinds) > 1:
