@@ -12,15 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import v1
-from jobs import (
-    FORMATS,
-    MARKER,
-    RECORD,
-    assert_pruned,
-    inodes,
-    put,
-    refused,
-)
+from jobs import FORMATS, MARKER, RECORD, assert_pruned, inodes, put, refused
 from layouts import hashes
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
