@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Box, chunk_ranges, grid_boxes, inside, shape_of
+from reshard.arrays.boxes import Box, chunk_ranges, grid_boxes, inside, shape_of, whole_box
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, StoredChunk, stored_name
@@ -160,9 +160,14 @@ def _write_files(
             places |= {path: (folder / own, begin) for path, begin in offsets.items()}
 
         def write(number: int, boxes: Sequence[_Filled], reservation: Reservation) -> None:
+            done = set()
             for box, values in boxes:
                 file, begin = places[box.handle.path]
                 disk.write_box(file, begin, box.handle.shape, box.box, values)
+                if box.box[1:] == whole_box(box.handle.shape)[1:]:  # no page is written again
+                    done.add(file)
+            for file in done:
+                disk.write_back(file)
 
         with Budget(share.limiter_bytes(directory, max_memory)) as budget:
             write_chunks(share, write, digests, budget, report)
