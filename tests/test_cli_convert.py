@@ -497,8 +497,8 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     ]
     assert by_path(load("alone/default")) == made
     assert refusal(run("convert", "out", "back", "--to", "linen", "--emit-map", "record.toml")) == (
-        "Error: --emit-map record.toml: there is no map, as the record of the conversion from "
-        "Linen is followed\n"
+        "Error: --emit-map record.toml: no map is written, since the record of the conversion from "
+        "Linen decides\n"
         "\n"
         "hint: --model MODULE:NAME, the Linen model\n"
     )

@@ -18,7 +18,7 @@ from flax import nnx
 import reshard
 from reshard.cli import conversion_options, subprocess_model
 from reshard.cli.subprocess_model import run_in_subprocess
-from reshard.convert.outputs import arguments_of
+from reshard.convert.model_run import arguments_of
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 WIDTH = 6

@@ -16,8 +16,7 @@ from reshard.convert.layout import KINDS
 if TYPE_CHECKING:
     from reshard.convert.conversion import Conversion
     from reshard.convert.model import TargetTree
-    from reshard.convert.model_run import Run
-    from reshard.convert.outputs import OutputComparison
+    from reshard.convert.model_run import OutputComparison, Run
 
 conversion_options = options.all_of(
     options.value(

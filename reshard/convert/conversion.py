@@ -36,8 +36,7 @@ from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.map_writer import write_map
 from reshard.convert.model import TargetTree, target_tree_of
-from reshard.convert.model_run import RunModel, runs
-from reshard.convert.outputs import OutputComparison, compare_outputs
+from reshard.convert.model_run import OutputComparison, RunModel, compare_outputs, runs
 from reshard.convert.roundtrip import (
     beside,
     counter,
@@ -102,7 +101,7 @@ class Conversion:
         return {path: ckpt[saved] for path, saved in layout.model.items()}
 
     def compare_outputs(self, run: Mapping[str, RunModel], inputs: Any) -> OutputComparison:
-        """Runs both models, as `reshard.convert.outputs.compare_outputs` has it."""
+        """Runs both models, as `reshard.convert.model_run.compare_outputs` has it."""
         return compare_outputs(run, inputs, self.map, self.to, self.groups)
 
     def checked(self, model: Any, source: Any, check: Any) -> Checkpoint:
@@ -182,7 +181,7 @@ def to_nnx(
         not show.
       check: run both models, and require equal outputs. True calls them with the arguments that
         initialise the Linen model; or give the arguments, as
-        `reshard.convert.outputs.arguments_of` takes them. Each model is in memory once, in
+        `reshard.convert.model_run.arguments_of` takes them. Each model is in memory once, in
         float32, one after the other.
 
     Returns:

@@ -412,9 +412,8 @@ class _Work:
         for path, owner, _ in mirrors:
             assert self._target is not None
             leaf, value = self._target.leaves[there[path]], model.map.values.get(owner)
-            by_rule = "map" in model.map.origin.get(owner, "")  # its state is not known
             if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
-                if by_rule:
+                if value.fill is not None:  # by a rule: its state is not known
                     continue
                 values[path] = Zeros(leaf.shape, leaf.dtype)
         zeros = {

@@ -1,13 +1,12 @@
-"""The values that a model has when it is made, to the bit and of some of its leaves alone.
+"""Initial values of some of a model's leaves, to the bit.
 
-XLA rounds as it fuses, so what a constructor makes when it runs depends on what is compiled with
-what. Here it is traced, what the wanted leaves do not need is dropped, and the rest is evaluated
-one operation at a time, as JAX itself runs it; what is jitted in it stays jitted. (Functions of
-JAX's own that it inlines when it traces, such as `jax.random.lognormal`, are taken apart by this.)
+XLA rounds as it fuses, so the values that a constructor makes depend on what is compiled together.
+Here the constructor is traced, the operations that the leaves do not need are dropped, and the rest
+is evaluated one operation at a time, as JAX itself runs it. A function that is jitted stays whole.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,11 @@ from reshard.restore.target import maker
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
-_JITTED = ("jit", "pjit")  # the name of the primitive of `jax.jit`, in newer and older versions
-
 
 @dataclasses.dataclass(frozen=True)
 class Initial:
-    """Initial values by saved path, with the PRNG implementation where they are the data of typed
-    keys; and the bytes that were needed at once, at most, to compute them."""
+    """Initial values by saved path, with the PRNG implementation of typed keys; and the bytes that
+    were needed at once, at most, to compute them."""
 
     values: dict[Path, tuple[np.ndarray, str | None]]
     peak: int
@@ -68,7 +65,7 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
     else:
         with nnx.use_eager_sharding(False):  # or an annotated model asks for a mesh
             traced = jax.make_jaxpr(lambda: chosen(make()))()
-            needed = traced.jaxpr.replace(eqns=_needed(traced.jaxpr, traced.jaxpr.outvars))
+            needed = traced.jaxpr.replace(eqns=_needed(traced.jaxpr))
             peak = peak_bytes(needed)
             if max_memory is not None and peak > max_memory:
                 raise MemoryLimitError(
@@ -90,58 +87,31 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
 def peak_bytes(jaxpr: Any) -> int:
     """Bytes that are needed at once, at most, to compute a jaxpr operation by operation: its inputs
     and outputs, too. What is compiled is taken for one operation after the other."""
-    equations = _needed(jaxpr, jaxpr.outvars)
-    uses = [_variables([*equation.invars, *equation.outvars]) for equation in equations]
+    last = {variable: place for place, e in enumerate(jaxpr.eqns) for variable in _used(e)}
     ends = _variables(jaxpr.outvars)
-    now = peak = _bytes({*jaxpr.constvars} | ({*jaxpr.invars} & ends.union(*uses)))
-    last = {variable: place for place, used in enumerate(uses) for variable in used}
-    for place, equation in enumerate(equations):
+    now = peak = _bytes({*jaxpr.constvars, *jaxpr.invars})
+    for place, equation in enumerate(jaxpr.eqns):
         now += _bytes(equation.outvars)
-        beside = (peak_bytes(each) - _ends(each) for each in jaxprs_in_params(equation.params))
+        inner = jaxprs_in_params(equation.params)
+        beside = (peak_bytes(each) - _bytes([*each.invars, *each.outvars]) for each in inner)
         peak = max(peak, now + max((0, *beside)))
-        now -= _bytes(v for v in uses[place] - ends if last[v] == place)
+        now -= _bytes(v for v in _used(equation) - ends if last[v] == place)
     return peak
 
 
-def _needed(jaxpr: Any, outputs: Iterable[Any]) -> list[Any]:
-    """The equations that some outputs of a jaxpr need, less what no output needs of a function that
-    is jitted."""
-    from jax.interpreters import partial_eval
-
-    live, equations = _variables(outputs), []
+def _needed(jaxpr: Any) -> list[Any]:
+    """The equations that the outputs of a jaxpr need. What is jitted is one equation."""
+    live, equations = _variables(jaxpr.outvars), []
     for equation in reversed(jaxpr.eqns):
-        used = [variable in live for variable in equation.outvars]
-        if not any(used) and not equation.effects:
-            continue
-        jitted = equation.primitive.name in _JITTED and not equation.effects
-        if jitted and not all(used) and not _shares(equation.params["jaxpr"].jaxpr, used):
-            _, equation = partial_eval.dce_rules[equation.primitive](used, equation)
-            assert equation is not None
-        live |= _variables(equation.invars)
-        equations.append(equation)
+        if equation.effects or not live.isdisjoint(equation.outvars):
+            live |= _variables(equation.invars)
+            equations.append(equation)
     return equations[::-1]
 
 
-def _shares(jaxpr: Any, wanted: Sequence[bool]) -> bool:
-    """Whether the rest of a jaxpr uses floats that are computed on the way to the wanted ones of
-    its outputs: compiled with that, they may be rounded in another way."""
-    import jax
-
-    outputs = [variable for variable, want in zip(jaxpr.outvars, wanted, strict=True) if want]
-    inside = {v for equation in _needed(jaxpr, outputs) for v in equation.outvars}
-    rest = [equation for equation in jaxpr.eqns if inside.isdisjoint(equation.outvars)]
-    used = _variables(jaxpr.outvars).union(*(_variables(e.invars) for e in rest))
-    return any(
-        jax.numpy.issubdtype(variable.aval.dtype, jax.numpy.inexact)
-        for variable in (inside & used) - _variables(outputs)
-    )
-
-
-def _ends(jaxpr: Any) -> int:
-    """Bytes of the inputs that the outputs of a jaxpr need, and of the outputs."""
-    ends = _variables(jaxpr.outvars)
-    used = ends.union(*(_variables(e.invars) for e in _needed(jaxpr, jaxpr.outvars)))
-    return _bytes({*jaxpr.invars} & used) + _bytes(ends)
+def _used(equation: Any) -> set[Any]:
+    """The variables that an equation reads or makes."""
+    return _variables([*equation.invars, *equation.outvars])
 
 
 def _variables(atoms: Iterable[Any]) -> set[Any]:
@@ -149,5 +119,6 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
     return {atom for atom in atoms if not hasattr(atom, "val")}
 
 
-def _bytes(variables: Iterable[Any]) -> int:
+def _bytes(atoms: Iterable[Any]) -> int:
+    variables = _variables(atoms)
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in variables)

@@ -1,17 +1,31 @@
-"""A model of a conversion, run once with the values of its checkpoint."""
+"""Run both models of a conversion with the values of their checkpoints, and compare the outputs.
+
+Each model runs in float32, matrix products at the highest precision, in evaluation mode. The rest
+of a difference is the order of operations. So differences are measured in noise: what each element
+changes by when every weight of the source model moves by one unit in the last place.
+
+Equal outputs do not check modules that the outputs do not depend on. So leaves of the modules that
+only order has paired are exchanged, and the outputs have to differ.
+"""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Leaf
+from reshard.convert.align import listed
+from reshard.convert.by_order import Modules, leaves_in
 from reshard.convert.initial_values import peak_bytes
+from reshard.convert.leafmap import LeafMap
+from reshard.convert.map_rules import OPPOSITE
 from reshard.convert.model import nnx_outline
 from reshard.errors import ArgumentError
 from reshard.restore.pytrees import flatten_state
@@ -20,101 +34,303 @@ from reshard.storage.location import checked
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
-# How far the outputs of two models are apart, next to noise: what each element of an output
-# changes by when every weight is moved by one unit in the last place.
-
-NAMES = {"linen": "Linen", "nnx": "NNX"}
+_NAMES = {"linen": "Linen", "nnx": "NNX"}
 # How far elements of equal outputs may be apart, in units of the noise.
-LIMIT = 10.0
-# Noise of an element is known by others of about its magnitude: up to twice as large, and of the
-# smallest ones, which may be alone, up to so many times, so many of them.
+_LIMIT = 10.0
+# The noise of an element is the largest among those of about its magnitude: up to twice as large.
+# The smallest may be alone: for these, up to 8 elements that are up to 1000 times as large.
 _ALIKE, _NEAR, _FEW = 2.0, 1000.0, 8
+_MOST_EXCHANGES = 32
+_MOST_LISTED = 3
 
-
-def moved(values: np.ndarray) -> np.ndarray:
-    """Each element moved by one unit in the last place, up or down at random."""
-    up = np.random.default_rng(0).integers(2, size=values.shape, dtype=bool)
-    return np.nextafter(values, np.where(up, np.inf, -np.inf).astype(values.dtype))
-
-
-def times_noise(one: np.ndarray, other: np.ndarray, again: np.ndarray) -> np.ndarray:
-    """How far each element of two arrays is apart, in units of the largest noise among elements of
-    its magnitude. Infinite where that cannot be said: one of them is NaN, or both are not equally
-    infinite; and where integers differ.
-
-    Args:
-      one, other: the arrays, of one shape.
-      again: the first of them with every weight moved.
-    """
-    exact = not np.issubdtype(one.dtype, np.floating)
-    with np.errstate(invalid="ignore", over="ignore"):  # of infinity, and of the largest numbers
-        unit = np.zeros(one.shape) if exact else np.nan_to_num(np.spacing(np.abs(one)))
-        one, other, again = (np.asarray(x, np.float64) for x in (one, other, again))
-        apart, noise = np.abs(one - other), np.abs(one - again)
-    known = np.isfinite(one) & np.isfinite(other)
-    apart = np.where(known, apart, np.where(one == other, 0.0, np.inf))
-    if exact:
-        return np.where(apart == 0, 0.0, np.inf)
-    level = np.zeros(one.shape)
-    level[known] = _level(np.abs(one[known]), np.where(np.isfinite(noise), noise, 0.0)[known])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(apart == 0, 0.0, apart / np.maximum(level, unit))
-
-
-def _level(magnitude: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """The largest noise among elements of the magnitude of each."""
-    order = np.argsort(magnitude)
-    ranked, largest = magnitude[order], np.maximum.accumulate(noise[order])
-    alike = np.searchsorted(ranked, _ALIKE * magnitude, "right")
-    near = np.searchsorted(ranked, _NEAR * magnitude, "right")
-    zeros = np.searchsorted(ranked, 0.0, "right")
-    return largest[np.maximum(alike, np.minimum(near, zeros + _FEW)) - 1]
-
-
-Tell = Callable[[str], object]
 # Positional and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-# What is found out besides the outputs: which leaves have no part in them; what every weight moved
-# by one unit in the last place makes of them; the same, and the outputs of modules.
+# What is computed besides the outputs: which leaves do not affect them; the outputs with every
+# weight moved by one unit in the last place; the same, and the outputs of modules.
 More = Literal["unused", "noise", "calls"]
-# Paths of leaves that are exchanged.
+# Paths of two leaves that are exchanged.
 Exchange = tuple[Path, Path]
-# What runs a model: called with arguments, `More`, and `Exchange`s.
+# A function that runs a model: takes arguments, `More`, and `Exchange`s.
 RunModel = Callable[..., "Run"]
+# An array that a model returned, with its place; and one that a module returned, with its path.
+_Outputs = list[tuple[str, np.ndarray]]
+_Calls = list[tuple[Path, np.ndarray | None]]
 # A model, called with the values of its leaves and a list for the outputs of modules.
-Call = Callable[[Sequence[Any], list[tuple[Path, Any]]], Any]
+_Call = Callable[[Sequence[Any], list[tuple[Path, Any]]], Any]
 
 
 class Run(NamedTuple):
     """What a model has computed.
 
     Attributes:
-      arguments: what it was called with.
+      arguments: the arguments that it was called with.
       outputs: the arrays that it returned, each with its place in what was returned.
       calls: path of a module and an array that it returned, in the order in which the calls ended;
-        None for one in compiled code, such as a scan, whose values nobody sees. None of them if
-        nobody has asked.
-      unused: paths of leaves of floating-point numbers that the outputs do not depend on: their
-        gradient is zero, such as that of an expert that no input was sent to. All of them if nobody
-        has asked, or the model cannot be differentiated.
-      moved: `outputs` and `calls` with every weight moved by one unit in the last place; none if
-        nobody has asked.
+        None for one in compiled code, such as a scan. Only if it was asked for.
+      unused: paths of leaves of floating-point numbers whose gradient is zero, for example an
+        expert that no input was sent to. All if the gradient was not asked for, or there is none.
+      moved: `outputs` and `calls` with every weight moved by one unit in the last place.
       seen: whether each exchange of two leaves changes the outputs by more than noise.
     """
 
     arguments: Arguments
-    outputs: list[tuple[str, np.ndarray]]
-    calls: list[tuple[Path, np.ndarray | None]]
+    outputs: _Outputs
+    calls: _Calls
     unused: list[Path]
-    moved: tuple[list[tuple[str, np.ndarray]], list[tuple[Path, np.ndarray | None]]]
+    moved: tuple[_Outputs, _Calls]
     seen: list[bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputComparison:
+    """What the outputs of two models were found to be. `print()` shows it.
+
+    Attributes:
+      difference: the largest one, in units of the noise.
+      problems: why they are not equal.
+      unused: leaves that the outputs do not depend on, so that nothing is known of them.
+      not_seen: of the groups of modules that only order has paired, those whose exchange the
+        outputs do not show.
+      not_tried: those that were not exchanged, as there are too many.
+    """
+
+    difference: float
+    problems: tuple[str, ...]
+    unused: tuple[Path, ...]
+    not_seen: tuple[Modules, ...] = ()
+    not_tried: tuple[Modules, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether they are equal."""
+        return not self.problems
+
+    def __repr__(self) -> str:
+        if self.problems:
+            return "\n".join(["outputs differ", *(f"  {problem}" for problem in self.problems)])
+        text = f"outputs equal: the largest difference is {self.difference:.1g} times the noise"
+        if not self.unused:
+            return text
+        names = ", ".join(map(format_path, self.unused[:_MOST_LISTED]))
+        more = f", ... ({len(self.unused)})" if len(self.unused) > _MOST_LISTED else ""
+        return f"{text}; leaves that do not affect them are unchecked: {names}{more}"
+
+
+def arguments_of(inputs: Any) -> dict[str, Arguments]:
+    """The arguments of both models.
+
+    Args:
+      inputs: a tuple of positional arguments and a dict of keyword ones, for both alike; or a dict
+        of such pairs, `{"linen": ..., "nnx": ...}`. Without `"linen"`, or None, for what Linen's
+        model is initialised with: see `reshard.convert.model_run.run`.
+
+    Raises:
+      ArgumentError: it is something else.
+    """
+    if inputs is None:
+        return {}
+    pairs = inputs if isinstance(inputs, dict) else {"linen": inputs, "nnx": inputs}
+    problems = [f"unknown side {side!r}" for side in pairs if side not in ("linen", "nnx")]
+    problems += [
+        f"{side}: {pair!r:.80}" for side, pair in pairs.items() if not _are_arguments(pair)
+    ]
+    if problems:
+        raise ArgumentError(
+            "the inputs are not positional and keyword arguments",
+            problems,
+            ["((x,), {})", '{"linen": ((x,), {"train": False}), "nnx": ((x,), {})}'],
+        )
+    return {side: (tuple(args), dict(kwargs)) for side, (args, kwargs) in pairs.items()}
+
+
+def _are_arguments(pair: Any) -> bool:
+    return (
+        isinstance(pair, tuple | list)
+        and len(pair) == 2
+        and isinstance(pair[0], tuple | list)
+        and isinstance(pair[1], dict)
+        and all(isinstance(name, str) for name in pair[1])
+    )
+
+
+def compare_outputs(
+    run: Mapping[str, RunModel],
+    inputs: Any,
+    found: LeafMap,
+    to: str,
+    groups: Sequence[Modules],
+) -> OutputComparison:
+    """Runs both models and compares their outputs; if these differ, also those of their modules,
+    and if not, also those of the source model with leaves exchanged.
+
+    Args:
+      run: for `"linen"` and `"nnx"` what runs the model: with arguments, or None for those that
+        Linen's is initialised with; with what else is found out; and with leaves to be exchanged.
+      inputs: what to call them with. See `arguments_of`.
+      found: the map of the model's leaves.
+      to: the API that it goes to.
+      groups: the modules of one class that only order has paired.
+    """
+    given, source = arguments_of(inputs), OPPOSITE[to]
+    more: dict[str, More] = {source: "noise", to: "unused"}
+    linen = run["linen"](given.get("linen"), more["linen"])
+    nnx = run["nnx"](given.get("nnx", linen.arguments), more["nnx"])
+    before, after = (linen, nnx) if to == "nnx" else (nnx, linen)
+    unused = tuple(after.unused)
+    difference, problems = _compared(before, after, to)
+    if difference > _LIMIT:
+        linen, nnx = run["linen"](linen.arguments, "calls"), run["nnx"](nnx.arguments, "calls")
+        problems += _first_difference(linen, nnx, found, to)
+    if problems:
+        return OutputComparison(difference, tuple(problems), unused)
+    exchanges = _exchanges(groups, found, source)
+    tried = list(exchanges)[:_MOST_EXCHANGES]
+    seen: Sequence[bool] = ()
+    if tried:
+        seen = run[source](before.arguments, "noise", [exchanges[group] for group in tried]).seen
+    not_seen = {group for group, is_seen in zip(tried, seen, strict=True) if not is_seen}
+    not_seen |= {group for group in groups if leaves_in([group], unused, to)}
+    return OutputComparison(
+        difference,
+        (),
+        unused,
+        tuple(group for group in groups if group in not_seen),
+        tuple(group for group in groups if group in {*exchanges} - {*tried} - not_seen),
+    )
+
+
+def _exchanges(groups: Sequence[Modules], found: LeafMap, source: str) -> dict[Modules, Exchange]:
+    """Group of modules -> two leaves of equal shape in two of them, the largest; the largest groups
+    first. Groups without such leaves fit in one order alone."""
+    shapes = found.sources()
+    exchanges: dict[Modules, Exchange] = {}
+    for group in sorted(groups, key=len, reverse=True):
+        alike: dict[tuple[Path, Shape], list[Path]] = {}
+        for pair in group:
+            for path, inner in leaves_in([(pair,)], shapes, source).items():
+                alike.setdefault((inner, shapes[path]), []).append(path)
+        several = [(math.prod(s), paths) for (_, s), paths in alike.items() if len(paths) > 1]
+        if several:
+            _, (one, other, *_) = max(several, key=lambda entry: entry[0])
+            exchanges[group] = one, other
+    return exchanges
+
+
+def _compared(before: Run, after: Run, to: str) -> tuple[float, list[str]]:
+    """The largest difference of outputs, in units of the noise, and what keeps them from being
+    equal."""
+    names = ("Linen", "NNX") if to == "nnx" else ("NNX", "Linen")
+    if [x.shape for _, x in before.outputs] != [x.shape for _, x in after.outputs]:
+        sides = sorted(zip(names, (before, after), strict=True), key=lambda side: side[0])
+        shapes = [", ".join(str(list(x.shape)) for _, x in run.outputs) for _, run in sides]
+        return 0.0, [f"their shapes are {shapes[0]} in Linen, {shapes[1]} in NNX"]
+    largest, problems = 0.0, []
+    outputs = zip(before.outputs, after.outputs, before.moved[0], strict=True)
+    for (name, one), (_, other), (_, again) in outputs:
+        apart = _times_noise(one, other, again)
+        where = f"output{name}" if len(before.outputs) > 1 else "the output"
+        largest = max(largest, apart.max(initial=0.0))
+        if np.isinf(apart).any() and np.issubdtype(one.dtype, np.floating):
+            problems.append(f"{where}: different elements are infinite, or some are NaN")
+        elif (apart > _LIMIT).any():
+            at = np.unravel_index(np.argmax(apart), apart.shape)
+            values = [f"{x[at]:.7g} in {side}" for x, side in zip((one, other), names, strict=True)]
+            problems.append(
+                f"{where}: {list(map(int, at))} is {' and '.join(values)}, {apart[at]:.1g} times "
+                f"the noise; equal outputs differ by at most {_LIMIT:.0f} times"
+            )
+    arrays = [x for _, x in before.outputs]
+    if not problems and not any(np.isfinite(x).any() and x[np.isfinite(x)].any() for x in arrays):
+        problems.append("they are all zero, so they show nothing: try other inputs")
+    return largest, problems
+
+
+def _first_difference(linen: Run, nnx: Run, found: LeafMap, to: str) -> list[str]:
+    """The first call in Linen of a module whose output differs from that of its counterpart, and
+    the modules before it whose outputs nobody sees."""
+    outputs: dict[Path, list[np.ndarray]] = {}
+    for path, value in nnx.calls:
+        if value is not None:
+            outputs.setdefault(path, []).append(value)
+    seen = {path for path, value in linen.calls if value is not None}
+    counterparts = _counterparts(found, to, seen, outputs)
+    compiled: dict[Path, None] = {}
+    names = ""
+    for (path, value), (_, again) in zip(linen.calls, linen.moved[1], strict=True):
+        if value is None or again is None:
+            compiled[path] = None
+            continue
+        other = counterparts.get(path)
+        if other is None or not outputs[other]:
+            continue
+        candidate = outputs[other].pop(0)
+        if candidate.shape != value.shape:
+            continue
+        if (_times_noise(value, candidate, again) > _LIMIT).any():
+            names = f"{format_path(path)} in Linen, {format_path(other)} in NNX"
+            break
+    texts = [f"the first module whose output differs: {names}"] if names else []
+    if compiled:
+        before = "before it " if names else ""
+        texts.append(
+            f"what runs {before}in compiled code (a scan, a jit) was not compared module by "
+            f"module: {listed(list(compiled))}"
+        )
+    return ["; ".join(texts)] if texts else []
+
+
+def _counterparts(
+    found: LeafMap, to: str, linen: Collection[Path], nnx: Collection[Path]
+) -> dict[Path, Path]:
+    """Module of Linen's -> NNX's: all leaves of the one are made of all leaves of the other, and of
+    nothing else. Of modules that hold nothing but another one, the outer ones belong together."""
+    whole: dict[Path, int] = {}  # leaf -> what it becomes a part of, or is a part of
+    pairs: list[tuple[Path, Path]] = []
+    for path, sources in found.made_of().items():
+        number = min((whole[source] for source in sources if source in whole), default=len(pairs))
+        for source in sources:
+            whole[source] = number
+            pairs.append((source, path) if to == "nnx" else (path, source))
+    groups: dict[frozenset[int], tuple[list[Path], list[Path]]] = {}
+    for side, modules in enumerate((linen, nnx)):
+        below: dict[Path, set[int]] = {}
+        for pair in pairs:
+            number = whole[pair[0 if to == "nnx" else 1]]
+            leaf = tuple(map(str, pair[side][1 - side :]))  # Linen's begins with the collection
+            for end in range(1, len(leaf)):
+                below.setdefault(leaf[:end], set()).add(number)
+        for path in sorted(modules, key=len):
+            if path in below:
+                groups.setdefault(frozenset(below[path]), ([], []))[side].append(path)
+    return {
+        one: other
+        for ones, others in groups.values()
+        if len(ones) == len(others)
+        for one, other in zip(ones, others, strict=True)
+    }
+
+
+def runs(
+    models: Mapping[str, Any], leaves: Callable[[str], Mapping[Path, Leaf]]
+) -> dict[str, RunModel]:
+    """What runs both models in this process, by their APIs. Raises ArgumentError: one of the models
+    is not known."""
+    if None in models.values():
+        raise ArgumentError(
+            "comparing outputs needs both models",
+            hints=["model=... and source=..."],
+        )
+    return {
+        api: functools.partial(run, api, models[api], leaves(api), lambda text: None)
+        for api in _NAMES
+    }
 
 
 def run(
     api: str,
     model: Any,
     leaves: Mapping[Path, Leaf],
-    tell: Tell,
+    tell: Callable[[str], object],
     arguments: Arguments | None,
     more: More,
     exchanges: Sequence[Exchange] = (),
@@ -142,7 +358,7 @@ def run(
 
     find = _linen_model if api == "linen" else _nnx_model
     call, held, arguments = find(model, leaves, arguments, more)
-    api, paths = NAMES[api], list(held)
+    api, paths = _NAMES[api], list(held)
     abstract = [_abstract(leaf) for leaf in held.values()]
     floats = [number for number, leaf in enumerate(abstract) if is_floating(leaf.dtype)]
     with jax.default_matmul_precision("highest"):
@@ -169,7 +385,7 @@ def run(
         if more != "unused":
             changed = list(values)
             for number in floats:
-                changed[number] = jax.numpy.asarray(moved(np.asarray(values[number])))
+                changed[number] = jax.numpy.asarray(_moved(np.asarray(values[number])))
             moved_made = outputs(changed)
         for exchange in exchanges:
             one, other = map(paths.index, exchange)
@@ -183,7 +399,7 @@ def run(
     return Run(arguments, made, calls, unused, moved_made, seen)
 
 
-def _peak(call: Call, api: str, leaves: Mapping[Path, Any], abstract: Sequence[Any]) -> int:
+def _peak(call: _Call, api: str, leaves: Mapping[Path, Any], abstract: Sequence[Any]) -> int:
     """Bytes of memory that a model takes; raises ArgumentError if its outputs depend on leaves that
     the checkpoint does not have."""
     import jax
@@ -204,7 +420,7 @@ def _peak(call: Call, api: str, leaves: Mapping[Path, Any], abstract: Sequence[A
 
 
 def _gradient(
-    call: Call, abstract: Sequence[Any], floats: Sequence[int]
+    call: _Call, abstract: Sequence[Any], floats: Sequence[int]
 ) -> tuple[Callable[..., Any] | None, int]:
     """What computes the gradient of a model's outputs, and the bytes of memory that it takes; None
     if the model cannot be differentiated."""
@@ -239,7 +455,7 @@ def _differ(
 ) -> bool:
     """Whether outputs of one model differ by more than noise."""
     return any(
-        one.shape != other.shape or (times_noise(one, other, again) > LIMIT).any()
+        one.shape != other.shape or (_times_noise(one, other, again) > _LIMIT).any()
         for (_, one), (_, other), (_, again) in zip(ones, others, moved, strict=True)
     )
 
@@ -315,29 +531,9 @@ def is_floating(dtype: Any) -> bool:
         return False
 
 
-# Finding a model's call replaces `init` of Linen modules for one thread; one does so at a time.
-_REPLACING = threading.RLock()
-
-
-def runs(
-    models: Mapping[str, Any], leaves: Callable[[str], Mapping[Path, Leaf]]
-) -> dict[str, RunModel]:
-    """What runs both models in this process, by their APIs. Raises ArgumentError: one of the models
-    is not known."""
-    if None in models.values():
-        raise ArgumentError(
-            "comparing outputs needs both models",
-            hints=["model=... and source=..."],
-        )
-    return {
-        api: functools.partial(run, api, models[api], leaves(api), lambda text: None)
-        for api in NAMES
-    }
-
-
 def _linen_model(
     model: Any, leaves: Mapping[Path, Leaf], arguments: Arguments | None, more: More
-) -> tuple[Call, Mapping[Path, Any], Arguments]:
+) -> tuple[_Call, Mapping[Path, Any], Arguments]:
     """The call of a Linen model, its leaves and its arguments."""
     from flax import errors, linen
 
@@ -390,7 +586,7 @@ def _linen_model(
 
 def _nnx_model(
     model: Any, leaves: Mapping[Path, Leaf], arguments: Any, more: More
-) -> tuple[Call, Mapping[Path, Any], Arguments]:
+) -> tuple[_Call, Mapping[Path, Any], Arguments]:
     """The call of an NNX model, its leaves and its arguments."""
     from flax import nnx
 
@@ -423,41 +619,30 @@ def _nnx_model(
 
 
 class _Reached(BaseException):
-    """The initialisation of a Linen module, which is as far as a model's code is to run."""
+    """The first call of a Linen module, which is as far as a model's code runs."""
 
-    def __init__(self, module: Any, method: Any, arguments: Arguments):
+    def __init__(self, module: Any, method: str, arguments: Arguments):
         super().__init__()
         self.module, self.method, self.arguments = module, method, arguments
 
 
-def _linen_call(model: Any) -> tuple[Any, Any, Arguments | None]:
+def _linen_call(model: Any) -> tuple[Any, str | None, Arguments | None]:
     """The module of a Linen model (or a function like its `apply`), the method that it is
-    initialised by, and with what; nothing is initialised."""
+    initialised by, and the arguments; nothing is initialised."""
     from flax import linen
 
-    mine = threading.get_ident()
-
-    def ended(init: Any) -> Any:
-        def call(module: Any, rngs: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-            if threading.get_ident() != mine:
-                return init(module, rngs, *args, method=method, **kwargs)
-            own = ("mutable", "capture_intermediates")
-            rest = {name: value for name, value in kwargs.items() if name not in own}
-            raise _Reached(module, method, (args, rest))
-
-        return call
+    def reached(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module, name = context.module, context.method_name
+        if module.scope is None or module.scope.path or name == "setup":
+            return method(*args, **kwargs)
+        raise _Reached(module.unbind()[0], name, (args, kwargs))
 
     make = maker(model)
-    base: Any = linen.Module
-    with _REPLACING:
-        before = base.init, base.init_with_output
-        base.init, base.init_with_output = map(ended, before)
-        try:
+    try:
+        with linen.intercept_methods(reached):
             state = model if make is None else make()
-        except _Reached as found:
-            return found.module, found.method, found.arguments
-        finally:
-            base.init, base.init_with_output = before
+    except _Reached as found:
+        return found.module, found.method, found.arguments
     apply = getattr(state, "apply_fn", None)
     if apply is None:
         raise ArgumentError(
@@ -511,11 +696,8 @@ def _noted(model: Any, kept: list[tuple[Path, Any]]) -> Iterator[None]:
     """Keeps what the modules of an NNX model return meanwhile."""
     from flax import nnx
 
-    places = {
-        id(node): tuple(map(str, path))
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, nnx.Module)
-    }
+    modules = [(p, node) for p, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+    places = {id(node): tuple(map(str, path)) for path, node in modules}
     running: set[int] = set()
 
     def noting(call: Any) -> Any:
@@ -523,24 +705,65 @@ def _noted(model: Any, kept: list[tuple[Path, Any]]) -> Iterator[None]:
             outermost = id(module) in places and id(module) not in running
             running.add(id(module))
             made = call(module, *args, **kwargs)
-            if outermost:  # and not by way of a class that its own is derived from
+            if outermost:  # and not a call of a base class
                 running.discard(id(module))
                 kept.append((places[id(module)], made))
             return made
 
         return noted
 
-    kinds: set[Any] = {type(node) for _, node in nnx.iter_graph(model) if id(node) in places}
-    own = {kind: vars(kind).get("__call__") for kind in kinds}
-    defined = {kind: [base for base in kind.__mro__ if "__call__" in vars(base)] for kind in kinds}
-    calls = {kind: noting(bases[0].__call__) for kind, bases in defined.items() if bases}
+    calls: dict[Any, Any] = {}
+    for kind in {type(node) for _, node in modules}:
+        defined = [vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)]
+        calls |= {kind: defined[0]} if defined else {}
+    own = {kind: vars(kind).get("__call__") for kind in calls}
     try:
         for kind, call in calls.items():
-            kind.__call__ = call
+            kind.__call__ = noting(call)
         yield
     finally:
-        for kind in calls:
-            if own[kind] is None:
+        for kind, call in own.items():
+            if call is None:
                 del kind.__call__
             else:
-                kind.__call__ = own[kind]
+                kind.__call__ = call
+
+
+def _moved(values: np.ndarray) -> np.ndarray:
+    """Each element moved by one unit in the last place, up or down at random."""
+    up = np.random.default_rng(0).integers(2, size=values.shape, dtype=bool)
+    return np.nextafter(values, np.where(up, np.inf, -np.inf).astype(values.dtype))
+
+
+def _times_noise(one: np.ndarray, other: np.ndarray, again: np.ndarray) -> np.ndarray:
+    """How far each element of two arrays is apart, in units of the largest noise among elements of
+    its magnitude. Infinite where that cannot be said: one of them is NaN, or both are not equally
+    infinite; and where integers differ.
+
+    Args:
+      one, other: the arrays, of one shape.
+      again: the first of them with every weight moved.
+    """
+    exact = not np.issubdtype(one.dtype, np.floating)
+    with np.errstate(invalid="ignore", over="ignore"):  # of infinity, and of the largest numbers
+        unit = np.zeros(one.shape) if exact else np.nan_to_num(np.spacing(np.abs(one)))
+        one, other, again = (np.asarray(x, np.float64) for x in (one, other, again))
+        apart, noise = np.abs(one - other), np.abs(one - again)
+    known = np.isfinite(one) & np.isfinite(other)
+    apart = np.where(known, apart, np.where(one == other, 0.0, np.inf))
+    if exact:
+        return np.where(apart == 0, 0.0, np.inf)
+    level = np.zeros(one.shape)
+    level[known] = _level(np.abs(one[known]), np.where(np.isfinite(noise), noise, 0.0)[known])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(apart == 0, 0.0, apart / np.maximum(level, unit))
+
+
+def _level(magnitude: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """The largest noise among elements of the magnitude of each."""
+    order = np.argsort(magnitude)
+    ranked, largest = magnitude[order], np.maximum.accumulate(noise[order])
+    alike = np.searchsorted(ranked, _ALIKE * magnitude, "right")
+    near = np.searchsorted(ranked, _NEAR * magnitude, "right")
+    zeros = np.searchsorted(ranked, 0.0, "right")
+    return largest[np.maximum(alike, np.minimum(near, zeros + _FEW)) - 1]

@@ -84,12 +84,14 @@ def level_above(
     levels: the problem, and hints. None if taking it away does not find places for half of the
     leaves, and for more than `placed`. `initial`: leaves of the model that keep their value."""
     for problem, rename, rule in _levels(source):
-        names = {path: split_path(re.sub(*rename, format_path(path))) for path in source.shapes}
-        shapes = {tuple(map(str, names[path])): shape for path, shape in source.shapes.items()}
-        if len(shapes) < len(names):
+        names: dict[Path, Path] = {}
+        for path in source.shapes:
+            renamed = split_path(re.sub(*rename, format_path(path)))
+            names[tuple(map(str, renamed))] = path
+        if len(names) < len(source.shapes):
             continue
-        dtypes = {tuple(map(str, names[path])): dtype for path, dtype in source.dtypes.items()}
-        below = Side(source.api, shapes, dtypes)
+        shapes = {name: source.shapes[path] for name, path in names.items()}
+        below = Side(source.api, shapes, {name: source.dtypes[p] for name, p in names.items()})
         made, _ = model_map(by_map(None, below, target), below, target, initial)
         found = len(made.values.keys() & target.shapes.keys())
         if placed < found and 2 * found >= len(shapes):
