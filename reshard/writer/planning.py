@@ -11,8 +11,8 @@ from reshard.arrays.boxes import shape_of
 from reshard.arrays.derived import stored_share
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint, Source
-from reshard.engine.budget import check_fits, copy_bytes
 from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
+from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayLayout, ArrayPlan, co_read, plan_array, too_large
 from reshard.errors import (
     ArgumentError,
