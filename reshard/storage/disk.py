@@ -451,9 +451,9 @@ def not_a_file(location: Location) -> CheckpointFormatError:
     )
 
 
-def _entry(path: str, found: os.stat_result) -> Entry:
-    is_file, is_dir = stat.S_ISREG(found.st_mode), stat.S_ISDIR(found.st_mode)
-    return Entry(path, is_file, is_dir, found.st_size, found.st_mtime_ns)
+def _entry(path: str, status: os.stat_result) -> Entry:
+    is_file, is_dir = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
+    return Entry(path, is_file, is_dir, status.st_size, status.st_mtime_ns)
 
 
 def rename(path: AnyPath, new: AnyPath) -> None:
