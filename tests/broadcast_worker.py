@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import sys
 from typing import Any
 
@@ -114,14 +113,6 @@ def transformed(path: str, memory: str | None, kind: str) -> list[str]:
             for replicas in ("broadcast", "read")
         )
     return differences(got, alone)
-
-
-def fetched(url: str, environment: dict[str, str], specs: dict[str, Any], replicas: str) -> list:
-    """Digests of what this process holds of the arrays of a checkpoint in a bucket."""
-    os.environ.update(environment)
-    ckpt = reshard.open(url)
-    got = reshard.restore(ckpt, laid_out(ckpt, specs), replicas=replicas)
-    return [hashed(leaf) for leaf in jax.tree.leaves(got)]
 
 
 def read(path: str, specs: dict[str, Any], memory: str | None, kind: str) -> Any:

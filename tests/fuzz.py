@@ -33,6 +33,7 @@ from tensorstore import ocdbt
 
 import reshard
 from reshard.convert.roundtrip import KEY
+from reshard.storage.btree import crc32c
 
 # Each with the keyword arguments of `PyTreeCheckpointer`, and whether its B-tree nodes are stored
 # without compression: damage to them then goes deeper than their codec. `recorded` has digests on
@@ -117,20 +118,6 @@ def database(path: pathlib.Path, **spec: Any) -> ts.KvStore:
     """The OCDBT database in a directory."""
     base = {"driver": "file", "path": f"{path}/"}
     return ts.KvStore.open({"driver": "ocdbt", "base": base, **spec}).result()
-
-
-def crc32c(data: bytes) -> int:
-    """The checksum of nodes and manifests."""
-    value = 0xFFFFFFFF
-    for byte in data:
-        value = _CRC[(value ^ byte) & 0xFF] ^ value >> 8
-    return value ^ 0xFFFFFFFF
-
-
-_CRC = [
-    functools.reduce(lambda byte, _: byte >> 1 ^ (0x82F63B78 if byte & 1 else 0), range(8), byte)
-    for byte in range(256)
-]
 
 
 def sealed(data: bytes) -> bytes:

@@ -27,6 +27,10 @@ from reshard.convert.conversion import conversion
 MAP = r"""
 to = 'nnx'
 
+[vars]
+rows = 4
+wide = 'rows * 2'
+
 [[rule]]
 from = '^params/layer_(\d+)/kernel$'
 transpose = [1, 0]
@@ -71,6 +75,34 @@ to = 'stages/{\1 // 2}/{\1 % 2}/'
 [[rule]]
 from = '^params/old$'
 drop = true
+
+[[rule]]
+from = '^params/query$'
+scale = { by = 'rows ** -0.5', rounds = true }
+rope = { axis = 0, head_size = 'rows', to = 'pairs' }
+interleave = { axis = 1, parts = 2, block = 4 }
+pad = { axis = 1, from = 8, to = 'wide + 1', value = -1 }
+to = ['query', 'again/query']
+
+[[rule]]
+from = ['^params/one$', '^params/other$']
+equal = true
+add = 0.5
+deinterleave = { axis = 0, parts = 3 }
+to = 'one'
+
+[[rule]]
+when = 'rows - 4'
+to = 'never'
+fill = { value = 1, shape = [3], dtype = 'float32' }
+
+[[rule]]
+to = 'filled/{}'
+fill = { value = 1, shape = [3, 'rows'], dtype = 'bfloat16', count = 2 }
+
+[[rule]]
+from = ['^params/twos$']
+fill = { value = 2, shape = [3], dtype = 'float64' }
 """
 RULES = r"""
 rules = [["embed", "data"], ["mlp", ["data", "model"]], ["kv", []]]
@@ -97,6 +129,20 @@ NASTY = [
     {"widths": [[0, 0], [9, 9]]},
     {"widths": [[0, 0], [0, 0]], "fill": float("nan")},
     {"widths": [[0, 0], [0, 1]], "fill": 10**400},
+    *(
+        "rows",
+        "9 ** 9 ** 9",
+        "1 / 0",
+        "-" * 5000 + "1",
+        "(" * 5000,
+        "1e999",
+        "rows.real",
+        "0*rows",
+    ),
+    *({"axis": 0, "parts": 0}, {"axis": 2**70, "parts": 2}, {"axis": 0, "parts": 2, "block": -4}),
+    *({"by": 0}, {"by": 1e-320}, {"by": float("inf")}, {"value": 10**400, "shape": [2**40]}),
+    {"axis": 0, "to": 2**62, "value": float("nan")},
+    {"value": 1, "shape": [2**62, 2**62], "dtype": "int4", "count": 2**62},
     *({"sizes": [0], "flat": 1}, {"sizes": [2**70], "outer": 1, "inner": "\\1"}),
 ]
 
@@ -106,8 +152,9 @@ def make_bases(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Small checkpoints to convert, by what they are."""
     rng = np.random.default_rng(0)
     shapes = dict.fromkeys(("gate", "up", "table", "wide"), (4, 6))
-    shapes |= {"qkv": (6, 8), "experts": (3, 4, 5), "old": ()}
+    shapes |= {"qkv": (6, 8), "experts": (3, 4, 5), "old": (), "query": (8, 8), "one": (6,)}
     tree = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    tree |= {"other": tree["one"], "twos": np.full(3, 2.0)}
     for i in range(2):
         tree[f"layer_{i}"] = {"kernel": rng.normal(size=(3, 6)), "bias": rng.normal(size=6)}
     for i in range(3):

@@ -1,6 +1,7 @@
 """The trees of JAX projects, made by NumPy of tensors in Hugging Face's names: what ready maps are
 compared with. Keys are printed paths."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,9 +17,23 @@ def heads_apart(weight: np.ndarray, config: Config) -> np.ndarray:
 
 
 def tunix(tensors: Tensors, config: Config) -> dict[str, np.ndarray]:
-    kind = config["model_type"]
-    made = (_tunix_gemma if "gemma" in kind else _tunix_llama)(tensors, config)
-    return {f"{name}/value": values for name, values in made.items()}
+    if "gemma" in config["model_type"]:
+        return _nnx_gemma(tensors, config, "w", "input_embedding")
+    return {f"{name}/value": values for name, values in _tunix_llama(tensors, config).items()}
+
+
+def flax(tensors: Tensors, config: Config) -> dict[str, np.ndarray]:
+    return _nnx_gemma(tensors, config, "kernel", "embedding")
+
+
+def gemma_flat(tensors: Tensors, config: Config) -> dict[str, np.ndarray]:
+    found = {}
+    for name, values in gemma(tensors, config).items():
+        module, _, leaf = name.rpartition("/")
+        if module.endswith("/mlp"):
+            module, leaf = name, "w"
+        found[f'"transformer/{module}"/{leaf}'] = values
+    return found
 
 
 def _tunix_llama(t: Tensors, config: Config) -> dict[str, np.ndarray]:
@@ -45,7 +60,26 @@ def _tunix_llama(t: Tensors, config: Config) -> dict[str, np.ndarray]:
     return found
 
 
-def _tunix_gemma(t: Tensors, config: Config) -> dict[str, np.ndarray]:
+def _nnx_gemma(t: Tensors, config: Config, weight: str, embedding: str) -> dict[str, np.ndarray]:
+    """Gemma as an NNX model, whose projections have this name for their weights."""
+    found = {}
+    for name, values in gemma(t, config).items():
+        place = re.sub(r"layer_(\d+)", r"layers/\1", name)
+        if "gating_einsum" in place:
+            for part, values_of in zip(("gate_proj", "up_proj"), values, strict=True):
+                kernel = values_of if config["model_type"] == "gemma" else values_of.T
+                found[place.replace("gating_einsum", f"{part}/kernel/value")] = kernel
+            continue
+        place = re.sub("linear$", "down_proj/kernel", place)
+        place = re.sub("/w$", f"/{weight}", place).replace("input_embedding", embedding)
+        if weight == "w" and config["model_type"] == "gemma2":
+            place = place.replace("post_attention_norm", "post_attn_norm")
+        found[f"{place}/value"] = values
+    return found
+
+
+def gemma(t: Tensors, config: Config) -> dict[str, np.ndarray]:
+    """As google-deepmind/gemma has it."""
     kind = config["model_type"]
     found = {
         "embedder/input_embedding": t["model.embed_tokens.weight"],
@@ -53,13 +87,11 @@ def _tunix_gemma(t: Tensors, config: Config) -> dict[str, np.ndarray]:
     }
     norms = {"input_layernorm": "pre_attention_norm", "post_attention_layernorm": "pre_ffw_norm"}
     if kind != "gemma":
-        norms["post_attention_layernorm"] = (
-            "post_attn_norm" if kind == "gemma2" else "post_attention_norm"
-        )
+        norms["post_attention_layernorm"] = "post_attention_norm"
         norms |= {"pre_feedforward_layernorm": "pre_ffw_norm"}
         norms |= {"post_feedforward_layernorm": "post_ffw_norm"}
     for n in range(config["num_hidden_layers"]):
-        hf, to = f"model.layers.{n}", f"layers/{n}"
+        hf, to = f"model.layers.{n}", f"layer_{n}"
         for name, norm in norms.items():
             found[f"{to}/{norm}/scale"] = t[f"{hf}.{name}.weight"]
         q, k, v = (
@@ -76,9 +108,15 @@ def _tunix_gemma(t: Tensors, config: Config) -> dict[str, np.ndarray]:
         if kind == "gemma3_text":
             found[f"{to}/attn/_query_norm/scale"] = t[f"{hf}.self_attn.q_norm.weight"]
             found[f"{to}/attn/_key_norm/scale"] = t[f"{hf}.self_attn.k_norm.weight"]
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            found[f"{to}/mlp/{name}/kernel"] = t[f"{hf}.mlp.{name}.weight"].T
+        gating = np.stack([t[f"{hf}.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+        found[f"{to}/mlp/gating_einsum"] = gating.swapaxes(1, 2) if kind == "gemma" else gating
+        found[f"{to}/mlp/linear"] = t[f"{hf}.mlp.down_proj.weight"].T
     return found
 
 
-TARGETS: dict[str, Callable[[Tensors, Config], dict[str, np.ndarray]]] = {"tunix": tunix}
+TARGETS: dict[str, Callable[[Tensors, Config], dict[str, np.ndarray]]] = {
+    "tunix": tunix,
+    "flax": flax,
+    "gemma": gemma,
+    "gemma-flat": gemma_flat,
+}

@@ -4,7 +4,17 @@ import numpy as np
 from hypothesis import strategies as st
 from layouts import random_array
 
-from reshard.arrays.operations import Concat, Pad, Reshape, Split, Stack, Transpose, Unstack
+from reshard.arrays.operations import (
+    Concat,
+    Copies,
+    Interleave,
+    Pad,
+    Reshape,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 from reshard.convert.leafmap import Row
 
 KEYS = st.text(min_size=1, max_size=4) | st.text("ab/\"'\\{}^$.1 ", min_size=1, max_size=3)
@@ -55,8 +65,9 @@ def random_rows(draw):
         first = draw(st.sampled_from(paths))
         shape = now[first]
         axis = draw(st.integers(-len(shape), len(shape) - 1)) if shape else None
-        kinds = ["transpose", "reshape", "pad", "stack", "rename"]
-        kind = draw(st.sampled_from(kinds + ["split", "unstack", "concat"] * bool(shape)))
+        kinds = ["transpose", "reshape", "pad", "stack", "rename", "copies"]
+        axial = ["split", "unstack", "concat", "interleave"]
+        kind = draw(st.sampled_from(kinds + axial * bool(shape)))
         inputs, operation = [first], None
         if kind == "transpose":
             operation = Transpose(tuple(draw(st.permutations(range(len(shape))))))
@@ -72,6 +83,10 @@ def random_rows(draw):
             operation = Split(axis, (at, shape[axis] - at))
         elif kind == "unstack" and shape[axis]:
             operation = Unstack(axis, shape[axis])
+        elif kind == "copies":
+            operation = Copies(draw(st.integers(1, 3)))
+        elif kind == "interleave" and shape[axis]:
+            operation = Interleave(axis, shape[axis], undo=draw(st.booleans()))
         elif kind == "stack":
             inputs = alike(draw(st.permutations(paths)), now, shape)
             names = draw(st.sampled_from([(), ("data", "model")]))

@@ -131,5 +131,5 @@ def test_nothing_numbers_them(at):
         "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
         "share, and a share that was stopped is written again"
     )
-    text = f"there are no shares of `{at / 'none'}`\n\nhint: --shard I/N writes one of them"
+    text = f"no shares exist for `{at / 'none'}`\n\nhint: --shard I/N writes one of them"
     assert reshard_in(at, "commit", "none") == (2, "", f"Error: {text}\n")

@@ -293,26 +293,6 @@ def test_arrays_larger_than_the_memory(large, monkeypatch, dtype, memory, aliase
     assert watched.peak <= memory
 
 
-@pytest.mark.parametrize("times", [1.0, 1.2, 1.5, 2.0])
-def test_what_waits_for_its_transfer_counts_too(tmp_path, monkeypatch, times):
-    own_memory(monkeypatch)
-    values = [random((16, 1024), seed=i) for i in range(6)]
-    handles = [
-        stored_array(tmp_path, x.astype("float64"), (16, 1024), dtype="bfloat16") for x in values
-    ]
-    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
-    requests = [Request(handle, handle.dtype, sharding) for handle in handles]
-    with pytest.raises(reshard.MemoryLimitError) as caught:
-        read_arrays(requests, 1)
-    memory = int(times * caught.value.least)
-    watched = Watched(monkeypatch)
-    arrays = read_arrays(requests, memory)
-    assert watched.peak <= memory and watched.used == 0
-    for array, value in zip(arrays, values, strict=True):
-        with np.errstate(invalid="ignore"):
-            layouts.assert_equal_or_nan(array, value.astype(jnp.bfloat16))
-
-
 @pytest.mark.parametrize("memory", [3 << 20, 4 << 20, 5 << 20])
 def test_arrays_are_read_while_others_are_transferred(tmp_path, monkeypatch, memory):
     """With memory for some of them, each a chunk; transfers are pending as most reads begin."""

@@ -413,7 +413,7 @@ def test_stopped_in_a_bucket(source, bucket, stores):
         reshard.export(ckpt, url, file_size="70KiB")
     stores.reset()
     text = refused(UncommittedCheckpointError, reshard.open, url)
-    assert text.startswith(f"an export to `{url}` has not ended, or was stopped")
+    assert text.startswith(f"an export to `{url}` is still running, or was stopped")
     assert reshard.commit(url)
     assert reshard.verify(url, against=source)
 

@@ -303,10 +303,7 @@ def test_chunks_of_blosc_that_say_they_are_larger(tmp_path):
     whole = int.from_bytes(data[4:8], "little")
     data[4:8] = (1 << 31).to_bytes(4, "little")
     chunk.write_bytes(data)
-    text = (
-        f"the chunk `0.1` of `some` says that it decodes to {1 << 31} bytes, "
-        f"and a chunk has {whole}"
-    )
+    text = f"the chunk `0.1` of `some` declares {1 << 31} decoded bytes, but a chunk has {whole}"
     with pytest.raises(reshard.CorruptCheckpointError, match=text):
         reshard.save(reshard.open(path), tmp_path / "out", codec="zstd")
     assert not (tmp_path / "out").exists()

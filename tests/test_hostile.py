@@ -325,7 +325,7 @@ FAULTS = [
     not_json("it holds text that is not Unicode", lambda f: edit_text(f, '"host"', r'"h\ud800st"')),
     not_json("it is nested too deeply", lambda f: put_in(f, "[" * 100_000)),
     not_json("it is nested more than 100 levels deep", lambda f: put_in(f, "[" * 300 + "]" * 300)),
-    not_json('the key "w" is there twice', lambda f: put_in(f, '{"w": 1, "w": 1}')),
+    not_json('the key "w" occurs twice', lambda f: put_in(f, '{"w": 1, "w": 1}')),
     not_json("it holds a number of 100000 digits", lambda f: put_in(f, "9" * 100_000)),
     in_tree(" has 1.00 TiB, more than any checkpoint's file", lambda f: os.truncate(f, 1 << 40)),
     in_tree(" is a directory, not a file", replace_by_directory)._replace(error=Format),
@@ -548,7 +548,7 @@ def test_keys_of_an_unknown_kind(tmp_path, base):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     edit_text(path / "array_metadatas/process_0", '"threefry2x32"', '"os.system"')
     reshard.save(reshard.open(path), tmp_path / "out")  # it is only text
-    text = "[2] is not data of PRNG keys `os.system`, as the checkpoint says"
+    text = "[2] is not the shape of PRNG keys `os.system`, as recorded"
     said = ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), Corrupt)
     assert said.split("\n")[0] == text
 

@@ -351,7 +351,7 @@ def test_directories_of_pickles_and_msgpack_files(tmp_path):
 def test_a_tree_without_its_arrays(data):
     path = data / "orbax-0.2.7" / "ocdbt_False"
     not_a_format(
-        f"`{path}/checkpoint` holds a tree without its arrays, which lie beside it: Orbax 0.2 and "
+        f"`{path}/checkpoint` holds a tree whose arrays are in other files. Orbax 0.2 and "
         "Flax wrote such files, which are recognised but not read\n\n"
         "hint: restore it with the program that saved it, and save it with Orbax",
         path,
@@ -456,7 +456,7 @@ def test_a_merged_database_without_a_manifest(copy, layout, folder):
     (path / "manifest.ocdbt").unlink()
     (path / "d").rename(path / folder)
     corrupt(
-        f"`{path}` has no manifest.ocdbt, and `{path}/{folder}` holds what it led to: the "
+        f"`{path}` has no manifest.ocdbt, and `{path}/{folder}` holds its data: the "
         "databases of its processes were merged, and the merged one has lost its manifest",
         path,
     )

@@ -3,16 +3,21 @@
 import json
 import os
 
+import fuzz_maps
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from in_process import refused, shown
 from layouts import save_pytree
 from safetensors.numpy import save_file
 from test_imports import FRAMEWORKS, loaded_after
 
 import reshard
+from reshard.convert.conversion import conversion
 
 STACKS = "".join(
     rf"""
@@ -417,3 +422,52 @@ def test_sizes_that_do_not_fit(tmp_path):
     pad = "pad = { axis = 0, to = 8, value = 0 }"
     with pytest.raises(reshard.TreeMismatchError, match="`pad` lacks `from`, the size before it"):
         reshard.remap(ckpt, map_of(tmp_path, rules.format(pad, "")), reverse=True)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(4, 2, rngs=rngs)
+        self.head = nnx.Param(jnp.zeros((4, 2)))
+        self.norm = nnx.Param(jnp.zeros(2))
+        self.bias = nnx.Param(jnp.zeros(3))
+
+
+def trained():
+    model = Net(nnx.Rngs(0))
+    return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)}
+
+
+def test_computed_leaves_of_a_model_and_back_by_the_record_and_by_the_map(tmp_path):
+    rng = np.random.default_rng(4)
+    table, scale, unused = (rng.normal(size=s).astype("f4") for s in ((4, 2), (2,), (2,)))
+    unused[:] = 3
+    params = {"embed": {"embedding": table}, "norm": {"scale": scale}, "unused": unused}
+    rules = [
+        {"from": "^params/embed/embedding$", "to": ["embed/embedding", "head"]},
+        {"from": "^params/norm/scale$", "scale": -4, "to": "norm"},
+        {"to": "bias", "fill": {"value": 2, "shape": [3], "dtype": "float32"}},
+        {"from": "^params/unused$", "fill": {"value": 3, "shape": [2], "dtype": "float32"}},
+    ]
+    (tmp_path / "map.toml").write_bytes(fuzz_maps.document({"to": "nnx", "rule": rules}))
+    source = reshard.open(save_pytree(tmp_path / "linen", {"params": params}))
+    made = conversion(source, "nnx", Net, map_file=tmp_path / "map.toml")
+    expected = {"embed/embedding": table, "head": table, "norm": scale * np.float32(-4)}
+    expected["bias"] = np.full(3, 2, "f4")
+    expected = {f"{name}/value": value for name, value in expected.items()}
+    assert_bits(values(made.checkpoint), expected)
+    (tmp_path / "again.toml").write_text(made.map_text())
+    again = conversion(source, "nnx", Net, map_file=tmp_path / "again.toml")
+    assert_bits(values(again.checkpoint), expected)
+    reshard.save(made.checkpoint, tmp_path / "nnx")
+    assert reshard.verify(tmp_path / "nnx").ok
+    for options in ({}, {"map_file": tmp_path / "again.toml", "layout": "nnx-state"}):
+        back = reshard.to_linen(tmp_path / "nnx", **options)
+        assert reshard.diff(source, back, values=True).equal
+    state = {"params": params, "step": np.int32(3), "opt_state": optax.adam(1).init(params)}
+    training = reshard.open(save_pytree(tmp_path / "training", state))
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.to_nnx(training, trained, map_file=tmp_path / "map.toml")
+    stuck = "opt_state/0/mu/norm/scale: its parameter is scaled by -4, and optimizer state cannot"
+    assert any(problem.startswith(stuck) for problem in error.value.problems)
+    (hint,) = error.value.hints
+    assert "drop=" in hint and "init=" in hint

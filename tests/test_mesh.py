@@ -141,12 +141,6 @@ def test_what_is_not_a_mesh(given_mesh, saved, message):
     assert refused(ShardingError, mesh_lib.parse_mesh, given_mesh, saved) == message
 
 
-def test_a_mesh_counts_and_prints():
-    mesh = Mesh(("a", "b", "c"), (2, 3, 4))
-    assert (mesh.size, mesh.shape, str(mesh)) == (24, {"a": 2, "b": 3, "c": 4}, "a=2,b=3,c=4")
-    assert mesh_lib.parse_mesh(str(mesh)) == mesh
-
-
 # Specs
 
 AXES = st.sampled_from(["data", "model", "x", "y_1", "fsdp"])
@@ -316,12 +310,6 @@ def test_shard_owners_are_jax_devices_indices_map(case, random):
         index = tuple(start // step for start, step in zip(starts, shard, strict=True))
         expected.setdefault(index, []).append(device.id)
     assert mesh_lib.shard_owners(case.shape, ours) == expected
-
-
-def test_shard_owners_need_no_devices():
-    mesh = Mesh(("data", "model"), (64, 64))
-    owners = mesh_lib.shard_owners((128, 64), NamedSharding(mesh, (("model",),)))
-    assert owners == {(j, 0): [64 * i + j for i in range(64)] for j in range(64)}
 
 
 # A checkpoint on another mesh

@@ -232,7 +232,7 @@ def test_arrays_of_several_processes_are_refused(tmp_path):
     path = tmp_path / "checkpoint_1"
     path.write_bytes(pack({"w": "//GDAPlaceholder:w", "b": np.arange(3)}))
     text = refused(CheckpointFormatError, reshard.open, tmp_path)
-    assert text.startswith(f"`{path}` holds a tree without its arrays, which lie beside it")
+    assert text.startswith(f"`{path}` holds a tree whose arrays are in other files")
 
 
 def test_an_array_without_elements_is_read_and_not_written(tmp_path):
@@ -276,21 +276,24 @@ WRONG = {
     "extension of 2**32": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "an? extension of 4294967295"),
     "nested": (b"\x81\xa1a" * 5000 + b"\xc0", "it is nested more than 100 levels deep"),
     "nested lists": (b"\x81\xa1a" + b"\x91" * 5000 + b"\xc0", "nested more than 100 levels"),
-    "twice": (b"\x82\xa1a\xc0\xa1a\xc0", "the key 'a' is there twice"),
-    "number and text": (b"\x82\x01\xc0\xa11\xc0", "the key '1' is there twice"),
+    "twice": (b"\x82\xa1a\xc0\xa1a\xc0", "the key 'a' occurs twice"),
+    "number and text": (b"\x82\x01\xc0\xa11\xc0", "the key '1' occurs twice"),
     "key": (b"\x81\xc0\xc0", "a key is neither text nor a number"),
     "never used": (b"\x81\xa1a\xc1", "no value begins with the byte 0xc1"),
     "not text": (b"\x81\xa1\xff\xc0", "can't decode byte 0xff"),
-    "bytes": (packed(b"123"), "a/w holds bytes, which are no leaf"),
+    "bytes": (packed(b"123"), "a/w holds bytes, which are not a leaf"),
     "unknown": (packed(ext(9, 1)), "a/w: at byte 8: an extension of type 9 that Flax does not"),
     "a date": (packed(msgpack.Timestamp(1)), "an extension of type 255 that Flax does not"),
     "complex": (packed(ext(2, 1.0, "x")), "an extension of type 2 that Flax does not write"),
     "no array": (packed(ext(1, 1)), "an extension of type 1 that Flax does not write"),
     "more": (packed(ext(1, data=ext(1, [4], "int8", b"1234")[1] + b"1")), "an extension of type 1"),
-    "shape": (packed(ext(1, 4, "float32", F4.tobytes())), "its shape is no list of sizes"),
-    "negative": (packed(ext(1, [-4], "float32", b"")), "its shape is no list of sizes"),
-    "fraction": (packed(ext(1, [4.0], "float32", F4.tobytes())), "its shape is no list of sizes"),
-    "axes": (packed(ext(1, [1] * 40, "float32", bytes(4))), "its shape is no list of sizes"),
+    "shape": (packed(ext(1, 4, "float32", F4.tobytes())), "its shape is not a list of sizes"),
+    "negative": (packed(ext(1, [-4], "float32", b"")), "its shape is not a list of sizes"),
+    "fraction": (
+        packed(ext(1, [4.0], "float32", F4.tobytes())),
+        "its shape is not a list of sizes",
+    ),
+    "axes": (packed(ext(1, [1] * 40, "float32", bytes(4))), "its shape is not a list of sizes"),
     "dtype": (packed(ext(1, [4], "object", F4.tobytes())), "the dtype 'object' is not supported"),
     "class": (packed(ext(1, [4], "finfo", F4.tobytes())), "the dtype 'finfo' is not supported"),
     "date": (packed(ext(1, [2], "datetime64[ns]", bytes(16))), "'datetime64.ns.' is not supported"),
@@ -304,7 +307,7 @@ WRONG = {
     ),
     "text for bytes": (packed(ext(1, [4], "int8", "abcd")), "it has 4 bytes, and int8"),
     "a name": (msgpack.packb({"..": ext(1, [1], "int8", b"1")}), "its name points outside the"),
-    "parts": (chunked((3, 3), F4, F4), r"a/w: its parts do not make \[3, 3\] of one dtype"),
+    "parts": (chunked((3, 3), F4, F4), r"a/w: its parts do not form \[3, 3\] of one dtype"),
     "no parts": (chunked((3, 3)), "a/w is a chunked array that Flax does not write"),
     "more parts": (chunked((4,), F4, extra=1), "a/w is a chunked array that Flax does not write"),
     "two axes": (chunked((4, -1), F4), "a/w is a chunked array that Flax does not write"),

@@ -101,32 +101,9 @@ def test_the_longest_ending_decides_and_then_the_shortest_path():
     assert found.followed_by(others[1]) == [("fast", "b")]
 
 
-def test_a_module_that_is_called_as_a_moment_does_not_take_over_others_moments():
-    """Below `0/mu` all leaves end like parameters; `mu/w` is also the path of one."""
-    inside = [("w",), ("mu", "w"), ("nu", "w")]
-    others = [("opt", 0, moment, *keys) for moment in ("mu", "nu") for keys in inside]
-    found = Parameters([("params", *keys) for keys in inside], others)
-    assert [found.followed_by(path) for path in others] == [
-        [("params", *keys)] for _ in range(2) for keys in inside
-    ]
-
-
 # Which part of a spec is a leaf's own
 
 AXES = tuple((axis,) for axis in "abcde")
-
-
-@st.composite
-def shapes(draw, sizes, max_rank=4):
-    return tuple(draw(st.lists(sizes, max_size=max_rank)))
-
-
-@settings(deadline=None)
-@given(shapes(st.integers(1, 9)), st.lists(st.integers(2, 9), min_size=1, max_size=2))
-def test_a_history_is_whole_over_time(shape, times):
-    history = np.broadcast_to(np.zeros(shape), (*times, *shape)).shape
-    part = matching_part(("updates", "w"), history, shape, AXES[: len(shape)])
-    assert part == ((),) * len(times) + AXES[: len(shape)]
 
 
 @settings(deadline=None)
@@ -148,15 +125,6 @@ def test_a_reduced_moment_keeps_what_is_left(data):
         left = whole.sum(axis=tuple(summed)).shape
         expected = tuple(full[dim] for dim in range(len(shape)) if dim not in summed)
         assert matching_part(("v", "w"), left, shape, spec) == expected
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-@pytest.mark.parametrize("parameter", [(4, 6), (6,), (4, 4), (), (1, 6)])
-def test_a_single_element_is_not_split(shape, parameter):
-    if shape != parameter:
-        assert matching_part(("v", "w"), shape, parameter, AXES[: len(parameter)]) == (
-            ((),) * len(shape) if not parameter else ()
-        )
 
 
 def adafactor_axes(shape):

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 import reshard
 from reshard.cli.help import topics
 from reshard.convert.ready_maps import ready_maps
+from reshard.tree import format_path
 
 NAMES = [*ready_maps()]
 # Hidden size, heads and vocabulary as the models have them; and the variants of one.
@@ -30,7 +31,7 @@ def model_of(name):
 
 
 def values(ckpt):
-    return {"/".join(map(str, a.path)): a.rounded(a.view().read().result()) for a in ckpt.arrays}
+    return {format_path(a.path): a.rounded(a.view().read().result()) for a in ckpt.arrays}
 
 
 def assert_same(got, expected):

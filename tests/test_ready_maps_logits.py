@@ -1,13 +1,13 @@
 """What models compute with the weights that ready maps make: logits of a JAX project against those
 of mlx-lm, from the same Hugging Face directory.
 
-Each library is in a process of its own, in this environment or in another one: the variables
-`RESHARD_MLX_PYTHON` and `RESHARD_TUNIX_PYTHON` name its interpreter. Tests of a library that is not
-installed are skipped.
+Each library is in a process of its own, in this environment or in another one: `RESHARD_MLX_PYTHON`
+and the like name its interpreter. Tests of a library that cannot be imported are skipped.
 
-    pip install '.[test-hf]'        # mlx-lm
-    pip install jax flax optax qwix orbax-checkpoint jaxtyping einops grain ...
-    pip install --no-deps google-tunix==0.1.7 google-metrax
+    mlx      pip install '.[test-hf]'
+    tunix    pip install --no-deps google-tunix==0.1.7 google-metrax, and what its import asks for
+    gemma    pip install --no-deps gemma==3.3.0 kauldron==1.4.2, and what its import asks for
+    flax     examples/gemma of Flax's repository on PYTHONPATH
 """
 
 import functools
@@ -33,7 +33,12 @@ VARIANTS = {
     "as many key-value heads": {"num_key_value_heads": 4},
     "tied": {"tie_word_embeddings": True},
 }
-MODULES = {"mlx": "mlx_lm", "tunix": "tunix.models.llama3.model"}
+MODULES = {
+    "mlx": "mlx_lm",
+    "tunix": "tunix.models.llama3.model",
+    "gemma": "gemma",
+    "flax": "transformer_cfg",
+}
 
 
 @functools.cache
@@ -70,7 +75,7 @@ def differences(folder, name, config, seed, *changes):
         given, out = folder / f"given{number}", folder / f"out{number}"
         hf_models.write(given, config, change(tensors))
         reshard.save(reshard.remap(reshard.open(given), f"hf:{name}"), out)
-        got = logits(name.partition("-")[2], folder, out, given / "config.json")
+        got = logits(name.split("-")[1], folder, out, given / "config.json")
         found.append(np.abs(got - expected).max() / np.abs(expected).max())
     return found
 

@@ -149,7 +149,7 @@ GARBAGE = [
     (b"[" * 200_000, None),
     (b"[]", "ValueError: it is a different kind of document"),
     (b"1" * 5000, None),
-    (b'{"version": 1, "version": 1}', 'ValueError: the key "version" is there twice'),
+    (b'{"version": 1, "version": 1}', 'ValueError: the key "version" occurs twice'),
     (dumped(version=None), "ValueError: it is a different kind of document"),
     (dumped(version=2), "ValueError: version 2, but only 1 is known"),
     (dumped(arrays=None), "KeyError: 'arrays'"),

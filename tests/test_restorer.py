@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import shutil
 import threading
@@ -20,7 +19,6 @@ import flax
 import jax
 import jax.numpy as jnp
 import layouts
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -155,21 +153,6 @@ def test_every_layout_on_every_mesh(saved, monkeypatch, layout, on, aliases, mem
     assert sum(counts) == ckpt.nbytes
 
 
-@pytest.mark.parametrize("on", ["1x8", "2x2x2", "2x4 in another order"])
-@pytest.mark.parametrize("layout", few(LAYOUTS, "standalone", "zarr3-files", "items", "v1", "rich"))
-def test_as_orbax_restores_it(saved, layout, on):
-    source = saved(layout)
-    ckpt = reshard.open(source.path, **source.open)
-    target = abstract(layouts.plain_scalars(source.tree), MESHES[on](), seed=len(on))
-    got = reshard.restore(ckpt, target)
-    for reader in ("pytree", "v1") if "v1" in source.target_readers else ("pytree",):
-        theirs = layouts.READERS[reader](source, source.path, target)
-        layouts.assert_same_tree(got, theirs)
-        keys = [path for path in shardings(got) if "keys" in path]
-        others = shardings(theirs) | {path: shardings(target)[path] for path in keys}
-        assert shardings(got) == others
-
-
 def test_paths_and_checkpoints(saved):
     source = saved("v1")
     on = layouts.mesh((1, 8))
@@ -243,7 +226,7 @@ def test_a_bare_mesh_has_nothing_to_compare_with(saved, target, option):
     value = {"cast": True, "keep": "params/**", "unexpected": "ignore"}[option]
     path = saved("standalone").path
     assert refused(path, target, reshard.ArgumentError, **{option: value}) == (
-        "cast, keep and unexpected compare with a state, and a mesh alone has none\n\n"
+        "cast, keep and unexpected require a state as the target, not a mesh\n\n"
         'hint: reshard.cast(ckpt, "bfloat16")\n'
         'hint: reshard.select(ckpt, "params/**")'
     )
@@ -357,45 +340,6 @@ def test_uncommitted_leaves_stay_so_and_training_goes_on(tmp_path, save):
     assert got.params["w"].sharding == fresh.params["w"].sharding
 
 
-# Checkpoints from other devices.
-
-
-def edited(source, folder, edit):
-    """A copy of a checkpoint whose record of shardings is another one."""
-    path = shutil.copytree(source.path, folder / "copy")
-    file = path / source.inner / "_sharding"
-    document = json.loads(file.read_text())
-    file.write_text(json.dumps({k: json.dumps(edit(json.loads(v))) for k, v in document.items()}))
-    return path
-
-
-def gpus(sharding):
-    if sharding["sharding_type"] == "SingleDeviceSharding":
-        return sharding | {"device_str": "cuda:3"}
-    ids = (10 + np.arange(8).reshape(2, 4)).tolist()
-    return sharding | {"device_mesh": {"mesh": [[{"id": i} for i in row] for row in ids]}}
-
-
-def tpus(sharding):
-    if sharding["sharding_type"] == "SingleDeviceSharding":
-        return sharding | {"device_str": "TPU_0(process=0,(0,0,0,0))"}
-    sharding = sharding | {"shape": [16, 16]}
-    sharding.pop("device_mesh", None)
-    return sharding
-
-
-@pytest.mark.parametrize("edit", [gpus, tpus])
-@pytest.mark.parametrize("layout", ["standalone", "zarr3-files", "v1", "items"])
-def test_saved_on_other_devices(saved, tmp_path, layout, edit):
-    source, on = saved(layout), layouts.mesh((1, 8))
-    ckpt = reshard.open(edited(source, tmp_path, edit), **source.open)
-    assert_restores(ckpt, layouts.plain_scalars(source.tree), on)
-    bare = reshard.restore(ckpt, on)
-    assert bits(bare["params"]["embed"]) == bits(source.tree["params"]["embed"])
-    assert bare["params"]["embed"].sharding == NamedSharding(on, P("data", "model"))
-    assert bits(bare["one_device"]) == bits(source.tree["one_device"])
-
-
 def test_saved_without_shardings(saved, tmp_path):
     source = saved("standard")
     path = shutil.copytree(source.path, tmp_path / "copy")
@@ -507,9 +451,6 @@ def test_scalars_and_host_arrays_on_either_side(tmp_path, save):
     for one, target in zip(got["a"], targets, strict=True):
         if isinstance(target, jax.Array):
             assert one.committed == target.committed
-
-
-# A leaf, what is in its place in the target, in what they differ, and what is said of both.
 
 
 # Boxes and levels named `value`.
@@ -701,22 +642,6 @@ def abstract_module(make, on):
             replicated = NamedSharding(on, P())
             node.buffer = nnx.data(jax.ShapeDtypeStruct((3,), "int32", sharding=replicated))
     return module, graphdef
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-def test_modules_in_the_context_of_a_mesh(nnx_saved, explicit):
-    path, state = nnx_saved("module", "state", "v0")
-    on = layouts.mesh((1, 8), explicit=explicit)
-    module = put(lazy(model), on)
-    laid_out = shardings(nnx.state(module))
-    abstract, _ = abstract_module(model, on)
-    with jax.set_mesh(on):
-        reshard.restore(path, module)
-        got = reshard.restore(path, abstract)
-    layouts.assert_same_tree(nnx.state(module), state)
-    assert shardings(nnx.state(module)) == laid_out
-    layouts.assert_same_tree(nnx.state(got), state)
-    assert shardings(leaves_by_path(got)) == shardings(leaves_by_path(abstract))
 
 
 def test_modules_among_other_things(tmp_path):
@@ -1030,17 +955,6 @@ def test_a_module_is_untouched_where_reading_stops_half_way(tmp_path, name, memo
     assert frozen(module) == before
 
 
-def test_a_module_is_untouched_where_a_value_does_not_fit(tmp_path):
-    module = nnx.Dict(a=nnx.Param(jnp.ones(3)), b=nnx.Variable(jnp.zeros((), "int8")))
-    save_v0(tmp_path / "saved", {"a": jnp.zeros(3), "b": jnp.int32(1000)})
-    before = frozen(module)
-    assert refused(tmp_path / "saved", module, cast=True) == (
-        "b: its values do not fit int8\n  from 1000 to 1000, saved as int32"
-    )
-    assert f"{HEAD}: 1 of another dtype" in refused(tmp_path / "saved", module)
-    assert frozen(module) == before
-
-
 def test_chunks_that_are_missing(saved, tmp_path):
     source = saved("zarr2-files")
     path = shutil.copytree(source.path, tmp_path / "copy")
@@ -1054,40 +968,7 @@ def test_chunks_that_are_missing(saved, tmp_path):
     )
 
 
-def test_two_leaves_under_one_name(tmp_path):
-    save_pytree(tmp_path / "saved", {"a": {"b.c": np.ones(3)}, "a.b": {"c": np.ones(3)}, "d": 1})
-    target = {"a": {"b.c": np.zeros(3)}, "a.b": {"c": np.zeros(3)}, "d": 0}
-    with pytest.raises(reshard.CorruptCheckpointError):
-        reshard.restore(tmp_path / "saved", target)
-    assert reshard.restore(tmp_path / "saved", {"d": 0}, unexpected="ignore") == {"d": 1}
-
-
 # Casts.
-
-
-INTS = ["int2", "uint2", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32"]
-INT_PAIRS = [(old, new) for old, new in itertools.permutations(INTS, 2) if old in layouts.DTYPES]
-
-
-def values_of(dtype, *bounds):
-    """The values of an integer dtype, none beyond 16 bits, that are within the bounds of others."""
-    info = [ml_dtypes.iinfo(name) for name in (dtype, *bounds)]
-    low, high = max(-(2**15), *(i.min for i in info)), min(2**16 - 1, *(i.max for i in info))
-    return np.arange(low, high + 1).astype(jnp.dtype(dtype))
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_narrow_integers(tmp_path, on_device):
-    """Every pair of dtypes, and every value that both have."""
-    saved = {f"{old} {new}": values_of(old, new) for old, new in INT_PAIRS}
-    expected = {f"{old} {new}": values_of(new, old) for old, new in INT_PAIRS}
-    save_pytree(tmp_path / "saved", saved)
-    target = expected
-    if on_device:
-        expected = jax.device_put(expected, one_device())
-        target = jax.tree.map(lambda x: struct(x.shape, x.dtype), expected)
-    got = reshard.restore(tmp_path / "saved", target, cast=True)
-    layouts.assert_same_tree(got, expected)
 
 
 def test_a_cast_of_the_checkpoint(plain):

@@ -376,7 +376,7 @@ def test_another_job_that_has_left_shares(sources, tmp_path):
 
 def test_a_directory_of_others_is_no_complete_job(sources, tmp_path):
     (tmp_path / "out").mkdir()
-    text = f"there are no shares of `{tmp_path}/out`\n\nhint: share=(..., ...) writes one of them"
+    text = f"no shares exist for `{tmp_path}/out`\n\nhint: share=(..., ...) writes one of them"
     refused(reshard.CheckpointNotFoundError, text, reshard.commit, tmp_path / "out")
     save(sources("ckpt manager"), tmp_path / "done")
     assert not reshard.commit(tmp_path / "done")

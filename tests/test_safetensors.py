@@ -232,7 +232,7 @@ WRONG = {
         "expecting property name enclosed in double quotes at character 1",
     ),
     "a list": (header([]), "its header is not a JSON object"),
-    "twice": (header(b'{"a": 1, "a": 2}'), 'the key "a" is there twice'),
+    "twice": (header(b'{"a": 1, "a": 2}'), 'the key "a" occurs twice'),
     "deep": (header(b"[" * 5000 + b"]" * 5000), "it is nested too deeply"),
     "dtype": (
         header({"a": entry(0, 8, dtype="F4")}, bytes(8)),

@@ -296,7 +296,7 @@ def test_values_that_are_not_those_on_record(tmp_path):
 
 def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
-    text = f"there are no shares of `{out}`\n\nhint: share=(..., ...) writes one of them"
+    text = f"no shares exist for `{out}`\n\nhint: share=(..., ...) writes one of them"
     refused(reshard.CheckpointNotFoundError, text, reshard.commit, out)
     text = "`0` is not a number of workers"
     refused(reshard.ArgumentError, text, save, source, out, workers=0)
@@ -305,8 +305,8 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     text = f"^a stopped job left finished parts for `{out}`\n"
     with pytest.raises(reshard.DestinationExistsError, match=text):
         save(source, out)
-    text = "one process writes a share, from the beginning\n\n"
-    text += "hint: share=(i, n) without resume, workers and executor"
+    text = "a share cannot be combined with resume, workers or executor\n\n"
+    text += "hint: share=(i, n) alone"
     for options in ({"resume": True}, {"workers": 2}, {"executor": ThreadPoolExecutor(1)}):
         refused(reshard.ArgumentError, text, save, source, out, share=(0, 2), **options)
     save(source, out, workers=2, resume=True)

@@ -165,9 +165,11 @@ def constant(
     )
 
 
-def zeros(path: Path, shape: Shape, dtype: np.dtype, fill: float, like: ArrayHandle) -> ArrayHandle:
+def zeros(
+    path: Path, shape: Shape, dtype: np.dtype, fill: float | None, like: ArrayHandle
+) -> ArrayHandle:
     """An array of zeros, or of another constant, stored as another is."""
-    values = np.broadcast_to(np.array(fill).astype(dtype), shape)  # one, however many they are
+    values = np.broadcast_to(np.array(fill or 0).astype(dtype), shape)  # one, however many they are
     value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type
     return dataclasses.replace(constant(path, values, like), value_type=value_type)
 

@@ -282,7 +282,7 @@ class ArrayHandle:
         given = box if isinstance(box, tuple) else (box,)
         plain = all(isinstance(part, slice) and part.step in (None, 1) for part in given)
         if not plain or len(given) > len(self.shape):
-            raise ArgumentError(f"{format_path(self.path)}: {box!r:.80} is no box of {self!r}")
+            raise ArgumentError(f"{format_path(self.path)}: {box!r:.80} is not a box of {self!r}")
         whole = boxes.from_index(
             (*given, *[slice(None)] * (len(self.shape) - len(given))), self.shape
         )

@@ -393,6 +393,9 @@ class Copies(_Boxes):
 
     count: int
 
+    def __str__(self) -> str:
+        return f"copied to {self.count} paths"
+
     def shapes(self, inputs: Shapes) -> list[Shape]:
         if not 0 < self.count <= _MOST_PARTS:
             raise TreeMismatchError(f"there cannot be {self.count} copies")
@@ -417,6 +420,9 @@ class _Computed(_Boxes):
     def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
         """The dtype of what is computed of values that are `stored`, and read as `dtype`."""
         raise NotImplementedError
+
+    def views(self, views: Views) -> NoReturn:
+        raise NotImplementedError("see `view`")
 
     def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
         """Computes a flat block of the output, which is read as `dtype`."""
@@ -480,6 +486,9 @@ class Equal(_Computed):
     """Arrays that must be equal, bit for bit, as one. Where they are not, reading fails."""
 
     count: int
+
+    def __str__(self) -> str:
+        return f"merged from {self.count} equal arrays"
 
     def shapes(self, inputs: Shapes) -> list[Shape]:
         if len(inputs) != self.count or len({*inputs}) != 1:

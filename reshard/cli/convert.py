@@ -81,8 +81,8 @@ def command(
             made = convert(ckpt, flags["drop"] if later else ())
         if emit_map is not None and not made.map.values:
             raise ReshardError(
-                f"--emit-map {emit_map}: there is no map, as the record of the conversion from "
-                "Linen is followed",
+                f"--emit-map {emit_map}: no map is written, since the record of the conversion "
+                "from Linen decides",
                 hints=["--model MODULE:NAME, the Linen model"],
             )
         if check:

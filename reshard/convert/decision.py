@@ -362,6 +362,8 @@ class Ledger:
             assert self._target is not None
             leaf, value = self._target.leaves[there[path]], model.values.get(owner)
             if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
+                if value.fill is not None:  # by a rule: its state is not known
+                    continue
                 values[path] = Zeros(leaf.shape, leaf.dtype)
         zeros = {
             path: Zeros(*leaf)

@@ -44,11 +44,11 @@ class Source(NamedTuple):
 
 
 class Zeros(NamedTuple):
-    """An array of zeros, or of another constant: its shape and dtype."""
+    """An array of zeros, or of a constant that a rule of a map gives."""
 
     shape: Shape
     dtype: np.dtype
-    fill: float = 0
+    fill: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class LeafMap:
         for path, constant in self.must_be_zero.items():
             leaf = leaves[path]
             if isinstance(leaf, ArrayHandle):
-                values, expected = leaf.read(), np.array(constant.fill).astype(leaf.dtype)
+                values, expected = leaf.read(), np.array(constant.fill or 0).astype(leaf.dtype)
                 if values.tobytes() != np.broadcast_to(expected, values.shape).tobytes():
                     found.append(path)
         return found

@@ -108,12 +108,29 @@ def write_map(
     globs = [block.inputs[0].glob for block in blocks_of(resets, [""] * len(resets), found.values)]
     ever = {*found.sources(), *found.values, *found.must_be_zero, *own, *others}
     blocks = blocks_of(rows, list(map(repr, settings)), ever)
-    short = _written(rows, settings, blocks, [*initial, *globs], to)
+    fills = _fills(found)
+    short = _written(rows, settings, blocks, [*initial, *globs], to) + fills
     if _says(short, found, own):
         return short
     every = [*initial, *map(format_glob, own)]
     literal = [_block([_line(row, place, False)], {}) for place, row in enumerate(rows)]
-    return _written(rows, settings, literal, every, to)
+    return _written(rows, settings, literal, every, to) + fills
+
+
+def _fills(found: LeafMap) -> str:
+    """The rules for leaves that a rule has filled, and for those that must hold a constant."""
+    rules: dict[tuple[str, Zeros], list[str]] = {}
+    for path, value in found.values.items():
+        if isinstance(value, Zeros) and value.fill is not None:
+            rules.setdefault(("to", value), []).append(format_path(path))
+    for path, value in found.must_be_zero.items():
+        if value.fill is not None:
+            rules.setdefault(("from", value), []).append(whole_path(format_path(path)).text)
+    text = ""
+    for (key, value), paths in rules.items():
+        fill = {"value": value.fill, "shape": value.shape, "dtype": value.dtype.name}
+        text += f"\n[[rule]]\n{_assigned(key, paths)}\n{_assigned('fill', fill)}\n"
+    return text
 
 
 def draft_map(
@@ -167,20 +184,24 @@ def _written(
 def _says(text: str, found: LeafMap, own: Collection[Path]) -> bool:
     """Whether a text says a map, in both directions if it has both."""
     values: dict[Path, Value] = {
-        p: value for p, value in found.values.items() if not isinstance(value, Zeros)
+        p: value
+        for p, value in found.values.items()
+        if not isinstance(value, Zeros) or value.fill is not None
     }
     whole = LeafMap(values)
     zeros = {path: zeros.shape for path, zeros in found.must_be_zero.items()}
     leaves = {**whole.sources(), **zeros, **dict.fromkeys(found.dropped, ())}
-    stay = {path: Source(path, shape) for path, shape in zeros.items()}
+    filled = [path for path, zeros in found.must_be_zero.items() if zeros.fill is not None]
+    stay = {path: Source(path, shape) for path, shape in zeros.items() if path not in filled}
     try:
         made = whole.inverse()
+        values_back = made.values | {path: found.must_be_zero[path] for path in filled}
     except TreeMismatchError:  # an operation has none
-        made = None
+        values_back = None
     try:
         rules = map_of(tomllib.loads(text), "the map")
         forth = apply_map(rules, leaves).map
-        if made is None:
+        if values_back is None:
             return _are(forth, values | stay, found.dropped)
         undone = inverse(rules)
         back = apply_map(undone, whole.shapes | dict.fromkeys(own, ())).map
@@ -191,7 +212,7 @@ def _says(text: str, found: LeafMap, own: Collection[Path]) -> bool:
     return (
         named == {*found.dropped}
         and _are(forth, values | stay, found.dropped)
-        and _are(back, made.values, own)
+        and _are(back, values_back, own)
     )
 
 

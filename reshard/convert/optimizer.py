@@ -545,7 +545,7 @@ class _Subtree:
         if isinstance(call.operation, Apply):
             return f"its parameter is given to `{call.operation.name}`, which is for that alone"
         if not isinstance(call.operation, Moving):
-            return f"its parameter is changed ({call.operation}), and moments change otherwise"
+            return f"its parameter is {call.operation}, and optimizer state cannot follow that"
         first, values = valued[0], [held.value for held in valued if held.value is not None]
         before, moments = [v.shape for v in call.inputs], [value.shape for value in values]
         unused = [

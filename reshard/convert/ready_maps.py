@@ -91,7 +91,8 @@ def ready_map(
         )
     document = maps[key]
     variables = _variables(document.get("defaults", {}) | values, f"`{config}`")
-    variables |= document["targets"][key.partition("-")[2]] | {"model": model}
+    target = key.partition("-")[2]
+    variables |= document["targets"][target] | {"model": model, "target": target}
     if scan_axis is not None:
         if "scan_axis" not in variables:
             raise ArgumentError(f"{name} has no scanned layers: scan_axis has no effect")

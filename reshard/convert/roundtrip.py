@@ -78,7 +78,7 @@ def map_json(found: LeafMap) -> dict[str, Any]:
 
 def _zeros_json(found: Mapping[Path, Zeros]) -> list[Any]:
     return [
-        [list(path), list(z.shape), z.dtype.name, *[z.fill] * bool(z.fill)]
+        [list(path), list(z.shape), z.dtype.name, *[z.fill] * (z.fill is not None)]
         for path, z in found.items()
     ]
 

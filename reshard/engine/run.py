@@ -125,7 +125,7 @@ class _Checker(pickle.Pickler):
         if type(obj) in (StoredArray, ArrayStore):
             return object, ()
         if getattr(obj, "__module__", None) == "__main__":
-            raise pickle.PicklingError(f"`{obj.__qualname__}` is defined in no module")
+            raise pickle.PicklingError(f"`{obj.__qualname__}` is not defined in a module")
         return NotImplemented
 
 

@@ -62,7 +62,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {json.dumps(twice)[:80]} is there twice")
+        raise ValueError(f"the key {json.dumps(twice)[:80]} occurs twice")
     return result
 
 

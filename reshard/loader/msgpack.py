@@ -74,12 +74,12 @@ def read(item: Item, requests: int) -> Checkpoint:
     texts = [leaf for _, leaf in found if isinstance(leaf, str)]
     if not problems and any(text.startswith(_ELSEWHERE) for text in texts):
         raise CheckpointFormatError(
-            f"`{root}` holds a tree without its arrays, which lie beside it: Orbax 0.2 and Flax "
+            f"`{root}` holds a tree whose arrays are in other files. Orbax 0.2 and Flax "
             "wrote such files, which are recognised but not read",
             hints=["restore it with the program that saved it, and save it with Orbax"],
         )
     if not problems and any(not path for path, _ in found):
-        raise CheckpointFormatError(f"`{root}` holds a single leaf, and no tree")
+        raise CheckpointFormatError(f"`{root}` holds a single leaf, not a tree")
     leaves = {path: _number(leaf) for path, leaf in found}
     notes = ["lists and tuples that Flax saved as dicts (`0`, `1`, ...) stay dicts"]
     has_numbered = any({"0"} & set(path) for path in leaves)
@@ -111,7 +111,7 @@ class _Reader:
         if end > self.size:
             raise ValueError(f"it ends at {self.size}, in the middle of a value")
         if self._taken > MAX_DOCUMENT:
-            raise ValueError(f"it has over {format_bytes(MAX_DOCUMENT)} beside its arrays")
+            raise ValueError(f"it has over {format_bytes(MAX_DOCUMENT)} besides its arrays")
         if start + count > len(self._piece):
             self._begin, start = self.at, 0
             self._piece = self._place.part(self.at, min(max(end, self.at + _PIECE), self.size))
@@ -148,7 +148,7 @@ class _Reader:
         kind, length = self.head()
         self._entries += length if kind in ("map", "list") else 0
         if self._entries > _MOST:
-            raise ValueError(f"it has over {_MOST} entries: no checkpoint has as many")
+            raise ValueError(f"it has over {_MOST} entries, more than any checkpoint")
         if kind in ("map", "list") and not length:
             self.leaves.append((path, {} if kind == "map" else []))
         elif kind == "map":
@@ -159,7 +159,7 @@ class _Reader:
         elif kind == "extension":
             self._extension(path, length)
         elif kind == "bytes":
-            raise ValueError(f"{format_path(path):.80} holds bytes, which are no leaf")
+            raise ValueError(f"{format_path(path):.80} holds bytes, which are not a leaf")
         else:
             leaf = self.take(length).decode() if kind == "text" else length
             self.leaves.append((path, leaf))
@@ -173,7 +173,7 @@ class _Reader:
             elif kind != "number" or type(key) is not int:
                 raise ValueError(f"{format_path(path):.80}: a key is neither text nor a number")
             if str(key) in keys:
-                raise ValueError(f"{format_path(path):.80}: the key {key!r:.80} is there twice")
+                raise ValueError(f"{format_path(path):.80}: the key {key!r:.80} occurs twice")
             keys.add(str(key))
             self.value((*path, str(key)))
         if _CHUNKED in keys:
@@ -204,10 +204,10 @@ class _Reader:
             return None
         kind, rank = self.head()
         if kind != "list" or rank > MOST_AXES:
-            raise ValueError("its shape is no list of sizes")
+            raise ValueError("its shape is not a list of sizes")
         shape = tuple(self.head() for _ in range(rank))
         if not all(kind == "number" and type(n) is int and n >= 0 for kind, n in shape):
-            raise ValueError("its shape is no list of sizes")
+            raise ValueError("its shape is not a list of sizes")
         kind, length = self.head()
         name = self.take(min(length, 80)).decode() if kind in ("text", "bytes") else ""
         kind, size = self.head()
@@ -244,7 +244,7 @@ def _joined(parts: Mapping[Path, Any], what: str) -> PlainArray:
                 size for _, size in runs
             ):
                 return joined
-            raise ValueError(f"{what:.80}: its parts do not make {list(shape)} of one dtype")
+            raise ValueError(f"{what:.80}: its parts do not form {list(shape)} of one dtype")
     raise ValueError(f"{what:.80} is a chunked array that Flax does not write")
 
 

@@ -164,7 +164,7 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
         merged = next((folder for folder in folders if folder.is_dir() and folder.names()), None)
         if merged is not None:
             raise CorruptCheckpointError(
-                f"`{directory}` has no manifest.ocdbt, and `{merged}` holds what it led to: the "
+                f"`{directory}` has no manifest.ocdbt, and `{merged}` holds its data: the "
                 "databases of its processes were merged, and the merged one has lost its manifest"
             )
     fills = not document.get("store_array_data_equal_to_fill_value", False)

@@ -73,7 +73,7 @@ def _check_complete(root: Location) -> None:
     record = None if root.is_local or root.is_file() else read_json(root / RECORD)
     if record and not all((root / path).is_file() for path, _ in record.get("markers", ())):
         raise UncommittedCheckpointError(
-            f"an export to `{root}` has not ended, or was stopped",
+            f"an export to `{root}` is still running, or was stopped",
             hints=[f"reshard.commit({as_python(str(root))}) completes it"],
         )
 

@@ -31,7 +31,7 @@ def read(item: Item, requests: int) -> Checkpoint:
             leaves[path] = array(path, name, "np.ndarray", store, metadata, {}, {}, problems)
     problems += tree_problems(leaves)
     if problems:
-        raise CorruptCheckpointError(f"`{root}` is no tree of arrays that can be read", problems)
+        raise CorruptCheckpointError(f"`{root}` is not a tree of readable arrays", problems)
     document = {"use_ocdbt": store.ocdbt, "use_zarr3": store.zarr3}
     return Checkpoint(leaves, source_of(item, store, document))
 

@@ -68,7 +68,7 @@ def agreement() -> Iterator[Agree]:
         if failed.size and error is None:
             raise _KINDS[rows[failed[0], 0] - 1](
                 f"the restore failed in process {', '.join(map(str, failed))}",
-                hints=["the error that was raised there says why"],
+                hints=["see the error of that process"],
             )
         if over and not failed.size:
             raise ArgumentError(

@@ -123,7 +123,7 @@ def restore(
         if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
             if cast or keep or unexpected != "error":
                 raise ArgumentError(
-                    "cast, keep and unexpected compare with a state, and a mesh alone has none",
+                    "cast, keep and unexpected require a state as the target, not a mesh",
                     hints=['reshard.cast(ckpt, "bfloat16")', 'reshard.select(ckpt, "params/**")'],
                 )
             return _restore_raw(ckpt, target, read)
@@ -260,7 +260,7 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
         keys = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{list(data.shape)} is not data of PRNG keys `{impl}`, as the checkpoint says",
+            f"{list(data.shape)} is not the shape of PRNG keys `{impl}`, as recorded",
             [str(error)],
         ) from error
     if keys.sharding == sharding:

@@ -200,7 +200,7 @@ class ArrayStore(ZarrVersion):
                 found = int.from_bytes(checked(read, what).value[part], "little")
                 if found != nbytes:
                     raise CorruptCheckpointError(
-                        f"{what} says that it decodes to {found} bytes, and a chunk has {nbytes}"
+                        f"{what} declares {found} decoded bytes, but a chunk has {nbytes}"
                     )
         self._checked[name] = nbytes
 

@@ -174,7 +174,11 @@ def _numbers(numbers: Iterable[int]) -> bytes:
 def _sealed(magic: int, body: bytes) -> bytes:
     """A node or a manifest, uncompressed, with its header and its checksum."""
     data = struct.pack(">I", magic) + struct.pack("<Q", len(body) + 18) + b"\0\0" + body
+    return data + struct.pack("<I", crc32c(data))
+
+
+def crc32c(data: bytes) -> int:
     checksum = 0xFFFFFFFF
     for byte in data:
         checksum = _CRC[(checksum ^ byte) & 0xFF] ^ checksum >> 8
-    return data + struct.pack("<I", checksum ^ 0xFFFFFFFF)
+    return checksum ^ 0xFFFFFFFF

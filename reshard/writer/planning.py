@@ -279,7 +279,8 @@ def _check_prefix(destination: Location) -> list[str]:
     parent = destination.parent
     if destination == parent:
         raise DestinationError(
-            f"`{destination}` is a whole bucket", hints=[f"a name in it: {destination}/1000"]
+            f"`{destination}` is a bucket, not a path in it",
+            hints=[f"add a path: {destination}/1000"],
         )
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         marker = pool.submit((parent.parent / MARKER).read_whole)
@@ -287,7 +288,7 @@ def _check_prefix(destination: Location) -> list[str]:
     for place, is_complete in above.items():
         if is_complete:
             raise DestinationError(
-                f"`{destination}` is inside of `{place}`, which is complete",
+                f"`{destination}` is inside `{place}`, which is complete",
                 hints=["write to another prefix"],
             )
     if destination.is_file():

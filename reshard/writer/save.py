@@ -187,8 +187,8 @@ def check_share(share: object, resume: bool, workers: object, executor: object) 
     """Raises ArgumentError if a share is combined with what concerns a whole job."""
     if share is not None and (resume or workers is not None or executor is not None):
         raise ArgumentError(
-            "one process writes a share, from the beginning",
-            hints=["share=(i, n) without resume, workers and executor"],
+            "a share cannot be combined with resume, workers or executor",
+            hints=["share=(i, n) alone"],
         )
 
 
@@ -506,7 +506,7 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         if any(entry.path.rpartition("/")[2] == name for entry in place.walk()):
             return False
         raise CheckpointNotFoundError(
-            f"there are no shares of `{place}`", hints=["share=(..., ...) writes one of them"]
+            f"no shares exist for `{place}`", hints=["share=(..., ...) writes one of them"]
         )
     kinds = {(p, d["job"], d["count"]) for p, found in jobs.items() for d in found.documents}
     if len(kinds) > 1:
