@@ -3,6 +3,7 @@
 import cmath
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -60,8 +61,9 @@ def taken(monkeypatch):
         names.extend(handle.path[0] for group in groups for handle in group)
         return read(groups, *arguments)
 
-    for module in ("comparison", "values"):
-        monkeypatch.setattr(f"reshard.verify.{module}.read_values", counted)
+    for name in ("comparison", "values"):
+        module = importlib.import_module(f"reshard.verify.{name}")
+        monkeypatch.setattr(module, "read_values", counted)
     return names
 
 
