@@ -22,7 +22,7 @@ from watched import Watched, own_memory
 
 import reshard
 from reshard.arrays.handle import ArrayHandle, StoredArray
-from reshard.engine.budget import READ_OVERHEAD
+from reshard.engine.memory import READ_OVERHEAD
 from reshard.restore import device_reads, device_shards
 from reshard.restore.device_reads import Request, read_arrays
 from reshard.storage.array_store import ArrayStore
@@ -214,19 +214,6 @@ def assert_replicas_share_buffers(array):
     assert [pointer % device_shards.ALIGNMENT for pointer in pointers] == [0] * len(pointers)
 
 
-def test_the_buffers_outlive_what_was_read_with_them(tmp_path):
-    """Arrays keep the memory that they share, and nothing else does."""
-    values = random((64, 64))
-    handle = stored_array(tmp_path, values, (16, 64))
-    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
-    (array,) = read(handle, sharding)
-    shards = [shard.data for shard in array.addressable_shards]
-    expected = [bits(np.asarray(values[shard.index])) for shard in array.addressable_shards]
-    del array
-    read(handle, *[sharding] * 5)
-    assert [bits(np.asarray(shard)) for shard in shards] == expected
-
-
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model")])
 def test_donation_overwrites_no_replica(tmp_path, spec):
     """Replicas share a buffer, so a step that would overwrite one of them must not do it."""
@@ -302,7 +289,7 @@ def test_arrays_are_read_while_others_are_transferred(tmp_path, monkeypatch, mem
     watched, view, pending = Watched(monkeypatch), ArrayHandle.view, []
 
     def watched_view(handle):
-        pending.append(sum(len(budget.pending) for budget in watched.budgets))
+        pending.append(sum(len(limiter.pending) for limiter in watched.budgets))
         return view(handle)
 
     monkeypatch.setattr(ArrayHandle, "view", watched_view)
