@@ -92,7 +92,7 @@ def test_the_document_of_a_whole_item_with_digests(copy):
     [tree] = document["trees"]
     why = [
         "collections are at the top: `params`",
-        "`params/Dense_0` has a name as Linen gives them",
+        "`params/Dense_0` has a name that Linen generates",
     ]
     assert tree == {
         "path": str(item),
