@@ -22,7 +22,7 @@ from watched import Watched, own_memory
 
 import reshard
 from reshard.arrays.handle import ArrayHandle, StoredArray
-from reshard.engine.budget import READ_OVERHEAD
+from reshard.engine.memory import READ_OVERHEAD
 from reshard.restore import device_reads, device_shards
 from reshard.restore.device_reads import Request, read_arrays
 from reshard.storage.array_store import ArrayStore
@@ -289,7 +289,7 @@ def test_arrays_are_read_while_others_are_transferred(tmp_path, monkeypatch, mem
     watched, view, pending = Watched(monkeypatch), ArrayHandle.view, []
 
     def watched_view(handle):
-        pending.append(sum(len(budget.pending) for budget in watched.budgets))
+        pending.append(sum(len(limiter.pending) for limiter in watched.budgets))
         return view(handle)
 
     monkeypatch.setattr(ArrayHandle, "view", watched_view)

@@ -26,22 +26,6 @@ from reshard.sharding.mesh import Mesh, NamedSharding, SingleDeviceSharding
 from reshard.tree import format_path
 
 MESH = Mesh(("data", "model"), (2, 4), ("Auto", "Auto"), tuple(range(8)))
-# What every fixture of Orbax 0.4.4 holds.
-ONES, MOMENT = [np.ones(2, "float32")], {"k": np.zeros(2, "float32")}
-KERNEL = np.arange(512, dtype="float32").reshape(16, 32)
-OLD = {
-    "bf": np.ones(4, "bfloat16"),
-    "emptyd": {},
-    "list": ONES,
-    "lr": 0.5,
-    "name": "abc",
-    "none": None,
-    "np": np.arange(3),
-    "opt": [{"count": np.int32(0), "mu": MOMENT, "nu": MOMENT}, None],
-    "params": {"dense": {"bias": np.zeros(4, "float32"), "kernel": KERNEL}},
-    "step": 3,
-    "tup": ONES,
-}
 
 
 def is_array(leaf):
@@ -139,31 +123,6 @@ def test_every_layout(saved, layout):
         assert bits(part) == bits(np.asarray(value[box])), path
     assert ckpt.nbytes == sum(stored(leaf).nbytes for leaf in arrays.values())
     assert ckpt.meshes == (MESH,)
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind", "words", "v1", "steps", "items"),
-    [
-        ("standalone", "standalone", "OCDBT, zarr2", False, (), ()),
-        ("standard", "standalone", "OCDBT, zarr2", False, (), ()),
-        ("zarr2-files", "standalone", "plain files, zarr2", False, (), ()),
-        ("zarr3-ocdbt", "standalone", "OCDBT, zarr3", False, (), ()),
-        ("zarr3-files", "standalone", "plain files, zarr3", False, (), ()),
-        ("manager", "manager", "OCDBT, zarr2", False, STEPS, ("default", "metrics")),
-        ("items", "manager", "OCDBT, zarr2", False, STEPS[:1], ("array", "config", "key", "state")),
-        ("step", "step", "OCDBT, zarr2", False, (), ("default", "metrics")),
-        ("bare", "item", "OCDBT, zarr2", False, (), ()),
-        ("v1", "step", "OCDBT, zarr3", True, (), (v1.ITEM,)),
-        ("rich", "standalone", "OCDBT, zarr2", False, (), ()),
-    ],
-)
-def test_source(saved, layout, kind, words, v1, steps, items):
-    opened = saved(layout)
-    source = reshard.open(opened.path, **opened.open).source
-    found = operator.attrgetter("kind", "format", "v1", "steps", "items")(source)
-    assert found == (kind, words, v1, steps, items)
-    assert pathlib.Path(source.root) == opened.path
-    assert pathlib.Path(source.root / source.step / source.item) == opened.directory
 
 
 def test_the_latest_step_is_the_default(saved):
@@ -495,15 +454,6 @@ def test_a_document_that_is_no_object(copy):
     corrupt(f"`{path}/_METADATA` is not a JSON object", path)
 
 
-@pytest.mark.parametrize("file", ["manifest.ocdbt", "_sharding"])
-def test_a_truncated_file(copy, file):
-    path = copy("standalone")
-    whole = (path / file).read_bytes()
-    (path / file).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(reshard.CorruptCheckpointError, match=f"{path}"):
-        reshard.open(path)
-
-
 COLLISION = {"a": {"b.c": np.arange(6.0)}, "a.b": {"c": -np.arange(6.0)}, "other": np.arange(4)}
 
 
@@ -543,36 +493,6 @@ def test_two_leaves_under_one_name(collided, tmp_path):
     restored = layouts.load_pytree(tmp_path / "out")
     assert bits(restored.pop("other")) == bits(COLLISION["other"])
     assert restored == {}
-
-
-OLD_LAYOUTS = ["orbax-0.4.4/default", "orbax-0.4.4/ocdbt_True", "orbax-0.4.4-b/ocdbt_False"]
-UNMERGED = "orbax-0.4.4/ocdbt_False"
-
-
-@pytest.mark.every_combination
-@pytest.mark.parametrize("name", [*OLD_LAYOUTS, UNMERGED])
-def test_orbax_0_4_4(data, tmp_path, name):
-    ckpt = reshard.open(data / name)
-    expected = {p: bits(np.asarray(x)) if is_array(x) else x for p, x in saved_leaves(OLD).items()}
-    found = {p: x if not hasattr(x, "view") else bits(read(x)) for p, x in ckpt.items()}
-    assert found == expected
-    assert ckpt.meshes == (Mesh(("data", "model"), (2, 4)),)
-    assert ckpt["params/dense/kernel"].sharding.spec == (("data",), ("model",))
-    assert ckpt["params/dense/kernel"].chunk_shape == (8, 8)
-    words = {UNMERGED: "OCDBT, never merged, zarr2", OLD_LAYOUTS[2]: "plain files, zarr2"}
-    assert ckpt.source.format == words.get(name, "OCDBT, zarr2")
-    # Saved again.
-    before = layouts.hashes(data / name)
-    reshard.save(reshard.to_mesh(ckpt, "1x8"), tmp_path / "out")
-    assert layouts.hashes(data / name) == before
-    restored = layouts.load_pytree(tmp_path / "out")
-    got = {p: np.asarray(x) if is_array(x) else x for p, x in saved_leaves(restored).items()}
-    assert {p: bits(x) if is_array(x) else x for p, x in got.items()} == expected
-    kernel = restored["params"]["dense"]["kernel"]
-    spec = jax.sharding.PartitionSpec("data", "model")
-    assert kernel.sharding.is_equivalent_to(JaxNamedSharding(layouts.mesh((1, 8)), spec), 2)
-    assert kernel.sharding.mesh.shape == {"data": 1, "model": 8}
-    assert jax.tree.structure(restored) == jax.tree.structure(OLD)
 
 
 def never_merged(

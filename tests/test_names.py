@@ -5,7 +5,6 @@ import re
 import layouts
 import numpy as np
 import pytest
-from converted import map_of
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
@@ -104,20 +103,6 @@ def test_a_rename_into_the_stored_name_of_another_leaf(tree, flags, rules, clash
     ckpt, out = put(tmp_path / "saved", tree, **flags), tmp_path / "out"
     message = f"two leaves would be stored under one name\n  {clash}"
     assert_refused(lambda: reshard.save(reshard.rename(ckpt, rules), out), out, message)
-
-
-def test_the_map_of_a_conversion_gives_two_leaves_one_stored_name(tmp_path):
-    tree = {"params": {"Dense_0": {"kernel": values(1), "bias": values(2, (5,))}}}
-    ckpt = put(tmp_path / "saved", tree)
-    rules = ("^params/Dense_0/kernel$", "one/a.b"), ("^params/Dense_0/bias$", "one/a/b")
-    made = reshard.to_nnx(ckpt, map_file=map_of(tmp_path, *rules))
-    one, other = map(format_path, made)
-    (stored,) = {name(path) for path in made}
-    clash = f"{one} and {other} -> `{stored}`"
-    out = tmp_path / "out"
-    message = f"two leaves would be stored under one name\n  {clash}"
-    assert_refused(lambda: reshard.save(made, out), out, message)
-    assert reshard.plan(made).problems == ("two leaves would be stored under one name", clash)
 
 
 @pytest.mark.parametrize("flags", FORMATS, ids=str)

@@ -38,7 +38,7 @@ from test_targets import SGD
 from watched import own_memory
 
 import reshard
-from reshard.engine.budget import READ_OVERHEAD
+from reshard.engine.memory import READ_OVERHEAD
 from reshard.restore.pytrees import flatten_state
 
 LITTLE = "36KiB"  # for a chunk, and not for two

@@ -11,16 +11,7 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import v1
-from jobs import (
-    FORMATS,
-    MARKER,
-    RECORD,
-    assert_pruned,
-    inodes,
-    put,
-    refused,
-)
+from jobs import FORMATS, MARKER, RECORD, assert_pruned, inodes, put, refused
 from layouts import hashes
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -231,23 +222,6 @@ def test_an_item_that_is_being_deleted_is_not_copied(root, tmp_path, part):
     assert reshard.verify(reshard.open(out), opened(root)).ok
 
 
-@pytest.mark.skipif(not hasattr(v1.v1, "delete"), reason="Orbax has no partial deletions yet")
-def test_what_orbax_reads_beside_an_item_that_is_being_deleted(tmp_path):
-    source, out = tmp_path / "source", tmp_path / "out"
-    trees = {t: {"w": layouts.random((6, 4), seed=seed)} for seed, t in enumerate(("x", *TREES))}
-    v1.v1.save_checkpointables(source, trees)
-    layouts.record_deletion(source, "x")
-    reshard.save(
-        reshard.to_mesh(reshard.open(source, item="state"), "model=2", {"w": "model"}), out
-    )
-    assert not (out / "x").exists() and not (out / "_CHECKPOINT_DELETION").exists()
-    for path in (source, out):
-        found = v1.v1.load_checkpointables(path)
-        assert set(found) == set(TREES)
-        for name in TREES:
-            np.testing.assert_array_equal(found[name]["w"], trees[name]["w"], strict=True)
-
-
 @pytest.mark.parametrize("recorded", [False, True])
 def test_each_is_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded):
     if recorded:
@@ -395,17 +369,4 @@ def test_what_others_do_beside_the_step(root, tmp_path):
     )
     assert found.ok
     assert sorted(os.listdir(out)) == ["3", "notes"]
-    assert (out / "notes" / "today").read_text() == "rain"
-
-
-def test_a_log_grows_while_a_share_copies_it(root, tmp_path):
-    """The commit knows what was copied of it."""
-    logs, out = root / "notes" / "today", tmp_path / "out"
-
-    def progress(done, whole):
-        if logs.stat().st_size < 1000:
-            logs.write_text(logs.read_text() + ", then sunshine")
-
-    reshard.save(opened(root), out, share=(0, 1), progress=progress)
-    assert reshard.commit(out)
     assert (out / "notes" / "today").read_text() == "rain"

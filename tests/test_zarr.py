@@ -179,17 +179,6 @@ def test_another_dtype_is_as_orbax_writes_it(saved, layout):
         assert same == other.data.metadata
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int64", "uint64"])
-@pytest.mark.parametrize(
-    "document", [zarr2((4, 6), (2, 6)), zarr3((4, 6), (4, 6)), zarr3((4, 6), (4, 6), sharded(2, 3))]
-)
-def test_arrays_of_every_dtype(document, dtype):
-    values = random((4, 6), dtype)
-    chunk = (2, 6) if document["zarr_format"] == 2 else (4, 6)
-    made = encoding(document).of_other_dtype().document((4, 6), chunk, values.dtype)
-    assert_holds(json.loads(made), values)
-
-
 # Whether chunks can be moved.
 
 TRANSPOSED = {"name": "transpose", "configuration": {"order": [1, 0]}}

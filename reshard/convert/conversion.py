@@ -30,7 +30,7 @@ from reshard.convert.by_order import (
     with_order,
     without_notes,
 )
-from reshard.convert.decision import Decision, Outcome, decide, outcomes
+from reshard.convert.decision import Ledger, Outcome, outcomes
 from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
@@ -329,7 +329,8 @@ def conversion(
     left_out = (
         {} if whole is ckpt else _left_out_of(whole, ckpt, found, said, map_rules.OPPOSITE[to])
     )
-    decided = decide(ckpt, found, to, target, map_file, init, other, left_out)
+    decided = Ledger(ckpt, found, to, target, other, left_out)
+    decided.decide(map_file, init)
     lost = [path for path in whole if path not in ckpt]
     made = _made(ckpt, found, to, target, decided, model, limit, lost)
     model_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
@@ -342,7 +343,7 @@ def _made(
     layout: Layout,
     to: str,
     target: TargetTree | None,
-    decided: Decision,
+    decided: Ledger,
     model: Any,
     max_memory: int | None,
     left_out: Sequence[Path],

@@ -28,8 +28,8 @@ from reshard import errors
 from reshard.arrays import boxes
 from reshard.arrays.boxes import Shape
 from reshard.engine.batches import in_groups
-from reshard.engine.budget import IN_FLIGHT_PER_CORE
 from reshard.engine.cost import co_read_groups
+from reshard.engine.memory import IN_FLIGHT_PER_CORE
 from reshard.errors import ArgumentError, ReshardError
 from reshard.restore.device_reads import Request, check_stored, least_memory, read_arrays
 from reshard.restore.device_shards import UNSIGNED, from_bits, local_shards, named_sharding

@@ -542,6 +542,16 @@ def sync(path: AnyPath) -> None:
         os.close(descriptor)
 
 
+def write_back(path: AnyPath) -> None:
+    """Starts to write a file to the disk, and gives back the pages that the disk has: see
+    `Writeback`."""
+    if hasattr(_LIBC, "sync_file_range") and hasattr(os, "posix_fadvise"):
+        descriptor, whole = os.open(path, os.O_RDONLY), ctypes.c_int64(0)
+        _LIBC.sync_file_range(descriptor, whole, whole, _WAIT_BEFORE | _WRITE)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
 class Writeback:
     """Writes new data files of a directory to the disk while the job computes.
 

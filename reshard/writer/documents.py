@@ -19,7 +19,7 @@ import numpy as np
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, Source, empty_name
-from reshard.engine.budget import in_memory
+from reshard.engine.memory import cost_bytes
 from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
 from reshard.loader import detection
@@ -221,7 +221,7 @@ def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
             itemsize = handle.dtype.itemsize
             encoded = item.format.encoding(handle).most_encoded(array.chunk, itemsize)
             decoded = math.prod(array.chunk) * itemsize
-            yield handle.path, in_memory(encoded + decoded, decoded, decoded)
+            yield handle.path, cost_bytes(encoded + decoded, decoded, decoded)
 
 
 def item_record(
