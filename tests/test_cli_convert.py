@@ -531,9 +531,9 @@ def test_a_map_with_operations(run, folder):
     options = ("--to", "nnx", "--model", "models:Halves", "--map", "map.toml")
     ran = run("convert", "run/1", "out", *options, "--emit-map", "whole.toml", "--dry-run")
     shown = """\
-linen-train-state: `params` is beside `opt_state`, `step`
-linen-train-state: `params/Dense_0` has a name as Linen gives them
-linen-train-state: `opt_state` has list positions, as optax's tuples are saved
+linen-train-state: `params` is next to `opt_state`, `step`
+linen-train-state: `params/Dense_0` has a name that Linen generates
+linen-train-state: `opt_state` has list positions, as in saved optax tuples
 map  params/Dense_0/bias -> bias
 map  params/Dense_0/kernel -> left + right  Split(axis=1, sizes=(8, 8))
 map  params/Dense_1/bias -> outer/bias
@@ -582,9 +582,9 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
         f"Error: `{folder}/trained` has no record of a conversion from Linen: it was not made by "
         "one, or was trained on since then\n"
         "\n"
-        "hint: --model MODULE:NAME, the Linen model; --source-model supplies the classes of the "
-        "NNX model\n"
-        "hint: --map FILE, the map that --emit-map wrote on the way to NNX\n"
+        "hint: --model MODULE:NAME, the Linen model; --source-model MODULE:NAME supplies the "
+        "classes of the NNX model\n"
+        "hint: --map FILE, the map of the conversion to NNX\n"
     )
 
 

@@ -279,7 +279,7 @@ def _decide(
     params, model = top.get("params"), top.get("model")
     trained = beside.root is not None or beside.wrapped
     if _BOOKKEEPING in root and not trained and not (model and beside.names):
-        return "nnx-state", ["the tree is a module that was saved itself (`_pytree__state`)"]
+        return "nnx-state", ["the tree is a module that was saved directly (`_pytree__state`)"]
     collections = all(key in COLLECTIONS and _is_mapping(node) for key, node in top.items())
     if collections or (_is_mapping(params) and not _is_stream(params)):
         return _decide_linen(top, beside, leaves)
@@ -306,12 +306,12 @@ def _decide_linen(
         params, at = top["params"]["params"], ("params", "params")
         _check_variables(top["params"], beside)
     if AUXILIARY in roots.values():
-        kind, reason = "maxtext", "`nnx_aux` is beside `params`, as MaxText's runs of NNX save it"
+        kind, reason = "maxtext", "`nnx_aux` is next to `params`, as MaxText saves NNX runs"
     elif nested:
         kind, reason = "linen-train-state", "`params/params`: all variables are below `params`"
     elif beside.names:
         names = _named(*((name,) for name in beside.names))
-        kind, reason = "linen-train-state", f"`params` is beside {names}"
+        kind, reason = "linen-train-state", f"`params` is next to {names}"
     else:
         kind, reason = "linen-variables", f"collections are at the top: {_named(*roots)}"
     proofs = _proofs(params, at, beside, certain=False)
@@ -383,8 +383,8 @@ def _proofs(
             found.setdefault("norm", path)
     proofs: dict[str, list[str]] = {"linen": [], "nnx": []}
     for api, mark, words in (
-        ("linen", "automatic", "has a name as Linen gives them"),
-        ("nnx", "module", "is a module that was saved itself (`_pytree__state`)"),
+        ("linen", "automatic", "has a name that Linen generates"),
+        ("nnx", "module", "is a module that was saved directly (`_pytree__state`)"),
         ("nnx", "stream", "is a stream of random numbers (`key`, `count`)"),
         ("nnx", "norm", "holds parameters and statistics together"),
     ):
@@ -397,12 +397,12 @@ def _proofs(
         leaves = list(_leaves_of(beside.state))
         listed = any(isinstance(key, int) for leaf in leaves for key in leaf.path)
         if listed and all(leaf.lone is None for leaf in leaves):
-            words = "has list positions, as optax's tuples are saved"
+            words = "has list positions, as in saved optax tuples"
             proofs["linen"].append(f"{_named(beside.root)} {words}")
         states = beside.state if isinstance(beside.state, dict) and not listed else {}
         valued = all(isinstance(state, dict) or _array(state) for state in states.values())
         if states and valued and all(map(str.isdecimal, states)):
-            words = "has positions as keys, and only those with a value, as `nnx.Optimizer` does"
+            words = "has keys only for positions with a value, as in `nnx.Optimizer`"
             proofs["nnx"].append(f"{_named(beside.root)} {words}")
     return {**proofs, "linen": []} if outweighs else proofs
 
@@ -433,7 +433,7 @@ def _chosen(
         raise TreeMismatchError(f"no layout has {kind}", why, [hint])
     if not proved and api:
         why.append(f"the conversion is from {_NAMES[api]}, and nothing contradicts it")
-    return kind, why or ["it can be nothing else"]
+    return kind, why or ["no other layout fits"]
 
 
 def _ambiguous(
@@ -703,7 +703,7 @@ def _objections(
     variables = [leaf.path for leaf in held if leaf.is_held and leaf.is_standard]
     more = [(key,) for key in top if key not in ("opt_state", "step")]
     params, model = _is_mapping(top.get("params")), isinstance(top.get("model"), dict)
-    saved_itself = f"{_named(*modules[:1])} is a module of NNX that was saved itself"
+    saved_itself = f"{_named(*modules[:1])} is an NNX module that was saved directly"
     checks = (
         (("linen-", "maxtext"), modules, saved_itself),
         ("linen-params", params, "`params` is a collection at the top"),
