@@ -201,10 +201,7 @@ def _write_databases(
         kvstore = functools.cache(root.store.kvstore)
         for key, chunk in some.chunks(share.format):
             values.append((kvstore(chunk.name), chunk.key, key, chunk.value.size))
-    with (
-        target.writing(),
-        memory.MemoryLimiter(share.limiter_bytes(directory, max_memory)) as limiter,
-    ):
+    with memory.MemoryLimiter(share.limiter_bytes(directory, max_memory)) as limiter:
         write_values(share.metadata, target, limiter)
         copy_chunks(values, target, limiter, report)
         write_chunks(share, target.write, digests, limiter, report)
@@ -274,28 +271,24 @@ class Target:
         self.directory = directory
         self._format = form
         self._context = new_context(CACHE_BYTES)
-        self._writeback = None
+        self._data: Location | None = None  # data files that are written by this machine
+        self._handed: collections.Counter[str] = collections.Counter()
         specs = [(directory / name).spec for name in names]
         if form.ocdbt:
             specs = [stage_spec(directory, name, form.file_bytes) for name in names]
             if directory.is_local:
-                self._writeback = disk.Writeback(directory / names[0] / "d")
+                self._data = directory / names[0] / "d"
         self._stores = [ts.KvStore.open(spec, context=self._context).result() for spec in specs]
         self._arrays: dict[tuple[Path, int], ts.TensorStore] = {}
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Ends with the files that are on their way to the disk."""
-        try:
-            yield
-        finally:
-            if self._writeback is not None:
-                self._writeback.finish()
-
     def committed(self) -> None:
-        """Called after a batch has been committed, and all before it."""
-        if self._writeback is not None:
-            self._writeback.advance()
+        """Called after a batch has been committed, and all before it. Each new data file is handed
+        to the disk by one call, and its pages are given back by the next one."""
+        if self._data is not None and self._data.is_dir():
+            for name in self._data.names():
+                if self._handed[name] < 2:
+                    self._handed[name] += 1
+                    disk.write_back(self._data / name)
 
     def begin(self, number: int) -> tuple[ts.Transaction, ts.KvStore]:
         """The transaction of a batch, and the store that it writes to. On a disk it may be several
