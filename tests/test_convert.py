@@ -525,8 +525,8 @@ def test_a_model_of_the_other_api_is_refused(tmp_path):
         message = f"""\
 the model to convert to is {what}
 
-hint: it must be {wanted}'s: `model=` is what is converted to, `source=` what the checkpoint \
-is of
+hint: it must be {wanted}'s: `model=` is the model to convert to, `source=` the model of the \
+checkpoint
 hint: reshard.to_{other}(ckpt, ...), if the other way is meant"""
         assert refusal(call, paths[wanted], model, of=reshard.ArgumentError) == message
     message = """\
@@ -1487,7 +1487,7 @@ the keys below `params` may be modules or collections
   collections: the parameters are `params/params`, and none are in `params/head`
 
 hint: reshard.rename(ckpt, [("^params/", "params/params/")]), if they are modules
-hint: reshard.rename(ckpt, [("^params/(head|params)/", r"\\1/")]), if they are collections"""
+hint: reshard.rename(ckpt, [("^params/", "")]), if they are collections"""
         )
     names = {"reshard": reshard, "ckpt": reshard.open(source)}
     one, other = (eval(hint.partition(", if")[0], names) for hint in error.hints)
