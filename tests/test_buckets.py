@@ -175,8 +175,8 @@ def test_what_has_no_marker_in_a_bucket_was_never_committed(saved, stores, layou
         assert reshard.open(url).notes == ("step 20 was never committed and is left out",)
     number = 20 if layout == "manager" else None
     text = (
-        f"`{step}` was never committed: in a bucket, its `{MARKER}` is written last, and there is "
-        f"none\n\nhint: if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
+        f"`{step}` was never committed: in a bucket, its `{MARKER}` is written last, and it is "
+        f"missing\n\nhint: if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
     )
     refused(reshard.UncommittedCheckpointError, text, reshard.open, url, step=number)
 
