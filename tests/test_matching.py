@@ -1,4 +1,4 @@
-"""Which saved leaf is which leaf of a target: pure, on checkpoints that are on no disk."""
+"""Matching saved leaves with target leaves, on checkpoints in memory."""
 
 import itertools
 import pathlib
@@ -31,7 +31,7 @@ def handle(path, shape=(), dtype="float32", value_type="jax.Array", key_impl=Non
 
 
 def saved(leaves):
-    """A checkpoint of (shape, dtype, ...) tuples, and of leaves that are no arrays."""
+    """A checkpoint of (shape, dtype, ...) tuples, and of leaves that are not arrays."""
     return Checkpoint(
         {
             path: handle(path, *leaf) if isinstance(leaf, tuple) and leaf else leaf
@@ -46,12 +46,11 @@ def array(path, shape=(), dtype="float32", **kwargs):
 
 
 def no_array(kind, shape=(), impl=None):
-    """A leaf at `a` that is no array."""
+    """A leaf at `a` that is not an array."""
     return TargetLeaf(("a",), kind, shape, key_impl=impl)
 
 
 def keys(shape, impl):
-    """Of saved keys."""
     return shape, "uint32", "jax.Array", impl
 
 
@@ -80,7 +79,7 @@ def with_levels(tree, draw):
 
 
 def matched(wanted, present, **kwargs):
-    """What `match` finds for paths, whose leaves all have one shape and dtype."""
+    """The result of `match` for paths of leaves with one shape and dtype."""
     ckpt = saved(dict.fromkeys(present, ((3,), "float32")))
     return match([array(path, (3,)) for path in wanted], ckpt, **kwargs)
 
@@ -102,7 +101,7 @@ def boxed(tree, draw):
 @settings(deadline=None, max_examples=examples(400))
 @given(TREES, st.data())
 def test_a_part_of_a_tree_matches_that_part_of_a_boxed_tree(tree, data):
-    """`value` may be the name of a module (of attention), and its siblings not wanted."""
+    """`value` may be the name of an attention module whose siblings the target lacks."""
     one, other = paths_of(tree), paths_of(boxed(tree, data.draw))
     chosen = [i for i in range(len(one)) if data.draw(st.booleans())]
     assume(chosen)
@@ -147,7 +146,7 @@ def test_levels_named_value(wanted, present):
 
 
 def test_a_sibling_keeps_a_level_named_value():
-    """`value` beside other keys is no level of a box, so it is not left out."""
+    """A `value` with siblings is not the level of a box."""
     text = "a  float32[3]: the checkpoint has a container there"
     unexpected = [("a", "value"), ("a", "b")]
     assert matched([("a",)], unexpected) == (
@@ -364,7 +363,7 @@ def rename_hints(leaves, ckpt):
 
 
 def test_a_rename_that_cannot_be_done_is_not_hinted():
-    """Clipping has no state, and is an empty leaf of a list."""
+    """Clipping has no state: it is an empty leaf of a list."""
     ckpt = saved({("opt", 0): None, ("opt", 1, "mu", "w"): ((3,), "float32")})
     assert rename_hints([array(("opt", "mu", "w"), (3,))], ckpt) == []
 
