@@ -582,9 +582,9 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
         f"Error: `{folder}/trained` has no record of a conversion from Linen: it was not made by "
         "one, or was trained on since then\n"
         "\n"
-        "hint: --model MODULE:NAME, the Linen model; --source-model supplies the classes of the "
-        "NNX model\n"
-        "hint: --map FILE, the map that --emit-map wrote on the way to NNX\n"
+        "hint: --model MODULE:NAME, the Linen model; --source-model MODULE:NAME supplies the "
+        "classes of the NNX model\n"
+        "hint: --map FILE, the map of the conversion to NNX\n"
     )
 
 

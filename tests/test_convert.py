@@ -525,8 +525,8 @@ def test_a_model_of_the_other_api_is_refused(tmp_path):
         message = f"""\
 the model to convert to is {what}
 
-hint: it must be {wanted}'s: `model=` is what is converted to, `source=` what the checkpoint \
-is of
+hint: it must be {wanted}'s: model=... is the model to convert to, source=... the model of the \
+checkpoint
 hint: reshard.to_{other}(ckpt, ...), if the other way is meant"""
         assert refusal(call, paths[wanted], model, of=reshard.ArgumentError) == message
     message = """\
@@ -1385,8 +1385,8 @@ def test_what_orbax_saves_again_has_lost_the_record(tmp_path):
 `{again}` has no record of a conversion from Linen: it was not made by one, or was trained on \
 since then
 
-hint: model=..., the Linen model; `source=` supplies the classes of the NNX model
-hint: map_file=..., the map that `reshard convert` wrote on the way to NNX"""
+hint: model=..., the Linen model; source=... supplies the classes of the NNX model
+hint: map_file=..., the map of the conversion to NNX"""
     assert refusal(reshard.to_linen, again) == message
 
 

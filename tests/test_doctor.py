@@ -222,7 +222,7 @@ FOREIGN = {
 }
 
 
-def test_what_is_no_checkpoint(tmp_path):
+def test_paths_that_are_not_checkpoints(tmp_path):
     folder = tmp_path.resolve()
     (folder / "weights").mkdir()
     for name, (data, what) in FOREIGN.items():

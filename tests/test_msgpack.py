@@ -183,7 +183,7 @@ def test_a_train_state_is_restored(tmp_path, form):
 
 
 @pytest.mark.parametrize("version", ["orbax-0.2.7", "orbax-0.4.4", "orbax-0.4.4-b"])
-def test_values_that_orbax_aggregated(data, version):
+def test_aggregate_files_of_orbax(data, version):
     path = data / version / "aggregate"
     with ocp.PyTreeCheckpointer() as checkpointer:
         assert_read(reshard.open(path), checkpointer.restore(path))
@@ -318,7 +318,7 @@ def test_a_wrong_file(tmp_path, name):
     assert re.search(text, said), said
 
 
-def test_all_arrays_that_are_wrong_are_named(tmp_path):
+def test_all_wrong_arrays_are_listed(tmp_path):
     path = tmp_path / "x.msgpack"
     arrays = {"a": ext(1, [3], "int8", b"12"), "b": ext(3, [], "int8", b"1"), "c": ext(7, 1)}
     path.write_bytes(msgpack.packb(arrays))

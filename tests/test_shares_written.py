@@ -236,11 +236,11 @@ def test_missing_shares_are_listed_as_a_range(jobs, tmp_path):
     write(source, out, [1, 2, 4], 10)
     several = f"7 of 10 shares of `{out}` are not complete\n  missing: 0,3,5-9\n"
     several += "  share 0, which also writes documents and other items, is not finished\n\n"
-    several += "hint: write the missing shares: share=(i, n) with i in 0,3,5-9 alone"
+    several += "hint: write the missing shares: 0,3,5-9"
     refused(reshard.DestinationError, several, reshard.commit, out)
     write(source, out, [0, 3, 5, 6, 7, 8], 10)
     one = f"1 of 10 shares of `{out}` is not complete\n  missing: 9\n\n"
-    one += "hint: write the missing shares: share=(i, n) with i in 9 alone"
+    one += "hint: write the missing shares: 9"
     refused(reshard.DestinationError, one, reshard.commit, out)
     write(source, out, [9], 10)
     reshard.commit(out)
@@ -276,7 +276,7 @@ def test_a_source_that_changes(tmp_path, before_share):
     write(source, out, range(1 if before_share else 2), 2)
     (source / "_METADATA").write_bytes((source / "_METADATA").read_bytes() + b" ")
     if before_share:
-        with pytest.raises(reshard.DestinationError, match=f"has changed since: `{source}`"):
+        with pytest.raises(reshard.DestinationError, match="is a different one"):
             write(source, out, [1], 2)
     else:
         text = f"the source changed during the job\n  `{source}`\n\n"
@@ -341,25 +341,6 @@ def test_documents_that_are_damaged_are_refused(jobs, tmp_path, name):
     with pytest.raises(reshard.DestinationError, match=rf"missing: {missing}\n"):
         reshard.commit(out)
     write(source, out, [int(missing)], 3)
-    assert reshard.commit(out)
-    assert_same(out, whole)
-
-
-def test_missing_shares_that_have_begun_are_told(jobs, tmp_path):
-    (source, whole), out, told = jobs("ckpt zarr2"), tmp_path / "out", []
-
-    def progress(done, whole):
-        with pytest.raises(reshard.DestinationError) as caught:
-            reshard.commit(out)
-        told.append(caught.value.problems)
-
-    save(source, out, share=(1, 2), progress=progress)
-    line = rf"begun: process {os.getpid()} on {re.escape(platform.node())}, since .* UTC: .*"
-    for missing, nothing, begun in told[:-1]:
-        assert missing == "missing: 0-1"
-        assert nothing == "share 0, which also writes documents and other items, is not finished"
-        assert re.fullmatch(line, begun)
-    save(source, out, share=(0, 2))
     assert reshard.commit(out)
     assert_same(out, whole)
 

@@ -940,8 +940,7 @@ WRONG_ARGUMENTS = [
     (
         {"model": nn.Dense(3)},
         "the Linen module Dense has no variables without inputs\n\n"
-        "hint: reshard.target(model, inputs=(x,), mesh=mesh)\n"
-        "hint: or a callable that returns variables",
+        "hint: give `inputs`, or a function that returns its variables",
     ),
     ({"inputs": (X,)}, "`inputs` are for a module or a callable, not dict"),
     (

@@ -375,20 +375,6 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
     assert_saved(url, small, stores, resume=True)
 
 
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("point", [*POINTS[:2], POINTS[-1]])
-def test_a_killed_job_is_begun_anew_or_completed(point, small, stores, url):
-    """By whoever comes, once it is decided."""
-    killed_at(f"write .*{point}", [str(small), url, "--to", "1x8"], stores)
-    if point == MARKER:
-        error = reshard.DestinationExistsError
-        refused(complete(url), on("2x4", small), url, error=error, overwrite=True)
-        assert values(url) == values(small)
-        assert_pruned(stores, url)
-    else:
-        assert_saved(url, small, stores, overwrite=True)
-
-
 # Two jobs, of which one stands still for a time.
 
 

@@ -309,8 +309,8 @@ def conversion(
                 f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
                 "by one, or was trained on since then",
                 hints=[
-                    "model=..., the Linen model; `source=` supplies the classes of the NNX model",
-                    "map_file=..., the map that `reshard convert` wrote on the way to NNX",
+                    "model=..., the Linen model; source=... supplies the classes of the NNX model",
+                    "map_file=..., the map of the conversion to NNX",
                 ],
             )
         made, back = from_record(ckpt)

@@ -221,7 +221,7 @@ def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
             f"{count} of {job.count} shares of `{job.destination}` {'is' if count == 1 else 'are'} "
             "not complete",
             problems,
-            [f"write the missing shares: share=(i, n) with i in {format_runs(numbers)} alone"],
+            [f"write the missing shares: {format_runs(numbers)}"],
         )
     return whole
 
