@@ -712,9 +712,7 @@ def apart(part, layout=""):
 AS_PARAMS = 'reshard.rename(ckpt, [("^model/", "params/")])'
 BELOW_MODEL = "Linen's parameters below `model`"
 NO_MODEL = "the tree has no array below a key, so it holds no model"
-NEITHER = (
-    "there is the state of an optimizer, but neither `params` nor `model`\n  at the top there is"
-)
+NEITHER = "the tree holds optimizer state, but neither `params` nor `model`\n  at the top there is"
 BARE = "encoder/kernel decoder/kernel"
 VALUES_ONLY = "encoder/kernel/value encoder/bias/value"
 TRACE = "model/w opt_state/trace/w"

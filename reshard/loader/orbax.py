@@ -126,7 +126,7 @@ def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Pat
         raise CorruptCheckpointError(text) from error
     if any(not path for path, _, _ in parsed):
         raise CheckpointFormatError(
-            f"the tree of `{directory}` is a single leaf, which is recognised but not read yet",
+            f"the tree of `{directory}` is a single leaf, which `reshard` does not read",
             hints=["restore it with Orbax and save it inside a dict"],
         )
     return [(path, value_type) for path, value_type, _ in parsed]
