@@ -507,9 +507,7 @@ def test_arrays_may_be_abstract(opened, cases):
 # Made-up trees
 
 STORE: Any = None  # which nothing here reads
-SOURCE = Source(
-    pathlib.Path("run"), "item", False, "", "", (), (), store=STORE, metadata={}, described=True
-)
+SOURCE = Source(pathlib.Path("run"), "item", store=STORE, metadata={}, metadata_apart=True)
 OTHERS = {"None": None, "{}": {}, "text": "text"}
 
 
