@@ -136,7 +136,7 @@ NOT_FILES = {
 
 
 @pytest.mark.parametrize("zarr3", [False, True])
-def test_what_no_file_can_be_called(zarr3, tmp_path):
+def test_names_that_files_cannot_have(zarr3, tmp_path):
     """All of it is in the plan; a database has no files, and Orbax reads it."""
     tree = {key: values(seed) for seed, key in enumerate(NOT_FILES)} | {"w": values(99)}
     ckpt, out = put(tmp_path / "saved", tree, use_zarr3=zarr3), tmp_path / "out"
@@ -266,7 +266,7 @@ def jobs(draw):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(job=jobs(), flags=st.sampled_from(FORMATS), chunks=st.sampled_from(["keep", 8]))
-def test_what_is_shown_is_what_is_read_or_it_is_refused(job, flags, chunks, tmp_path_factory):
+def test_renames_keep_values_or_are_refused(job, flags, chunks, tmp_path_factory):
     leaves, renames = job
     folder = tmp_path_factory.mktemp("names")
     ckpt = put(folder / "saved", unflatten_dict(leaves), **flags)

@@ -209,7 +209,7 @@ UNMOVABLE = [
 ]
 
 
-def test_what_arrays_must_share_for_chunks_to_move():
+def test_when_chunks_can_be_copied_verbatim():
     """Neither the keys of chunks, nor the version of zarr, nor how a fill value of zero is said."""
     assert all(encoding(document).ignores_unit_axes for document in MOVABLE)
     assert not any(encoding(document).ignores_unit_axes for document in UNMOVABLE)
@@ -230,7 +230,7 @@ def test_shape_grid_and_order_may_differ(document):
 
 
 @pytest.mark.parametrize("document", MOVABLE + UNMOVABLE)
-def test_a_document_made_anew_is_the_same(document):
+def test_a_document_is_reproduced(document):
     dtype = document.get("data_type") or document["dtype"].removeprefix("<")
     again = remade(document, (6, 4), (3, 4), dtype)
     if again.get("chunk_key_encoding") != document.get("chunk_key_encoding"):

@@ -309,8 +309,8 @@ def conversion(
                 f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
                 "by one, or was trained on since then",
                 hints=[
-                    "model=..., the Linen model; `source=` supplies the classes of the NNX model",
-                    "map_file=..., the map that `reshard convert` wrote on the way to NNX",
+                    "model=..., the Linen model; source=... supplies the classes of the NNX model",
+                    "map_file=..., the map of the conversion to NNX",
                 ],
             )
         made, back = from_record(ckpt)
@@ -377,7 +377,7 @@ def _made(
         {path: made[path] for path in order}, notes=[*notes, *warnings], retyped=True
     )
     if any(leaf.key_impl for leaf in result.arrays):
-        result = result.with_source(described=True)
+        result = result.with_source(metadata_apart=True)
     default = "nnx-state" if to == "nnx" else "linen-variables"
     kind = "nnx-model" if decided.prefix else default if target is None else target.layout.kind
     if layout.api == "nnx":

@@ -139,7 +139,7 @@ def _check_api(state: Any, api: str, role: str, of_linen: bool) -> None:
 
 def _other_api(text: str, api: str) -> ArgumentError:
     other, needed = ("linen", "NNX") if api == "nnx" else ("nnx", "Linen")
-    which = "`model=` is the model to convert to, `source=` the model of the checkpoint"
+    which = "model=... is the model to convert to, source=... the model of the checkpoint"
     other_way = f"reshard.to_{other}(ckpt, ...), if the other way is meant"
     return ArgumentError(text, hints=[f"it must be {needed}'s: {which}", other_way])
 
