@@ -47,9 +47,7 @@ hypothesis.settings.register_profile("many", max_examples=50)
 # Files that take long go first, the longest of them before the others: the last ones are short, so
 # that no process waits for another.
 LONG = "resume convert convert_models save restorer buckets targets convert_align convert_layers"
-LONG += (
-    " docs format frozen broadcast cli verification derived cli_convert records outputs"
-)
+LONG += " docs format frozen broadcast cli verification derived cli_convert records outputs"
 LONG += " stacking shares_written written_to_buckets examples convert_hints commit diff workers"
 LONG += " hostile page device_reads execution imports restorer_processes"
 

@@ -1027,7 +1027,7 @@ map.toml: its rules cannot be read
   rule 19, `a`: `init` is not known: put it before the first rule
   rule 20, `a` + `b`: only `concat`, `stack` and `equal` take several regexes
   rule 21, `a`: `transpose` is not a list of whole numbers: 1
-  rule 21, `a`: `reshape` is not a list of sizes, where one may be -1, or a table: [-1, -1]
+  rule 21, `a`: `reshape` is not a list of sizes, where one may be -1: [-1, -1]
   rule 21, `a`: `pad` is not a table: 3
   rule 22, `a`: `reshape`: `from` is missing
   rule 22, `a`: `reshape`: `to` is not a list of sizes, where one may be -1: [-2]
