@@ -375,7 +375,7 @@ from = '('
 [[rule]]
 from = '^x$'
 add = '9 ** 9 ** 9'
-pad = { axis = 0, to = '__import__("os")' }
+pad = { axis = 0, to = 'f("os")' }
 """
 TOLD = """
 the file: `vars`: `b`: `c + 1`: neither `[vars]` nor the config has `c`
@@ -391,7 +391,7 @@ rule 4, `^x$`: `fill`: `dtype` is not a dtype: 'float33'
 rule 5, `^x$` + `^y$`: only `concat`, `stack` and `equal` take several regexes
 rule 6, `^x$`: `equal` needs a list in `from`
 rule 8, `^x$`: `add`: `9 ** 9 ** 9` has no value: math range error
-rule 8, `^x$`: `pad`: `to`: `__import__("os")`: only `+ - * / // % **` and parentheses are allowed
+rule 8, `^x$`: `pad`: `to`: `f("os")` is not arithmetic: `+ - * / ** // %` and parentheses are all
 rule 8, `^x$`: `pad`: `value` is missing
 """
 
