@@ -28,7 +28,7 @@ from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchErr
 from reshard.loader.json_documents import parse_json
 from reshard.sharding.mesh import SingleDeviceSharding, replicated
 from reshard.storage.location import checked
-from reshard.tree import MAX_KEYS, Path, format_path
+from reshard.tree import MAX_KEYS, Path, format_path, overlaps
 
 # A leaf map as JSON, and back: what a record has of it. What is read is not trusted.
 
@@ -402,11 +402,10 @@ def _recorded_leaf(kind: Any) -> _Array | str:
 
 def _check_tree(paths: Collection[Path]) -> None:
     """Raises ValueError unless the paths are those of the leaves of one tree."""
-    texts = {tuple(map(str, path)) for path in paths}
-    below = [path for path in texts if any(path[:depth] in texts for depth in range(len(path)))]
-    deep = [path for path in texts if not 0 < len(path) <= MAX_KEYS]
-    if below or deep or len(texts) < len(paths):
-        places = ", ".join(sorted(map(format_path, below + deep))) or "a path occurs twice"
+    wrong = [path for _, path, _ in overlaps((path, path) for path in paths)]
+    wrong += [path for path in paths if not 0 < len(path) <= MAX_KEYS]
+    if wrong:
+        places = ", ".join(sorted(map(format_path, wrong)))
         raise ValueError(f"its leaves are not those of one tree: {places:.200}")
 
 
