@@ -994,6 +994,8 @@ def test_what_cannot_be_read():
         { from = '(a)', to = '{inner}', nest = { sizes = 4, flat = 1, inner = 2 } },
         { from = '(a)', to = '{inner}', nest = { sizes = [4], outer = '\1', inner = '{i}' } },
         { from = true, split = { into = '\' } },
+        { from = 'a', split = { axis = 0, into = 'x{}' } },
+        { from = '(a)', to = 'b', nest = { sizes = [4], flat = 1, inner = 2 } },
     ]
     """
     assert (
@@ -1037,7 +1039,6 @@ map.toml: its rules cannot be read
   rule 23, `a`: `crop`: `widths` is not a list of two sizes for each axis: [[-1, 0]]
   rule 23, `a`: `crop`: `fill` is not known
   rule 24, `a`: `split`: `axis` is not a whole number: 0.5
-  rule 24, `a`: `split`: `sizes` is missing, as `into` does not give the number of parts
   rule 25, `a`: `to` cannot be combined with `into`, which has the new paths
   rule 25, `a`: `split`: `sizes` has 2, `into` has 1
   rule 26, `a`: `split` and `unstack` need two rules
@@ -1056,13 +1057,13 @@ map.toml: its rules cannot be read
   rule 30, `a` + `b`: `concat`: `names` is not known
   rule 31, `a` + `b`: `concat`: `order` requires `by`
   rule 32, `(a)`: `nest`: `sizes` is not a list of sizes: 4
-  rule 32, `(a)`: `nest`: it needs either `flat`, or `outer` and `inner`
-  rule 32, `(a)`: `nest`: `inner`: invalid group reference 2 at position 3
   rule 33, `(a)`: `nest`: `inner`: `{i}`: there is no name `i` here
   rule 33, `(a)`: `to`: `{inner}`: there is no name `inner` here; there is `flat`
   rule 34: `from` is not a text or a list of them: True
   rule 34: `split`: `axis` is missing
-  rule 34: `split`: `sizes` is missing, as `into` does not give the number of parts
+  rule 35, `a`: `split`: `sizes` is missing, as `into` does not give the number of parts
+  rule 36, `(a)`: `nest`: it needs either `flat`, or `outer` and `inner`
+  rule 36, `(a)`: `nest`: `inner`: invalid group reference 2 at position 3
 """.strip("\n")
         + EXAMPLE
     )

@@ -132,11 +132,8 @@ def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {
             if (value := own.take(key, _NUMBER)) is not None:
                 known[key] = value
     initial = top.take("init", _TEXTS) or []
-    optional = top.inner("optional")
-    may, ignored = [], []
-    if optional is not None:
-        may, ignored = (optional.take(key, _TEXTS) or [] for key in ("init", "drop"))
-        optional.nothing_else()
+    optional = top.fields("optional", {}, {"init": _TEXTS, "drop": _TEXTS}) or {}
+    may, ignored = (optional.get(key) or [] for key in ("init", "drop"))
     for key, globs in (("init", initial), ("optional", [*may, *ignored])):
         for glob in globs:
             try:
@@ -244,11 +241,9 @@ class _Table:
 
     def inner(self, key: str) -> "_Table | None":
         """The table of a key, if it has one."""
-        table = self.take(key, _TABLE)
-        return None if table is None else self.below(key, table)
-
-    def below(self, key: str, table: dict[str, Any]) -> "_Table":
-        label = f"{self.label}: `{key}`"
+        table, label = self.take(key, _TABLE), f"{self.label}: `{key}`"
+        if table is None:
+            return None
         return _Table(label, table, self.problems, self.patterns, self.numbers)
 
     def fields(
@@ -317,7 +312,9 @@ def _rule(
     drop = entry.take("drop", _TRUE) is True
     optional = entry.take("optional", _TRUE) is True
     nest = _nest(entry)
-    names = ["outer", "inner"] if nest and nest.flat else ["flat"] if nest else []
+    names = ["outer", "inner", "flat"] if "nest" in table else []
+    if nest is not None:
+        names = ["outer", "inner"] if nest.flat else ["flat"]
     given = entry.take("to", _ONE_OR_MORE)
     several = [
         entry.replacement("to", text, names) for text in given or () if isinstance(given, list)
@@ -330,9 +327,9 @@ def _rule(
     if entry.take("equal", _TRUE):
         regroup = Gathered("equal", 0)
     for kind in ("split", "unstack"):
-        regroup = _divided(kind, entry.inner(kind), names) or regroup
+        regroup = _divided(kind, entry, names) or regroup
     for kind in ("concat", "stack"):
-        regroup = _gathered(kind, entry.inner(kind), names) or regroup
+        regroup = _gathered(kind, entry, names) or regroup
     entry.nothing_else()
     return Rule(number, tuple(patterns), to, drop, each, regroup, nest=nest, optional=optional)
 
@@ -393,18 +390,14 @@ def _check_keys(entry: _Table, several: bool) -> None:
 
 def _nest(entry: _Table) -> Nest | None:
     parts = ["i"] if entry.table.keys() & {"split", "unstack"} else []
-    table = entry.inner("nest")
-    if table is None:
+    groups = ("flat", "outer", "inner")
+    values = entry.fields("nest", {"sizes": _SIZES}, dict.fromkeys(groups, _GROUP))
+    if values is None:
         return None
-    sizes = table.take("sizes", _SIZES, needed=True) or []
-    keys = table.table.keys() & {"flat", "outer", "inner"}
-    if keys not in ({"flat"}, {"outer", "inner"}):
-        table.wrong("it needs either `flat`, or `outer` and `inner`")
-    flat, outer, inner = (
-        table.replacement(key, table.take(key, _GROUP), parts) for key in ("flat", "outer", "inner")
-    )
-    table.nothing_else()
-    return Nest(tuple(sizes), flat, outer, inner)
+    if {key for key in groups if values[key] is not None} not in ({"flat"}, {"outer", "inner"}):
+        entry.wrong("`nest`: it needs either `flat`, or `outer` and `inner`")
+    found = (entry.replacement(f"nest`: `{key}", values[key], parts) for key in groups)
+    return Nest(tuple(values["sizes"]), *found)
 
 
 def _each(entry: _Table) -> tuple[Each, ...]:
@@ -466,46 +459,42 @@ def _applied(entry: _Table) -> Iterator[ops.Apply]:
 
 
 def _divided(
-    kind: Literal["split", "unstack"], table: _Table | None, names: Collection[str]
+    kind: Literal["split", "unstack"], entry: _Table, names: Collection[str]
 ) -> Divided | None:
-    if table is None:
+    others = {"sizes": _SIZES} if kind == "split" else {}
+    values = entry.fields(kind, {"axis": _INT, "into": _ONE_OR_MORE}, others)
+    if values is None:
         return None
-    axis = table.take("axis", _INT, needed=True) or 0
-    sizes = table.take("sizes", _SIZES) if kind == "split" else None
-    value = table.take("into", _ONE_OR_MORE, needed=True)
+    value, sizes = values["into"], values.get("sizes")
     texts = value if isinstance(value, list) else [value]
-    into = [table.replacement("into", text, {"i", *names}) for text in texts]
+    into = [entry.replacement(f"{kind}`: `into", text, {"i", *names}) for text in texts]
     if kind == "split" and isinstance(value, str) and sizes is None:
-        table.wrong("`sizes` is missing, as `into` does not give the number of parts")
+        entry.wrong("`split`: `sizes` is missing, as `into` does not give the number of parts")
     if isinstance(value, list) and sizes is not None and len(sizes) != len(value):
-        table.wrong(f"`sizes` has {len(sizes)}, `into` has {len(value)}")
-    table.nothing_else()
+        entry.wrong(f"`{kind}`: `sizes` has {len(sizes)}, `into` has {len(value)}")
     parts = tuple(replacement for replacement in into if replacement is not None)
     one = isinstance(value, str) and len(parts) == 1
-    return Divided(kind, axis, None if sizes is None else tuple(sizes), parts[0] if one else parts)
+    sizes = None if sizes is None else tuple(sizes)
+    return Divided(kind, values["axis"], sizes, parts[0] if one else parts)
 
 
 def _gathered(
-    kind: Literal["concat", "stack"], table: _Table | None, names: Collection[str]
+    kind: Literal["concat", "stack"], entry: _Table, names: Collection[str]
 ) -> Gathered | None:
-    if table is None:
+    others = {"sizes": _SIZES} if kind == "concat" else {"names": _TEXTS}
+    values = entry.fields(kind, {"axis": _INT}, {"by": _GROUP, "order": _TEXTS, **others})
+    if values is None:
         return None
-    axis = table.take("axis", _INT, needed=True) or 0
-    given = table.take("by", _GROUP)
-    by = table.replacement("by", given, names)
-    order = table.take("order", _TEXTS)
+    by, order, sizes = values["by"], values["order"], values.get("sizes")
     if order is not None and len(set(order)) < len(order):
-        table.wrong("`order` has a piece twice")
-    if order is not None and given is None:
-        table.wrong("`order` requires `by`")
-    sizes = table.take("sizes", _SIZES) if kind == "concat" else None
-    axes = table.take("names", _TEXTS) if kind == "stack" else None
-    table.nothing_else()
+        entry.wrong(f"`{kind}`: `order` has a piece twice")
+    if order is not None and by is None:
+        entry.wrong(f"`{kind}`: `order` requires `by`")
     return Gathered(
         kind,
-        axis,
-        by,
+        values["axis"],
+        entry.replacement(f"{kind}`: `by", by, names),
         None if order is None else tuple(order),
         None if sizes is None else tuple(sizes),
-        tuple(axes or ()),
+        tuple(values.get("names") or ()),
     )
