@@ -1043,13 +1043,13 @@ map.toml: its rules cannot be read
   rule 25, `a`: `split`: `sizes` has 2, `into` has 1
   rule 26, `a`: `split` and `unstack` need two rules
   rule 26, `a`: `unstack`: `into` is not a text or a list of them: []
+  rule 27, `a`: `unstack`: `sizes` is not known
   rule 27, `a`: `unstack`: `into`: `{j}`: there is no name `j` here; there is `i`
   rule 27, `a`: `unstack`: `into`: `{` has no partner; doubled it is the character
-  rule 27, `a`: `unstack`: `sizes` is not known
   rule 28, `(a)`: `stack`: `by` is missing, the group that says which piece a leaf is
   rule 29, `(a)`: `to` is missing, the path of the whole
-  rule 29, `(a)`: `stack`: `by`: invalid group reference 2 at position 3
   rule 29, `(a)`: `stack`: `order` has a piece twice
+  rule 29, `(a)`: `stack`: `by`: invalid group reference 2 at position 3
   rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`: it orders them
   rule 30, `a` + `b`: `to`: invalid group reference 1 at position 1
   rule 30, `a` + `b`: `concat`: `axis` is missing
