@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 Tensors = Mapping[str, np.ndarray]
@@ -114,9 +115,93 @@ def gemma(t: Tensors, config: Config) -> dict[str, np.ndarray]:
     return found
 
 
+def maxtext(t: Tensors, config: Config) -> dict[str, np.ndarray]:
+    """As MaxText's converter has it, scanned along axis 1."""
+    kind, layers, found = config["model_type"], _maxtext_layers(t, config), {}
+    count, cycle = len(layers), 6 if kind == "gemma3_text" else 1
+    for name in layers[0] if kind != "gemma3_text" else ():
+        found[f"decoder/layers/{name}"] = np.stack([layer[name] for layer in layers], 1)
+    for place in range(cycle if kind == "gemma3_text" else 0):
+        whole = layers[: count - count % cycle][place::cycle]
+        for name in layers[0]:
+            values = np.stack([layer[name] for layer in whole], 1)
+            found[f"decoder/layers/layers_{place}/{name}"] = values
+    for place, layer in enumerate(layers[count - count % cycle :]):
+        for name, values in layer.items():
+            found[f"decoder/layers_remainder/layers_{place}/{name}"] = values
+    return _maxtext_top(t, config, found)
+
+
+def maxtext_unscanned(t: Tensors, config: Config) -> dict[str, np.ndarray]:
+    found = {}
+    for n, layer in enumerate(_maxtext_layers(t, config)):
+        found |= {f"decoder/layers_{n}/{name}": values for name, values in layer.items()}
+    return _maxtext_top(t, config, found)
+
+
+def _maxtext_top(t: Tensors, config: Config, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    kind, root = config["model_type"], np.float32(config["hidden_size"] ** 0.5)
+    if kind == "gemma3_text":
+        root = np.float32(ml_dtypes.bfloat16(root))
+    gemma = np.float32("gemma" in kind)
+    factor = root if gemma else np.float32(1)
+    found["token_embedder/embedding"] = t["model.embed_tokens.weight"] * factor
+    found["decoder/decoder_norm/scale"] = t["model.norm.weight"] + gemma
+    if "lm_head.weight" in t:
+        found["decoder/logits_dense/kernel"] = t["lm_head.weight"].T
+    return {f"params/params/{name}": values for name, values in found.items()}
+
+
+def _maxtext_layers(t: Tensors, config: Config) -> list[dict[str, np.ndarray]]:
+    """The leaves of each layer; of each pair of layers, for Gemma 2."""
+    kind, size = config["model_type"], config["head_dim"]
+    gemma = "gemma" in kind
+    norms = {
+        "input_layernorm": "pre_self_attention_layer_norm",
+        "post_attention_layernorm": "post_self_attention_layer_norm",
+        "pre_feedforward_layernorm": "pre_ffw_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "self_attn.q_norm": "self_attention/query_norm",
+        "self_attn.k_norm": "self_attention/key_norm",
+    }
+    layers = []
+    for n in range(config["num_hidden_layers"]):
+        hf, layer = f"model.layers.{n}", {}
+        for name, norm in norms.items():
+            if (weight := t.get(f"{hf}.{name}.weight")) is not None:
+                place = norm.replace("_layer_norm", "_norm") if gemma else norm
+                layer[f"{place}/scale"] = weight + np.float32(gemma)
+        for name, projection in (("q", "query"), ("k", "key"), ("v", "value")):
+            heads = heads_apart(t[f"{hf}.self_attn.{name}_proj.weight"], config)
+            if config.get("rope_scaling") and name != "v":
+                heads = np.stack([heads[:, : size // 2], heads[:, size // 2 :]], 2)
+                heads = heads.reshape(len(heads), size, -1)
+            if name == "q" and kind in ("llama", "gemma2"):
+                heads = heads * np.float32(size**-0.5)
+            layer[f"self_attention/{projection}/kernel"] = np.einsum("nhd->dnh", heads)
+        out = t[f"{hf}.self_attn.o_proj.weight"].T
+        layer["self_attention/out/kernel"] = out.reshape(-1, size, out.shape[1])
+        for name, place in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo")):
+            layer[f"mlp/{place}/kernel"] = t[f"{hf}.mlp.{name}_proj.weight"].T
+        layers.append(layer)
+    if kind != "gemma2":
+        return layers
+    pairs = zip(layers[::2], layers[1::2], strict=True)
+    return [
+        {
+            re.sub("^[^/]*", rf"\g<0>_{part}", name): values
+            for part, layer in zip(("local", "global"), pair, strict=True)
+            for name, values in layer.items()
+        }
+        for pair in pairs
+    ]
+
+
 TARGETS: dict[str, Callable[[Tensors, Config], dict[str, np.ndarray]]] = {
     "tunix": tunix,
     "flax": flax,
     "gemma": gemma,
     "gemma-flat": gemma_flat,
+    "maxtext": maxtext,
+    "maxtext-unscanned": maxtext_unscanned,
 }

@@ -203,7 +203,7 @@ class Stores:
 
     def _pass_on(self, handler: "_Handler", body: bytes) -> None:
         begin = time.monotonic()
-        operation, key = _parsed(handler.command, handler.path, body)
+        operation, key = _parsed(handler.command, handler.path)
         time.sleep(self.delay)
         fault = self._fault(f"{operation} {key}")
         status, headers, data = 0, {}, b""
@@ -235,18 +235,14 @@ class Stores:
         return found.kind
 
 
-def _parsed(method: str, target: str, body: bytes) -> tuple[str, str]:
-    """Operation and `bucket/key` of a request to either kind of store; several keys, one a line,
-    if one request deletes several objects."""
+def _parsed(method: str, target: str) -> tuple[str, str]:
+    """Operation and `bucket/key` of a request to either kind of store."""
     path, _, query = target.partition("?")
     asked = dict(urllib.parse.parse_qsl(query))
     gs = re.fullmatch(r"/(upload/|download/)?storage/v1/b(?:/([^/]*)(?:/o(?:/(.*))?)?)?/?", path)
     bucket, key = gs.group(2, 3) if gs else path[1:].partition("/")[::2]
     bucket = urllib.parse.unquote(bucket or "")
     key = urllib.parse.unquote(key or asked.get("name", ""))
-    if method == "POST" and query == "delete":
-        keys = re.findall("<Key>(.*?)</Key>", body.decode())
-        return "delete", "\n".join(f"{bucket}/{html.unescape(key)}" for key in keys)
     if method in ("POST", "PUT") and key:
         return "write", f"{bucket}/{key}"
     if method == "DELETE":
@@ -364,7 +360,7 @@ class _ConditionalStore:
         self._generations = itertools.count(1000)
 
     def handle(self, handler: _Handler, body: bytes) -> None:
-        operation, path = _parsed(handler.command, handler.path, body)
+        operation, path = _parsed(handler.command, handler.path)
         asked = dict(urllib.parse.parse_qsl(handler.path.partition("?")[2]))
         bucket, _, key = path.partition("/")
         with self._lock:

@@ -1,4 +1,4 @@
-"""Arrays formed of stored ones: on real checkpoints, against numpy, as Orbax itself reads them."""
+"""Derived arrays of real checkpoints, against numpy, as Orbax reads them."""
 
 import functools
 import itertools
@@ -65,17 +65,17 @@ def put(values, spec, sizes=(2, 4)):
 
 
 def write(path, tree, **kwargs):
-    """Saves a tree with Orbax, and opens it."""
+    """Save a tree with Orbax, and open it."""
     return reshard.open(layouts.save_pytree(path, tree, **kwargs))
 
 
 def load(path):
-    """What Orbax reads: path -> leaf."""
+    """Path -> leaf, as Orbax reads it."""
     return layouts.saved_leaves(layouts.load_pytree(path))
 
 
 def saved_and_restored(ckpt, out, sizes=(1, 8)):
-    """What Orbax loads of it once it is saved, and what `restore` makes of it: path -> leaf."""
+    """The leaves by path, as Orbax loads them after a save, and as `restore` returns them."""
     reshard.save(ckpt, out)
     return load(out), layouts.saved_leaves(reshard.restore(ckpt, layouts.mesh(sizes)))
 
@@ -108,7 +108,7 @@ def source(tmp_path_factory):
 
 
 class Forming:
-    """A tree of handles and the same in numpy, changed side by side.
+    """A tree of handles and the same tree in numpy, with the same operations applied to both.
 
     Args:
       ckpt: the checkpoint.
@@ -121,7 +121,7 @@ class Forming:
         self.values = dict(values)
 
     def step(self, operation, inputs, outputs, keep=False):
-        """Forms arrays; what they are formed of leaves the tree."""
+        """Apply an operation. Its inputs leave the tree unless `keep`."""
         handles = [self.handles[name] for name in inputs]
         arrays = [self.values[name] for name in inputs]
         for name in () if keep else set(inputs):
@@ -139,7 +139,7 @@ class Forming:
         return self
 
     def only(self, *names):
-        """Without all others."""
+        """Keep only these arrays."""
         self.handles = {name: self.handles[name] for name in names}
         self.values = {name: self.values[name] for name in names}
         return self
@@ -156,7 +156,7 @@ class Forming:
 
 
 def on_mesh(ckpt, sizes):
-    """On another mesh, less the axes that do not fit there."""
+    """The checkpoint on another mesh, without axes that do not fit."""
     new = Mesh(("data", "model"), sizes)
     specs = [
         (f"^{re.escape(str(handle.path[0]))}$", fitting_spec(handle.shape, new, h.spec))
@@ -196,7 +196,7 @@ def plans_of(plan):
     return {array.layout.path[0]: array for array in plan.arrays}
 
 
-# Every operation, and chains of them.
+# Operations.
 
 
 def names(prefix, count):
@@ -236,7 +236,6 @@ RECIPES = {
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_orbax_loads_what_was_formed(source, tmp_path, name, recipe):
-    """Beside what it was formed of on the way, and an array as it is."""
     forming = Forming(*source(name))
     for operation, inputs, outputs in RECIPES[recipe]:
         forming.step(operation, inputs, outputs, keep=True)
@@ -320,34 +319,6 @@ def test_any_steps(source, tmp_path_factory, made, name, sizes, chunks, memory, 
     shutil.rmtree(out)
 
 
-def test_shardings_follow_their_dimensions(source):
-    steps = [
-        unstack("together"),
-        (Stack(0, ("data",)), ["norm_0", "norm_1"], ["norms"]),
-        (Stack(0, ("data",)), ["layer_0", "layer_1"], ["layers"]),
-        (Stack(0, ("data",)), ["norm_2"], ["norm"]),
-        (Reshape((16, 32)), ["heads"], ["merged"]),
-        (Concat(1), ["layer_2", "layer_3"], ["joined"]),
-        (Split(0, (6, 30)), ["bias"], ["b0", "b1"]),
-    ]
-    forming = Forming(*source("zarr2")).steps(steps)
-    mesh = forming.ckpt["together"].sharding.mesh
-    specs = {
-        "together_3": (("data",), ("model",)),
-        "norms": (("data",), ("model",)),
-        "layers": (("data",), (), ("model",)),  # an axis splits one dimension, the first
-        "norm": ((), ("model",)),  # 1 does not divide by 2
-        "merged": (("data",), ("model",)),
-        "joined": (("data",), ("model",)),
-        "b0": ((),),  # 6 does not divide by 4
-        "b1": ((),),
-    }
-    for key, spec in specs.items():
-        handle = forming.handles[key]
-        assert (handle.sharding.mesh, handle.sharding.spec) == (mesh, spec), key
-        assert handle.saved_sharding == handle.sharding
-
-
 def test_host_values_and_single_devices(tmp_path):
     """Numpy arrays stay on the host; scalars that become an array are one on the host."""
     tree = {
@@ -386,7 +357,7 @@ def test_host_values_and_single_devices(tmp_path):
     assert values_of(live) == values_of(expected)
 
 
-# Chunks that stay as they are.
+# Chunks that are copied verbatim.
 
 MOVES = {
     "stack": [
@@ -413,7 +384,7 @@ MOVES = {
 
 @pytest.fixture
 def undecoded(monkeypatch):
-    """Nothing may be read as an array."""
+    """No array may be opened."""
 
     def opened(*args):
         raise AssertionError("an array was opened")
@@ -444,21 +415,9 @@ def test_whole_chunks_are_moved_undecoded(source, tmp_path, undecoded, name, mov
     assert values_of(load(tmp_path / "out")) == forming.expected
 
 
-def test_whole_chunks_are_rewritten_where_the_mesh_asks_for_it(source, tmp_path):
-    """A step's chunks may be moved in one array and decoded in another of the same stored one."""
-    forming = Forming(*source("zarr2"))
-    forming.step(*unstack("each", count=8)).step(Transpose((1, 0)), ["each_1"], ["t"])
-    specs = [("each_[0-3]", "model"), ("t", "")]
-    ckpt = reshard.to_mesh(forming.checkpoint(), "data=1,model=8", [*specs, (".*", "")])
-    plan = reshard.save(ckpt, tmp_path / "out")
-    moved = {name for name, array in plans_of(plan).items() if array.moved}
-    assert {"each_4", "each_7"} <= moved and not {"each_0", "each_2", "t"} & moved
-    assert values_of(load(tmp_path / "out")) == forming.expected
-
-
 @pytest.mark.parametrize("keep", [True, False])
 def test_operations_that_need_decoding(source, keep):
-    """Only stacks and parts of whole chunks are moved."""
+    """Only stacks and parts of whole chunks are copied verbatim."""
     steps = [
         (Transpose((1, 0)), ["layer_0"], ["transposed"]),
         (Concat(0), ["layer_1", "layer_2"], ["joined"]),
@@ -478,7 +437,7 @@ def test_operations_that_need_decoding(source, keep):
 
 
 def rewritten(path, name, **metadata):
-    """Writes an array of a plain checkpoint anew, with the same values and another encoding."""
+    """Rewrite an array of a plain checkpoint with the same values and another encoding."""
     ckpt = reshard.open(path)
     handle = ckpt[name]
     values = np.asarray(handle.view().read().result())
@@ -536,7 +495,7 @@ ENCODINGS = {
     ),
 )
 def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, count):
-    """They are decoded to become one; as long as all of them are stored alike, chunks may move."""
+    """They are decoded. If all have the same encoding, chunks may be copied verbatim."""
     original, values = source(name)
     path = tmp_path / "in"
     shutil.copytree(original.source.root, path)
@@ -640,7 +599,6 @@ def test_fills(source, tmp_path):
 
 
 def test_leaves_that_were_saved_under_one_name_are_refused(tmp_path):
-    """Wherever they are among the inputs."""
     tree = {"a": {"b.c": random((4,))}, "a.b": {"c": random((4,), seed=1)}, "d": random((4,))}
     ckpt = write(tmp_path / "in", tree)
     one, other = ckpt["a", "b.c"], ckpt["d"]
@@ -654,12 +612,12 @@ def test_leaves_that_were_saved_under_one_name_are_refused(tmp_path):
         )
 
 
-# Chunks that are not there.
+# Absent chunks.
 
 
 @pytest.fixture
 def sparse(source, tmp_path):
-    """A checkpoint in which absent chunks hold the fill value, and some are absent."""
+    """A checkpoint with absent chunks, which hold the fill value."""
 
     def get(name, fills=True):
         original, values = source(name)
@@ -704,7 +662,6 @@ def test_absent_chunks_stay_the_fill_value(sparse, tmp_path, name):
 
 
 def test_missing_chunks_are_found_before_anything_is_written(sparse, tmp_path):
-    """Where they do not stand for a fill value."""
     forming = sparse("files", fills=False)
     forming.step(Stack(0), names("layer_", 4), ["s"]).step(*unstack("together"))
     forming.step(Transpose((1, 0)), ["qkv"], ["t"])
@@ -732,7 +689,6 @@ def test_missing_chunks_are_found_before_anything_is_written(sparse, tmp_path):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("like", ["layer_0", "odd", "flag_0", "stacked"])
 def test_constants(source, tmp_path, name, like):
-    """Of every dtype and rank, stored as any other array is, and padded with what the dtype has."""
     forming = Forming(*source(name)).step(Stack(0), ["norm_0", "norm_1"], ["stacked"])
     given_values = {
         **{f"{dtype}_": random((3, 5), dtype) for dtype in layouts.DTYPES},
@@ -770,7 +726,7 @@ def test_a_constant_of_keys(source, tmp_path):
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", few(FORMATS, "zarr2", "files3"))
 def test_casts_before_and_after(source, tmp_path, name, first):
-    """Whatever order they are in, values are moved and rounded once."""
+    """In either order, values are rounded once."""
     ckpt, values = source(name)
     cast = reshard.cast(ckpt, "bfloat16", ["**"]) if first else ckpt
     steps = [
@@ -796,7 +752,7 @@ def test_casts_before_and_after(source, tmp_path, name, first):
 
 
 def test_float64_is_rounded_once(tmp_path):
-    """To the nearest bfloat16; by way of float32 these would become ties, and go to even."""
+    """To the nearest bfloat16. Rounded to float32 first, these would become ties."""
     tie = 1 + 2.0**-8  # between 1 and 1 + 2**-7
     above, below, odd = tie + 2.0**-40, tie - 2.0**-40, tie + 2.0**-7
     values = np.array([[above, below, tie], [-above, odd - 2.0**-40, odd]])
@@ -817,7 +773,7 @@ def test_float64_is_rounded_once(tmp_path):
             assert values_of(found) == forming.expected
 
 
-# Each chunk once, and in how much memory.
+# Reads of each chunk, and memory.
 
 LARGE = {
     "together": ((8, 64, 64), P(None, "data", "model"), "float32"),
@@ -831,7 +787,7 @@ LARGE = {
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint whose chunks do not compress: stored bytes go by elements."""
+    """A checkpoint whose chunks do not compress."""
     return saved_once(tmp_path_factory, LARGE)
 
 
@@ -863,7 +819,7 @@ ONCE = {
         (Pad(((0, 0), (0, 1)), 0), ["j"], ["p"]),
     ],
 }
-# What cannot be read together, or is not all there, is read several times, and the plan says so.
+# Chunks that are read several times. The plan reports the factor.
 AGAIN = {
     "unequal parts of layers": (
         [
@@ -899,7 +855,7 @@ def formed_of(source, steps, *kept):
 
 
 def read_by_save(ckpt, out, **kwargs):
-    """Bytes that a job reads of chunks, and its plan: less what planning reads."""
+    """Bytes of chunks that a job reads, without those of planning, and its plan."""
     start = layouts.bytes_read()
     reshard.plan(ckpt, out, **kwargs)
     planned = layouts.bytes_read()
@@ -910,7 +866,7 @@ def read_by_save(ckpt, out, **kwargs):
 
 
 def stored_bytes(forming):
-    """Bytes of all stored arrays that some are formed of."""
+    """Stored bytes of all arrays that these are derived from."""
     roots = [root for handle in forming.handles.values() for root, _ in handle.roots()]
     return sum({root.data.name: sum(root.stored_sizes()) for root in roots}.values())
 
@@ -919,7 +875,7 @@ def stored_bytes(forming):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("case", ONCE)
 def test_a_job_reads_each_chunk_once(large, tmp_path, case, name, memory):
-    """Of a database also the nodes of B-trees, which are small."""
+    """For a database, also the small nodes of B-trees."""
     forming = formed_of(large(name), ONCE[case])
     ckpt = forming.checkpoint((1, 8))
     count, plan = read_by_save(ckpt, tmp_path / "out", max_memory=memory)
@@ -974,7 +930,6 @@ def test_the_least_memory_is_enough(large, tmp_path, case, narrow):
 
 
 def test_the_memory_for_reading_each_chunk_once(large, tmp_path):
-    """Of all that is read together."""
     forming = formed_of(large("files"), ONCE["layers in one chunk"])
     ckpt = forming.checkpoint((1, 8))
     problem = reshard.plan(ckpt, max_memory=1000)
@@ -990,7 +945,7 @@ def test_the_memory_for_reading_each_chunk_once(large, tmp_path):
 
 
 def requests_of(forming, on=None):
-    """What to read, in the order of the tree: to the host, or to devices."""
+    """Requests in the order of the tree, for the host or for devices."""
     return [
         Request(handle, handle.dtype, None if on is None else sharding_of(handle, on))
         for handle in forming.handles.values()
@@ -1036,7 +991,7 @@ def test_a_restore_reads_each_chunk_once(large, monkeypatch, case, memory, on):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_restore_in_the_least_memory(large, case):
-    """What cannot be read together for want of memory is read on its own."""
+    """Arrays that do not fit in memory together are read one by one."""
     forming = formed_of(large("files"), CASES[case])
     requests = requests_of(forming)
     with pytest.raises(reshard.MemoryLimitError) as error:
@@ -1047,11 +1002,11 @@ def test_a_restore_in_the_least_memory(large, case):
     assert_read(forming, requests, int(least) << 10)
 
 
-# What is read together.
+# Arrays that are read together.
 
 
 def test_a_last_chunk_that_is_not_full(tmp_path):
-    """Seven layers by threes: the last is in a chunk of its own."""
+    """Seven layers in chunks of three: the last chunk holds one layer."""
     values = random((7, 16, 16))
     path = tmp_path / "in"
     write(path, {"w": put(values, P())}, use_ocdbt=False)
@@ -1065,7 +1020,7 @@ def test_a_last_chunk_that_is_not_full(tmp_path):
 
 
 def test_layers_whose_chunks_compress_unlike(tmp_path):
-    """The largest of all counts for memory, not that of the first layer."""
+    """The largest chunk counts for memory, not that of the first layer."""
     values = [np.zeros((64, 64), "float32"), random((64, 64), "float32")]
     path = tmp_path / "in"
     write(path, {f"l{i}": put(x, P()) for i, x in enumerate(values)}, use_ocdbt=False)

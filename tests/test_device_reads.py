@@ -1,4 +1,4 @@
-"""Stored chunks into the shards of arrays: every grid of chunks, every sharding, little memory."""
+"""Reads of stored chunks into shards: any chunk grid, any sharding, little memory."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from watched import Watched, own_memory
 
 import reshard
 from reshard.arrays.handle import ArrayHandle, StoredArray
-from reshard.engine.budget import READ_OVERHEAD
+from reshard.engine.memory import READ_OVERHEAD
 from reshard.restore import device_reads, device_shards
 from reshard.restore.device_reads import Request, read_arrays
 from reshard.storage.array_store import ArrayStore
@@ -76,21 +76,21 @@ def read(handle, *shardings, memory=None):
 
 @contextlib.contextmanager
 def each_chunk_read_once(*handles):
-    """Stored bytes are read neither twice nor in vain."""
+    """Each stored byte is read exactly once."""
     before = layouts.bytes_read()
     yield
     assert layouts.bytes_read() - before == sum(sum(handle.stored_sizes()) for handle in handles)
 
 
 def assert_on_devices(array, sharding, values):
-    """The array is what it should be, and each device holds its own part of it."""
+    """The array has these values, and each device holds its part."""
     assert array.sharding == sharding and array.committed
     assert bits(array) == bits(jnp.asarray(values))
     for shard in array.addressable_shards:
         assert bits(np.asarray(shard.data)) == bits(np.asarray(values[shard.index]))
 
 
-# Against the values themselves.
+# Values.
 
 
 @st.composite
@@ -115,7 +115,7 @@ def cases(draw):
     st.booleans(),
 )
 def test_any_chunks_into_any_shards(tmp_path_factory, case, chunks, whole, aliases):
-    """With memory for some chunks, whether arrays are cut up in memory or read shard by shard."""
+    """With memory for some chunks. Arrays are split in memory, or read shard by shard."""
     values, chunk, zarr3, sharding = case
     handle = stored_array(tmp_path_factory.mktemp("any"), values, chunk, zarr3=zarr3)
     memory = memory_of(chunks, handle)
@@ -155,7 +155,7 @@ def test_many_arrays_at_once(tmp_path_factory, some, chunks, aliases):
 @pytest.mark.parametrize("chunks", [None, 1])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e3m4", "float32"])
 def test_every_nan_comes_through_an_accelerator(tmp_path, monkeypatch, dtype, chunks):
-    """XLA may compute narrow floats in wider ones, and NaNs lose their payloads on the way."""
+    """XLA may compute narrow floats as wider ones, where NaNs lose their payloads."""
     own_memory(monkeypatch)
     values = random((64, 40), dtype)
     handle = stored_array(tmp_path, values, (24, 40))
@@ -205,7 +205,7 @@ EIGHT = (2, 4)
 
 
 def assert_replicas_share_buffers(array):
-    """One for each shard, aligned."""
+    """There is one aligned buffer for each shard."""
     by_shard = {}
     for shard in array.addressable_shards:
         by_shard.setdefault(str(shard.index), set()).add(shard.data.unsafe_buffer_pointer())
@@ -214,22 +214,9 @@ def assert_replicas_share_buffers(array):
     assert [pointer % device_shards.ALIGNMENT for pointer in pointers] == [0] * len(pointers)
 
 
-def test_the_buffers_outlive_what_was_read_with_them(tmp_path):
-    """Arrays keep the memory that they share, and nothing else does."""
-    values = random((64, 64))
-    handle = stored_array(tmp_path, values, (16, 64))
-    sharding = NamedSharding(layouts.mesh(EIGHT), P("data"))
-    (array,) = read(handle, sharding)
-    shards = [shard.data for shard in array.addressable_shards]
-    expected = [bits(np.asarray(values[shard.index])) for shard in array.addressable_shards]
-    del array
-    read(handle, *[sharding] * 5)
-    assert [bits(np.asarray(shard)) for shard in shards] == expected
-
-
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model")])
 def test_donation_overwrites_no_replica(tmp_path, spec):
-    """Replicas share a buffer, so a step that would overwrite one of them must not do it."""
+    """Replicas share a buffer, so a donated replica must not be overwritten."""
     values = random((64, 64), "uint16").astype("float32")
     handle = stored_array(tmp_path, values, (16, 64))
     sharding = NamedSharding(layouts.mesh(EIGHT), spec)
@@ -295,14 +282,14 @@ def test_arrays_larger_than_the_memory(large, monkeypatch, dtype, memory, aliase
 
 @pytest.mark.parametrize("memory", [3 << 20, 4 << 20, 5 << 20])
 def test_arrays_are_read_while_others_are_transferred(tmp_path, monkeypatch, memory):
-    """With memory for some of them, each a chunk; transfers are pending as most reads begin."""
+    """Memory holds some of the arrays. Transfers are pending when most reads begin."""
     own_memory(monkeypatch)
     values = [random((256, 256), seed=seed) for seed in range(12)]
     handles = [stored_array(tmp_path, value, value.shape) for value in values]
     watched, view, pending = Watched(monkeypatch), ArrayHandle.view, []
 
     def watched_view(handle):
-        pending.append(sum(len(budget.pending) for budget in watched.budgets))
+        pending.append(sum(len(limiter.pending) for limiter in watched.budgets))
         return view(handle)
 
     monkeypatch.setattr(ArrayHandle, "view", watched_view)
@@ -324,7 +311,7 @@ INTS = ["int2", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32"]
 @pytest.mark.parametrize("target", [*INTS, "uint2", "uint4"])
 @pytest.mark.parametrize("source", [*INTS, "int64", "uint64"])
 def test_integers_that_fit_and_that_do_not(tmp_path, source, target):
-    """The whole common range fits, and one step beyond it does not."""
+    """The common range fits, and the next value does not."""
     infos = jnp.iinfo(source), jnp.iinfo(target)
     low, high = max(int(info.min) for info in infos), min(int(info.max) for info in infos)
     fitting = np.array([low, high, 0, 1, high // 2, low // 2, 0, high], "object")

@@ -1,4 +1,4 @@
-"""Boxes that are read within a budget: what that counts, in what order, what a failure leaves."""
+"""Boxes that are read within a limiter: what that counts, in what order, what a failure leaves."""
 
 import functools
 import gc
@@ -25,8 +25,8 @@ from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.engine import cost
 from reshard.engine import read as engine
 from reshard.engine.batches import Unit, in_batches
-from reshard.engine.budget import READ_OVERHEAD, Budget, Reservation
 from reshard.engine.cost import ChunkUnion, chunks_of, decoded_together, total
+from reshard.engine.memory import READ_OVERHEAD, MemoryLimiter, Reservation
 from reshard.engine.read import READ_AHEAD, Batch, Filled, Read, read
 from reshard.errors import CorruptCheckpointError
 from reshard.units import parse_bytes
@@ -89,28 +89,28 @@ def handle():
     return Views(np.arange(64, dtype="f8"), "f4")
 
 
-# The budget.
+# The limiter.
 
 
 def test_reservations_are_waited_for_in_order_and_only_for_want_of_room():
-    budget, ended = Budget(10), []
-    with budget:
+    limiter, ended = MemoryLimiter(10), []
+    with limiter:
         for size in (4, 3, 2):
-            budget.reserve(size).free_after(
+            limiter.reserve(size).free_after(
                 lambda size=size: ended.append(size), lambda size=size: ended.append(-size)
             )
-        budget.make_room(1)
-        assert (budget.used, ended) == (9, [])
-        budget.make_room(4)
-        assert (budget.used, ended) == (5, [4, -4])
-        budget.make_room(100)
-        assert (budget.used, ended) == (0, [4, -4, 3, -3, 2, -2])
-        one = budget.reserve(100)
+        limiter.make_room(1)
+        assert (limiter.used, ended) == (9, [])
+        limiter.make_room(4)
+        assert (limiter.used, ended) == (5, [4, -4])
+        limiter.make_room(100)
+        assert (limiter.used, ended) == (0, [4, -4, 3, -3, 2, -2])
+        one = limiter.reserve(100)
         one.shrink(7)
-        assert (budget.used, budget.fits(3), budget.fits(4)) == (7, True, False)
+        assert (limiter.used, limiter.fits(3), limiter.fits(4)) == (7, True, False)
         one.shrink()
-        budget.reserve(1).free_after(lambda: ended.append("last"))
-    assert (budget.used, ended[6:]) == (0, ["last"])
+        limiter.reserve(1).free_after(lambda: ended.append("last"))
+    assert (limiter.used, ended[6:]) == (0, ["last"])
 
 
 @pytest.mark.parametrize("raised", [None, ValueError("consumer"), KeyboardInterrupt()])
@@ -126,13 +126,13 @@ def test_after_a_failure_all_is_waited_for_and_nothing_is_done(raised, failing):
             raise failing
 
     def job():
-        with Budget(10) as budget:
+        with MemoryLimiter(10) as limiter:
             for number in range(4):
-                budget.reserve(1).free_after(
+                limiter.reserve(1).free_after(
                     lambda number=number: wait(number), lambda number=number: done.append(number)
                 )
             if raised is not None:
-                budget.make_room(10)  # waits for the first alone
+                limiter.make_room(10)  # waits for the first alone
                 raise raised
 
     if isinstance(failing, KeyboardInterrupt) and raised is not None:
@@ -151,14 +151,14 @@ def test_the_next_batch_is_read_while_one_is_used(handle, monkeypatch):
     """Values come in order, and rounded."""
     seen = Watched(monkeypatch)
     batches = batches_of(handle, 8)
-    with Budget(1000) as budget:
-        for number, filled in enumerate(read(batches, budget)):
+    with MemoryLimiter(1000) as limiter:
+        for number, filled in enumerate(read(batches, limiter)):
             expected = np.arange(8 * number, 8 * number + 8, dtype="f4")
             np.testing.assert_array_equal(filled.values, [expected], strict=True)
             begun = min(number + READ_AHEAD, len(batches))
             assert seen.batches == batches[:begun]
-            assert budget.used == 5 + 10 * (begun - number - 1)
-        assert (number, budget.used) == (7, 0)
+            assert limiter.used == 5 + 10 * (begun - number - 1)
+        assert (number, limiter.used) == (7, 0)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,12 @@ def test_what_the_consumer_holds_is_waited_for_before_reads_are(handle, options,
     """For want of memory: with its oldest transaction gone, the next batch can be read. As long as
     a bucket is asked, cores have something to do."""
     events = []
-    with Budget(25) as budget:
-        for number, filled in enumerate(read(iter(batches_of(handle, 5)), budget)):
+    with MemoryLimiter(25) as limiter:
+        for number, filled in enumerate(read(iter(batches_of(handle, 5)), limiter)):
             events.append(f"{number}")
             free = functools.partial(events.append, f"-{number}")
             filled.reservation.free_after(free, **options)
-            assert budget.used <= 25
+            assert limiter.used <= 25
     assert " ".join(events) == expected
 
 
@@ -188,8 +188,8 @@ def test_no_more_is_reserved_than_the_budget_or_one_batch(sizes, holds):
     one = Views(np.arange(8.0))
     with pytest.MonkeyPatch.context() as patch:
         seen = Watched(patch)
-        with Budget(50) as budget:
-            for filled in read((batch_of(one, 0, 8, *size) for size in sizes), budget):
+        with MemoryLimiter(50) as limiter:
+            for filled in read((batch_of(one, 0, 8, *size) for size in sizes), limiter):
                 if holds:
                     filled.reservation.free_after(lambda: None)
     assert seen.peak <= max([50, *map(max, sizes)])
@@ -198,8 +198,8 @@ def test_no_more_is_reserved_than_the_budget_or_one_batch(sizes, holds):
 
 
 def test_buffers_of_a_batch_are_gone_when_the_next_is_asked_for(handle):
-    with Budget(1000) as budget:
-        reads = read(batches_of(handle, 3), budget)
+    with MemoryLimiter(1000) as limiter:
+        reads = read(batches_of(handle, 3), limiter)
         first = weakref.ref(next(reads).values[0])
         assert first() is not None
         next(reads)
@@ -215,8 +215,8 @@ def test_parts_of_a_box_go_where_they_belong(handle):
         return [((slice(0, 8),), whole[0]), ((slice(8, 16),), whole[1])]
 
     batch = Batch([Read(handle, (slice(0, 16),), "mine", into)], 1, 0)
-    with Budget(1) as budget:
-        for filled in read([batch], budget):
+    with MemoryLimiter(1) as limiter:
+        for filled in read([batch], limiter):
             assert (filled.values, filled.batch.reads[0].owner) == ([None], "mine")
     assert whole.ravel().tolist() == list(range(16))
 
@@ -229,13 +229,13 @@ def test_an_error_is_that_of_its_read_alone(handle, when):
     broken.error = CorruptCheckpointError("damaged") if when == "view" else ValueError("no")
     box = (slice(0, 8),)
     batch = Batch([Read(handle, box), Read(broken, box), Read(handle, box)], 1, 0)
-    with Budget(1) as budget:
-        for filled in read([batch], budget):
+    with MemoryLimiter(1) as limiter:
+        for filled in read([batch], limiter):
             assert [values is None for values in filled.values] == [False, True, False]
             assert list(filled.errors) == [1]
             with pytest.raises(CorruptCheckpointError, match=expected):
                 filled.check()
-    assert budget.used == 0
+    assert limiter.used == 0
 
 
 @pytest.mark.parametrize("error", [ValueError("consumer"), KeyboardInterrupt()])
@@ -252,8 +252,8 @@ def test_reads_that_have_begun_are_waited_for(handle, error):
     ]
 
     def consume():
-        with Budget(1000) as budget:
-            for _ in read(batches, budget):
+        with MemoryLimiter(1000) as limiter:
+            for _ in read(batches, limiter):
                 handle.gate.clear()
                 threading.Timer(0.1, handle.gate.set).start()
                 raise error
@@ -281,8 +281,8 @@ def test_an_interrupted_wait_is_waited_for_again(handle, monkeypatch):
         ]
 
     monkeypatch.setattr(Filled, "begin", noted)
-    with Budget(100) as budget, pytest.raises(KeyboardInterrupt):
-        list(read(batches, budget))
+    with MemoryLimiter(100) as limiter, pytest.raises(KeyboardInterrupt):
+        list(read(batches, limiter))
     assert len(waited) == 2
 
 
@@ -367,8 +367,8 @@ def test_batches_hold_all_units_in_order(pairs, limit, more):
         count = len(batch.reads)
         there = [(one.handle, one.box) for one in batch.reads]
         assert batch.reading == decoded_by(there)[0] + count * (READ_OVERHEAD + 3)
-        assert batch.held == 5 * count
-        assert count == 1 or max(batch.reading, batch.held) <= limit + more
+        assert batch.consumer_bytes == 5 * count
+        assert count == 1 or max(batch.reading, batch.consumer_bytes) <= limit + more
     for one, other in itertools.pairwise(batches):
         first = other.reads[0]
         there = [(r.handle, r.box) for r in (*one.reads, first)]
@@ -377,7 +377,9 @@ def test_batches_hold_all_units_in_order(pairs, limit, more):
 
 def test_units_that_are_to_be_alone_are():
     handle = stored((4,), (1,))
-    units = [Unit([Read(handle, (slice(n, n + 1),))], 1, 1, alone=n in (1, 2)) for n in range(4)]
+    units = [
+        Unit([Read(handle, (slice(n, n + 1),))], 1, 1, own_batch=n in (1, 2)) for n in range(4)
+    ]
     batches = list(in_batches(units, 1 << 30, 1 << 30))
     assert [[one.box[0].start for one in batch.reads] for batch in batches] == [[0], [1], [2], [3]]
 
@@ -449,7 +451,9 @@ def test_a_job_reads_ahead_while_it_writes(columns, tmp_path, monkeypatch, memor
         return taken(one, values)
 
     monkeypatch.setattr(stream, "_whole_box", watched)
-    monkeypatch.setattr(Budget, "is_ready", lambda budget: True)  # no commit is slower than reads
+    monkeypatch.setattr(
+        MemoryLimiter, "is_ready", lambda limiter: True
+    )  # no commit is slower than reads
     reshard.save(ckpt, tmp_path / "out", max_memory=memory, progress=lambda *c: told.append(c))
     assert max(ahead) < READ_AHEAD
     assert sum(count > 0 for count in ahead) > len(ahead) / 2
@@ -462,53 +466,13 @@ def test_a_job_reads_ahead_while_it_writes(columns, tmp_path, monkeypatch, memor
     assert done == sorted(done) and max(np.diff(done)) < whole / 2
 
 
-@pytest.mark.parametrize("large", [0, 5, 11])
-def test_copying_reads_the_next_batch_before_one_is_written(monkeypatch, tmp_path, large):
-    """Batches of two values, but for one that takes all of the budget."""
-    begun, waited = [], []
-
-    class Source:
-        def read(self, key):
-            begun.append(key)
-            promise, future = ts.Promise.new()
-            promise.set_result(ts.KvStore.ReadResult("value", f"value of {key}".encode()))
-            return future
-
-    def checked(future, what):
-        if "the stored value" in what:
-            waited.append(len(begun))
-        return future.result()
-
-    monkeypatch.setattr(stream, "checked", checked)
-    seen = Watched(monkeypatch)
-    store = ts.KvStore.open("memory://").result()
-    target = types.SimpleNamespace(
-        directory=tmp_path, begin=lambda _: (ts.Transaction(), store), committed=lambda: None
-    )
-    sizes = [100 if number == large else 10 for number in range(12)]
-    values = [(Source(), str(number), f"n{number}", size) for number, size in enumerate(sizes)]
-    told = []
-    with Budget(160) as budget:
-        stream.copy_chunks(values, target, budget, told.append)
-    assert seen.peak == 200 and seen.used == 0
-    assert sum(told) == sum(sizes)
-    assert begun == list(map(str, range(12)))
-    assert {key: store[key] for key in store.list().result()} == {
-        f"n{number}".encode(): f"value of {number}".encode() for number in range(12)
-    }
-    ahead = [count - number - 1 for number, count in enumerate(waited)]
-    # Nothing is begun beside what takes it all.
-    assert max(ahead[: large or 1]) <= 3
-    assert sum(count > 1 for count in ahead) >= 6
-
-
 @pytest.mark.parametrize("failing", [0, 1, 3])
 def test_a_batch_that_cannot_be_written_fails_its_share(columns, tmp_path, monkeypatch, failing):
     """Although those after it have been."""
     path, _ = columns
     ckpt, _ = to_rows(path, "8MiB", False)
     # Room for several batches that are written at once.
-    monkeypatch.setattr(stream, "in_flight", lambda *_: 24 << 20)
+    monkeypatch.setattr(stream.memory, "limiter_bytes", lambda *_: 24 << 20)
     wait, free_after = stream.wait_written, Reservation.free_after
     commits = []
 

@@ -15,7 +15,6 @@ import pytest
 import tensorstore as ts
 from click.testing import CliRunner
 from jax.sharding import NamedSharding, PartitionSpec
-from jobs import stop_at
 from layouts import READERS
 from sampling import few, some
 
@@ -23,7 +22,6 @@ import reshard
 from reshard.cli import command
 from reshard.cli.output import as_flags
 from reshard.writer import format as target_format
-from reshard.writer import plan
 
 execution = importlib.import_module("reshard.writer.save")
 
@@ -456,29 +454,6 @@ def test_names_that_are_none_of_files(tmp_path):
 
 
 # Resuming, and checking.
-
-
-def test_a_job_goes_on_in_its_format_alone(saved, assert_read, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "SHARE_BYTES", 1 << 12)
-    source, out = saved("standalone"), tmp_path / "out"
-
-    def save(**arguments):
-        ckpt = reshard.to_mesh(reshard.open(source.path), "1x8")
-        return reshard.save(ckpt, out, resume=True, verify=True, **arguments)
-
-    arguments = {"format": "zarr3", "ocdbt": False, "codec": "zstd:3"}
-    with pytest.raises(KeyboardInterrupt):
-        save(progress=stop_at(0.4, KeyboardInterrupt), **arguments)
-    others = [{}, arguments | {"codec": "none"}, {"ocdbt": True, "file_size": "1MiB"}]
-    for other in others:
-        with pytest.raises(reshard.DestinationError, match="is a different one"):
-            save(**other)
-    written = []
-    write = execution.write_share
-    monkeypatch.setattr(execution, "write_share", lambda *a: (written.append(a[1]), write(*a)))
-    planned = save(**arguments)
-    assert 0 < len(written) < planned.share_count()
-    assert_read("standalone", out, target="zarr3-ocdbt", on=layouts.mesh((1, 8)))
 
 
 # Wrong values.

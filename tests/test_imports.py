@@ -199,7 +199,7 @@ MANY_IMPORTS = {
     "reshard.verify.comparison": 27,
     "reshard.verify.verification": 26,
     "reshard.verify.values": 29,
-    "reshard.writer.arrays": 38,
+    "reshard.writer.arrays": 34,
     "reshard.writer.commit": 27,
     "reshard.writer.documents": 28,
     "reshard.writer.format": 30,

@@ -11,7 +11,6 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import layouts
-import ml_dtypes
 import msgpack
 import numpy as np
 import optax
@@ -23,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import reshard_in, shown
 from layouts import refused
+from test_safetensors import random_bits
 
 import reshard
 from reshard.errors import (
@@ -36,13 +36,6 @@ from reshard.errors import (
 DTYPES = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
 DTYPES = f"{DTYPES} complex64 complex128 float8_e4m3fn float8_e5m2".split()
 pack = flax.serialization.msgpack_serialize
-
-
-def random_bits(shape, dtype, seed=0):
-    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    bits = np.random.default_rng(seed).bytes(int(np.prod(shape)) * dtype.itemsize)
-    values = np.frombuffer(bits, "u1")
-    return (values % 2 if dtype.name == "bool" else values).view(dtype).reshape(shape)
 
 
 class Model(nn.Module):
@@ -190,7 +183,7 @@ def test_a_train_state_is_restored(tmp_path, form):
 
 
 @pytest.mark.parametrize("version", ["orbax-0.2.7", "orbax-0.4.4", "orbax-0.4.4-b"])
-def test_values_that_orbax_aggregated(data, version):
+def test_aggregate_files_of_orbax(data, version):
     path = data / version / "aggregate"
     with ocp.PyTreeCheckpointer() as checkpointer:
         assert_read(reshard.open(path), checkpointer.restore(path))
@@ -325,7 +318,7 @@ def test_a_wrong_file(tmp_path, name):
     assert re.search(text, said), said
 
 
-def test_all_arrays_that_are_wrong_are_named(tmp_path):
+def test_all_wrong_arrays_are_listed(tmp_path):
     path = tmp_path / "x.msgpack"
     arrays = {"a": ext(1, [3], "int8", b"12"), "b": ext(3, [], "int8", b"1"), "c": ext(7, 1)}
     path.write_bytes(msgpack.packb(arrays))

@@ -5,7 +5,6 @@ import re
 import layouts
 import numpy as np
 import pytest
-from converted import map_of
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
@@ -106,20 +105,6 @@ def test_a_rename_into_the_stored_name_of_another_leaf(tree, flags, rules, clash
     assert_refused(lambda: reshard.save(reshard.rename(ckpt, rules), out), out, message)
 
 
-def test_the_map_of_a_conversion_gives_two_leaves_one_stored_name(tmp_path):
-    tree = {"params": {"Dense_0": {"kernel": values(1), "bias": values(2, (5,))}}}
-    ckpt = put(tmp_path / "saved", tree)
-    rules = ("^params/Dense_0/kernel$", "one/a.b"), ("^params/Dense_0/bias$", "one/a/b")
-    made = reshard.to_nnx(ckpt, map_file=map_of(tmp_path, *rules))
-    one, other = map(format_path, made)
-    (stored,) = {name(path) for path in made}
-    clash = f"{one} and {other} -> `{stored}`"
-    out = tmp_path / "out"
-    message = f"two leaves would be stored under one name\n  {clash}"
-    assert_refused(lambda: reshard.save(made, out), out, message)
-    assert reshard.plan(made).problems == ("two leaves would be stored under one name", clash)
-
-
 @pytest.mark.parametrize("flags", FORMATS, ids=str)
 @pytest.mark.parametrize("name", ["a/0", "a/c", "a/c/0", "a/b"])
 @pytest.mark.parametrize("fills", [False, True])
@@ -151,7 +136,7 @@ NOT_FILES = {
 
 
 @pytest.mark.parametrize("zarr3", [False, True])
-def test_what_no_file_can_be_called(zarr3, tmp_path):
+def test_names_that_files_cannot_have(zarr3, tmp_path):
     """All of it is in the plan; a database has no files, and Orbax reads it."""
     tree = {key: values(seed) for seed, key in enumerate(NOT_FILES)} | {"w": values(99)}
     ckpt, out = put(tmp_path / "saved", tree, use_zarr3=zarr3), tmp_path / "out"
@@ -281,7 +266,7 @@ def jobs(draw):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(job=jobs(), flags=st.sampled_from(FORMATS), chunks=st.sampled_from(["keep", 8]))
-def test_what_is_shown_is_what_is_read_or_it_is_refused(job, flags, chunks, tmp_path_factory):
+def test_renames_keep_values_or_are_refused(job, flags, chunks, tmp_path_factory):
     leaves, renames = job
     folder = tmp_path_factory.mktemp("names")
     ckpt = put(folder / "saved", unflatten_dict(leaves), **flags)

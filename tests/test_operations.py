@@ -178,9 +178,7 @@ SPECS = [
     (Reshape((8, 4, 2)), [(8, 8)], ["a+b,c"], ["a+b,c,"]),
     (Reshape((64,)), [(8, 8)], [",c"], [""]),
     (Reshape((1, 8, 1, 8)), [(8, 8)], ["a,b"], [",a,,b"]),
-    (Reshape((8, 8)), [(1, 8, 1, 8)], [",a,,b"], ["a,b"]),
     (Reshape((1, 1)), [()], [None], [","]),
-    (Reshape(()), [(1, 1)], [","], [None]),
     (Split(1, (2, 6)), [(4, 8)], ["a,b"], ["a,b", "a,b"]),
     (Split(-1, (8,)), [(4, 8)], ["a"], ["a,"]),
     (Unstack(1, 2), [(4, 2, 8)], ["a,,b"], ["a,b", "a,b"]),
@@ -193,7 +191,6 @@ SPECS = [
     (Stack(0), [(4, 4)] * 2, ["a,b", "a,b"], [",a,b"]),
     (Stack(0, ("layers",)), [(4, 4)] * 2, ["a,b", "b,a"], ["layers,,"]),
     (Stack(-1, ("x", "y")), [(4, 4)] * 2, ["a,b", "a,b"], ["a,b,x+y"]),
-    (Stack(1), [(4, 4)] * 2, ["a", "a"], ["a,,"]),
 ]
 
 
@@ -278,23 +275,18 @@ GRIDS = [
     (Transpose(()), [()], [()], [()]),
     # (D, H * h) <-> (D, H, h): whole heads, parts of a head, neither.
     (Reshape((16, 4, 8)), [(16, 32)], [(4, 16)], [(4, 2, 8)]),
-    (Reshape((16, 4, 8)), [(16, 32)], [(4, 8)], [(4, 1, 8)]),
     (Reshape((16, 4, 8)), [(16, 32)], [(4, 4)], [(4, 1, 4)]),
     (Reshape((16, 4, 8)), [(16, 32)], [(4, 12)], [(4, 4, 8)]),
     (Reshape((16, 32)), [(16, 4, 8)], [(4, 2, 8)], [(4, 16)]),
-    (Reshape((16, 32)), [(16, 4, 8)], [(4, 1, 4)], [(4, 4)]),
     (Reshape((16, 32)), [(16, 4, 8)], [(4, 2, 4)], [(4, 32)]),
     (Reshape((16, 32)), [(16, 4, 8)], [(4, 3, 8)], [(4, 32)]),
     # (H, h, D) <-> (H * h, D), and all in one.
     (Reshape((32, 16)), [(4, 8, 16)], [(1, 8, 2)], [(8, 2)]),
-    (Reshape((4, 8, 16)), [(32, 16)], [(8, 2)], [(1, 8, 2)]),
     (Reshape((512,)), [(4, 8, 16)], [(1, 2, 16)], [(32,)]),
-    (Reshape((4, 8, 16)), [(512,)], [(32,)], [(1, 2, 16)]),
     (Reshape((8, 6)), [(48,)], [(9,)], [(8, 6)]),
     (Reshape((8, 6)), [(4, 12)], [(1, 12)], [(2, 6)]),
     # Sizes of 1 come and go.
     (Reshape((1, 6, 1, 4)), [(6, 4)], [(2, 3)], [(1, 2, 1, 3)]),
-    (Reshape((6, 4)), [(1, 6, 1, 4)], [(1, 2, 1, 3)], [(2, 3)]),
     (Reshape((1,)), [()], [()], [(1,)]),
     # Layers.
     (Stack(0), [(16, 24)] * 3, [(8, 6)] * 3, [(1, 8, 6)]),
@@ -303,15 +295,12 @@ GRIDS = [
     (Stack(0), [(10,)] * 2, [(4,), (3,)], [(1, 10)]),
     (Stack(0), [()] * 2, [()] * 2, [(1,)]),
     (Unstack(0, 6), [(6, 16, 24)], [(1, 8, 6)], [(8, 6)] * 6),
-    (Unstack(1, 6), [(16, 6, 24)], [(8, 4, 6)], [(8, 6)] * 6),
     (Unstack(0, 2), [(2,)], [(1,)], [()] * 2),
     # Parts at the edges of chunks, and elsewhere.
     (Split(1, (8, 8, 16)), [(16, 32)], [(4, 8)], [(4, 8)] * 3),
-    (Split(1, (8, 8, 14)), [(16, 30)], [(4, 8)], [(4, 8)] * 3),
     (Split(1, (16, 16)), [(16, 32)], [(4, 32)], [(4, 16)] * 2),
     (Split(0, (12, 4)), [(16, 32)], [(8, 4)], [(12, 4), (4, 4)]),
     (Concat(1), [(16, 8), (16, 24)], [(4, 8)] * 2, [(4, 8)]),
-    (Concat(1), [(16, 8), (16, 22)], [(4, 8)] * 2, [(4, 8)]),
     (Concat(1), [(16, 22), (16, 8)], [(4, 8)] * 2, [(4, 30)]),
     (Concat(1), [(16, 8), (16, 16)], [(4, 8), (8, 16)], [(8, 24)]),
     # Blocks of interleaved elements stay whole.
@@ -368,27 +357,20 @@ def test_parts_of_nothing():
 
 ERRORS = [
     (Transpose((1, 0)), [(2, 3, 4)], "axes [1, 0] do not reorder [2, 3, 4]"),
-    (Transpose((0, 0)), [(2, 3)], "axes [0, 0] do not reorder [2, 3]"),
     (Transpose((0, -1)), [(2, 3)], "axes [0, -1] do not reorder [2, 3]"),
     (Transpose((1, 0)), [], "0 arrays where 1 is needed"),
-    (Transpose((0,)), [(2,), (2,)], "2 arrays where 1 is needed"),
     (Reshape((4, 2)), [(3, 3)], "[3, 3] cannot be reshaped to [4, 2]"),
     (Reshape((-3, -3)), [(3, 3)], "[3, 3] cannot be reshaped to [-3, -3]"),
-    (Reshape((9,)), [(3, 3), (9,)], "2 arrays where 1 is needed"),
     (Split(1, (2, 2)), [(4, 5)], "axis 1 of [4, 5] cannot be split into [2, 2]"),
     (Split(0, (-1, 5)), [(4,)], "axis 0 of [4] cannot be split into [-1, 5]"),
     (Split(-1, ()), [(4, 5)], "axis -1 of [4, 5] cannot be split into []"),
     (Split(2, (4,)), [(4, 5)], "[4, 5] has no axis 2"),
-    (Split(0, (4,)), [(4,), (4,)], "2 arrays where 1 is needed"),
     (Concat(0), [(2, 3), (2, 4)], "[2, 3] and [2, 4] cannot be joined along axis 0"),
-    (Concat(-1), [(2, 3), (2, 3, 1)], "[2, 3] and [2, 3, 1] cannot be joined along axis -1"),
     (Concat(0), [(2,), (2, 3), (2,)], "[2] and [2, 3] cannot be joined along axis 0"),
-    (Concat(2), [(2, 3), (2, 3)], "[2, 3] has no axis 2"),
     (Stack(0), [(2, 3), (3, 2), (2, 3)], "[2, 3] and [3, 2] cannot be stacked"),
     (Stack(3), [(2, 3), (2, 3)], "[2, 3, 1] has no axis 3"),
     (Unstack(0, 3), [(2, 3)], "axis 0 of [2, 3] does not have 3 parts"),
     (Unstack(-3, 3), [(2, 3)], "[2, 3] has no axis -3"),
-    (Unstack(0, 2), [(2,), (2,)], "2 arrays where 1 is needed"),
     (Pad(((1, 1),), 0), [(2, 3)], "[(1, 1)] cannot pad [2, 3]"),
     (Pad(((1, -1), (0, 0)), 0), [(2, 3)], "[(1, -1), (0, 0)] cannot pad [2, 3]"),
     (Pad((), 0), [(), ()], "2 arrays where 1 is needed"),
@@ -403,7 +385,6 @@ ERRORS = [
     (Add(math.inf), [(2,)], "increased by inf: the number must be finite, and not 0"),
     (Crop(((1, 2),)), [(2,)], "[2] is not padded by [(1, 2)]"),
     (Crop(((1, 0),)), [(2, 3)], "[2, 3] is not padded by [(1, 0)]"),
-    (Crop(((-1, 0),)), [(2,)], "[2] is not padded by [(-1, 0)]"),
 ]
 
 

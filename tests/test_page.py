@@ -1008,7 +1008,7 @@ def pages(run, ckpt, planned, tmp_path_factory):
     specs = [("kernel$", P(None, "model")), ("embed", P(("data", "model")))]
     params = {"embed": jnp.zeros((64, 9)), "layer": {"kernel": jnp.zeros((8, 7))}}
     converted = planned.document() | {"to": "nnx", "model": None, "rows": ROWS_OF_A_MAP}
-    converted |= {"why": ["`params` has a name as Linen gives them"]}
+    converted |= {"why": ["`params` has a name that Linen generates"]}
     converted |= {"warnings": ["one leaf went by its order"]}
     words = "ckpt", "run/1", "out", "--to", "1x7", "--spec", "kernel$=,model", "--dry-run"
     reshard_in(run, *words, "--html", folder / "refused.html")

@@ -19,7 +19,7 @@ from jobs import refused
 from sampling import examples
 
 from reshard.engine import plan as planner
-from reshard.engine.budget import READ_OVERHEAD, room
+from reshard.engine.memory import READ_OVERHEAD, usable
 from reshard.engine.plan import ArrayLayout, plan_array
 from reshard.errors import DestinationExistsError, MemoryLimitError
 from reshard.sharding.mesh import Mesh, NamedSharding, parse_mesh, shard_shape
@@ -265,7 +265,7 @@ def test_uneven_source_chunks_and_prime_sizes():
     # 15 chunks of 15 elements, 8 bytes each, and a buffer of 154 elements, 4 bytes each.
     whole = 15 * 15 * 8 + 154 * 4 + READ_OVERHEAD
     assert array.one_pass((7, 22)) == whole
-    enough = next(memory for memory in itertools.count(2 * whole) if room(memory) >= 2 * whole)
+    enough = next(memory for memory in itertools.count(2 * whole) if usable(memory) >= 2 * whole)
     assert plan_array(array, "shard", enough).box == (7, 22)
     assert plan_array(array, "shard", enough - 1).box == (3, 22)
 

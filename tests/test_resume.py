@@ -191,7 +191,7 @@ def test_a_job_that_was_stopped_is_refused_resumed_or_begun_anew(sources, expect
             save(source, out)
         who = f"process {document['owner']['pid']} on {document['owner']['host']}"
         lines = str(error.value).splitlines()
-        assert lines[0] == f"a stopped job left finished parts for `{out}`"
+        assert lines[0] == f"a stopped job left finished shares of `{out}`"
         assert lines[1].startswith(f"  {who}, since {document['since']}: ")
         assert lines[-2:] == [
             "hint: resume=True continues it",
@@ -203,7 +203,7 @@ def test_a_job_that_was_stopped_is_refused_resumed_or_begun_anew(sources, expect
 
 def test_what_has_no_finished_part_is_removed_unasked(sources, expected, tmp_path):
     source, out = sources("ckpt zarr2"), tmp_path / "out"
-    assert killed(source, out, "reshard.writer.save:copy_siblings") == {}
+    assert killed(source, out, "reshard.writer.siblings:copy_siblings") == {}
     save(source, out)
     assert_whole(out, expected("ckpt zarr2"))
 
@@ -213,7 +213,7 @@ def test_another_job_that_runs_or_of_which_nobody_knows(
     sources, expected, tmp_path, monkeypatch, ended
 ):
     source, out = sources("ckpt zarr2"), tmp_path / "out"
-    killed(source, out, "reshard.writer.save:copy_siblings")
+    killed(source, out, "reshard.writer.siblings:copy_siblings")
     monkeypatch.setattr(commit, "has_ended", lambda owner: ended)
     for options in [{}, *([{"resume": True}, {"overwrite": True}] if ended is False else [])]:
         with pytest.raises(reshard.DestinationError) as error:
@@ -358,20 +358,6 @@ def test_shares_of_different_divisions_are_not_mixed(tmp_path, monkeypatch):
     assert str(error).startswith(f"several unfinished jobs exist for `{out}`\n")
     reshard.save(source, out, resume=True, link=False)
     assert reshard.diff(source, reshard.open(out), values=True).equal
-
-
-def test_another_job_that_has_left_shares(sources, tmp_path):
-    source, out = reshard.open(sources("ckpt zarr2")), tmp_path / "out"
-    reshard.save(source, out, share=(0, 2), link=False)
-    [directory] = unfinished(out)
-    with pytest.raises(reshard.DestinationError) as error:
-        reshard.save(source, out, share=(0, 2), link=False, codec="none")
-    hint = f"rm -r '{directory}', then start again"
-    assert str(error.value).splitlines()[-1] == f"hint: {hint}"
-    subprocess.run(hint.removesuffix(", then start again"), shell=True, check=True)
-    for number in range(2):
-        reshard.save(source, out, share=(number, 2), link=False, codec="none")
-    assert reshard.commit(out)
 
 
 def test_a_directory_of_others_is_no_complete_job(sources, tmp_path):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import reshard
 from reshard.arrays.dtypes import cast_once
-from reshard.engine.budget import READ_OVERHEAD
+from reshard.engine.memory import READ_OVERHEAD
 
 TARGETS = [np.dtype(name) for name in ("float16", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)]
 FLOATS = [jnp.dtype(name) for name in ("float64", *layouts.DTYPES) if "float" in name]
@@ -156,7 +156,7 @@ def test_what_is_charged_for_a_box(old, new, memory, tmp_path):
             return handle.rounded(np.array(values))
 
         most, _ = peak(rounded)
-        assert array.layout.held(values.size) + READ_OVERHEAD >= most
+        assert array.layout.consumer_bytes(values.size) + READ_OVERHEAD >= most
     assert plan.peak_memory <= reshard.units.parse_bytes(memory)
 
 

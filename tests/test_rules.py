@@ -215,31 +215,6 @@ def test_linen_is_logical_to_mesh_axes(names, rules):
         assert found.unmatched == tuple(missing)
 
 
-@settings(deadline=None, max_examples=examples(200))
-@given(UNIQUE.map(tuple), RULES)
-def test_the_rules_that_linen_used_are_the_first_ones_that_decide(names, rules):
-    """The spec is made with the rules that were used, and with no fewer of the first."""
-    parsed = parse_rules(rules, ())
-    found = resolve_names(names, parsed, "linen", passes=False)
-    known = {name for name, _ in rules}
-    dims = [dim for dim, name in enumerate(names) if name in known]
-    by_name = {parsed[position][0]: position for position in found.used}
-    assert len(by_name) == len(found.used)
-    assert [parsed[position][0] for position in found.used] == [
-        names[dim] for dim in dims if names[dim] in by_name
-    ]
-    for dim in dims:
-        if names[dim] not in by_name:  # every rule of the name has an axis that is taken
-            assert found.spec[dim] == ()
-            continue
-        position = by_name[names[dim]]
-        assert parsed[position][1] == found.spec[dim]
-        fewer = nn.logical_to_mesh_axes(names, tuple(rules[:position]))
-        assert fewer[dim] is None
-        enough = nn.logical_to_mesh_axes(names, tuple(rules[: position + 1]))
-        assert normalize_spec([enough[dim]]) == (found.spec[dim],)
-
-
 @settings(deadline=None, max_examples=examples(400))
 @given(ANY.map(tuple), RULES)
 def test_nnx_is_get_partition_spec(names, rules):

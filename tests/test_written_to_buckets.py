@@ -192,7 +192,7 @@ def complete(url):
 def unfinished(url):
     """What is said of a job that was stopped, less who wrote it."""
     return (
-        f"a stopped job left finished parts for `{url}`\n  WRITER\n\n"
+        f"a stopped job left finished shares of `{url}`\n  WRITER\n\n"
         "hint: resume=True continues it\nhint: overwrite=True starts again"
     )
 
@@ -373,20 +373,6 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
             reshard.save(on("2x4", small), url, resume=True)
         assert caught.value.hints[-1] == "overwrite=True starts again"
     assert_saved(url, small, stores, resume=True)
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("point", [*POINTS[:2], POINTS[-1]])
-def test_a_killed_job_is_begun_anew_or_completed(point, small, stores, url):
-    """By whoever comes, once it is decided."""
-    killed_at(f"write .*{point}", [str(small), url, "--to", "1x8"], stores)
-    if point == MARKER:
-        error = reshard.DestinationExistsError
-        refused(complete(url), on("2x4", small), url, error=error, overwrite=True)
-        assert values(url) == values(small)
-        assert_pruned(stores, url)
-    else:
-        assert_saved(url, small, stores, overwrite=True)
 
 
 # Two jobs, of which one stands still for a time.

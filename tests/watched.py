@@ -1,17 +1,17 @@
-"""What jobs keep in memory, and what they read together."""
+"""The memory of jobs, and the arrays that they read together."""
 
-from reshard.engine.budget import Budget
+from reshard.engine.memory import MemoryLimiter
 from reshard.engine.read import Filled
 from reshard.restore import device_reads
 
 
 def own_memory(patch):
-    """Devices are taken to have memory of their own, as accelerators have."""
+    """Make CPU devices count as accelerators."""
     patch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
 
 
 class Watched:
-    """All that is reserved and read while it is patched in.
+    """Reservations and reads while it is patched in.
 
     Attributes:
       batches: what has been read together.
@@ -24,25 +24,25 @@ class Watched:
         self.batches = []
         self.peak = 0
         self.budgets = []
-        begin, reserve, start = Budget.__init__, Budget.reserve, Filled.begin
+        begin, reserve, start = MemoryLimiter.__init__, MemoryLimiter.reserve, Filled.begin
 
-        def watched_begin(budget, limit):
-            begin(budget, limit)
-            self.budgets.append(budget)
+        def watched_begin(limiter, limit):
+            begin(limiter, limit)
+            self.budgets.append(limiter)
 
-        def watched_reserve(budget, nbytes):
-            reservation = reserve(budget, nbytes)
-            self.peak = max(self.peak, budget.used)
+        def watched_reserve(limiter, nbytes):
+            reservation = reserve(limiter, nbytes)
+            self.peak = max(self.peak, limiter.used)
             return reservation
 
         def watched_start(filled, views):
             self.batches.append(filled.batch)
             start(filled, views)
 
-        patch.setattr(Budget, "__init__", watched_begin)
-        patch.setattr(Budget, "reserve", watched_reserve)
+        patch.setattr(MemoryLimiter, "__init__", watched_begin)
+        patch.setattr(MemoryLimiter, "reserve", watched_reserve)
         patch.setattr(Filled, "begin", watched_start)
 
     @property
     def used(self):
-        return sum(budget.used for budget in self.budgets)
+        return sum(limiter.used for limiter in self.budgets)

@@ -35,7 +35,7 @@ def is_miscast(source: np.dtype, target: np.dtype) -> bool:
 
 
 # Elements that are cast at once. Their memory is below the charge for any box
-# (`reshard.engine.budget.READ_OVERHEAD`), and stays in the cache.
+# (`reshard.engine.memory.READ_OVERHEAD`), and stays in the cache.
 _BLOCK = 1 << 9
 
 

@@ -1,4 +1,4 @@
-"""`Reshape`: TensorStore has none of its own, so views are put together of slices."""
+"""`Reshape`: TensorStore has no reshape, so views are made of slices."""
 
 import dataclasses
 import math
@@ -29,8 +29,8 @@ class Reshape:
         return Reshape(tuple(inputs[0]))
 
     def specs(self, specs: Sequence[Spec], inputs: Sequence[Shape]) -> list[Spec]:
-        """Mesh axes stay with the first of the dimensions that are merged or split; those of
-        further ones are dropped, since no spec can say where they go."""
+        """The first of the merged or split dimensions keeps its mesh axes. The others lose theirs,
+        because no spec can express them."""
         if 0 in self.shape:
             return [((),) * len(self.shape)]
         full = full_spec(specs[0], inputs[0])
@@ -69,17 +69,17 @@ class Reshape:
                 size = inputs[0][axis]
                 first, start = divmod(first, size)
                 last, end = divmod(last, size)
-                # Between two rows of the axes before, this one is passed from end to end.
+                # Between two rows of the axes before it, this axis is covered completely.
                 own.append(slice(start, end + 1) if first == last else slice(0, size))
             found += own[::-1]
         return [(0, tuple(found))]
 
     def views(self, views: Sequence[ts.TensorStore]) -> list[ts.TensorStore]:
-        """By slices along the dimensions that are merged or split."""
+        """A view made of slices along the merged or split dimensions."""
         view = views[0]
         if 0 in self.shape:
             return [ts.array(np.empty(self.shape, view.dtype.numpy_dtype))]
-        # All that is merged first: there are not as many axes as both shapes may have together.
+        # Merge first: with the axes of both shapes there may be more axes than are allowed.
         groups, axis = _groups(tuple(view.shape), self.shape), 0
         for before, after in groups:
             for _ in before[1:]:
@@ -104,8 +104,8 @@ class Reshape:
 
 
 def _groups(old: Shape, new: Shape) -> list[tuple[range, range]]:
-    """The smallest groups of neighbouring dimensions that hold the same number of elements before
-    and after a reshape; none is 0. Those of size 1 make groups of their own where they can."""
+    """The smallest groups of neighbouring dimensions with the same number of elements before and
+    after a reshape. No size is 0. Dimensions of size 1 are groups of their own if possible."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         first = i, j
@@ -129,7 +129,7 @@ def _groups(old: Shape, new: Shape) -> list[tuple[range, range]]:
 def _regrouped(chunk: Shape, old: Shape, new: Shape) -> Sequence[int]:
     """The grid over a group of dimensions that cuts no chunk, from the grid before a reshape."""
     if not len(old) == len(new) == 1:
-        # Chunks that are one row of the first dimensions and whole in the last: runs of elements.
+        # Chunks of one row of the first dimensions that are whole in the last: runs of elements.
         lead = True
         for size, whole in zip(reversed(chunk), reversed(old), strict=True):
             if whole % size or (not lead and size != 1):

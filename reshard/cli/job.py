@@ -10,7 +10,7 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options, output
 from reshard.cli.changes import CHANGES, pair
-from reshard.cli.model_argument import build_target, marked_output, read_rules
+from reshard.cli.model_argument import build_target, read_rules
 from reshard.cli.page_file import HTML_OF_PLAN, check_page, write_page
 from reshard.cli.shard import parse_share
 from reshard.cli.working import working
@@ -99,8 +99,7 @@ def run(
     arguments: dict[str, Any] = {name: flags[name] for name in _ARGUMENTS}
     arguments["link"] = not flags["no_link"]
     if dry_run:
-        with marked_output():
-            planned = plan(checkpoints, dst, **arguments)
+        planned = plan(checkpoints, dst, **arguments)
     else:
         with working(flags) as by:
             planned = save(checkpoints, dst, **arguments, resume=flags["resume"], share=share, **by)

@@ -146,8 +146,8 @@ def _other_api(text: str, api: str) -> ArgumentError:
     return ArgumentError(
         text,
         hints=[
-            f"it must be {needed}'s: `model=` is what is converted to, `source=` what the "
-            "checkpoint is of",
+            f"it must be {needed}'s: model=... is the model to convert to, source=... the model of "
+            "the checkpoint",
             f"reshard.to_{other}(ckpt, ...), if the other way is meant",
         ],
     )

@@ -2,9 +2,8 @@
 
 Each TOML file in `maps_hf/` describes the tensors of some models and their places in one project:
 
-    models = { llama = ["llama"] }         # a name, and its values of `model_type`
-    targets = { tunix = {} }               # a name, and variables of its own
-    defaults = { tie_word_embeddings = false }     # for what `config.json` does not say
+    models.llama = { model_type = ["llama"], tie_word_embeddings = false }
+    targets.tunix = { api = "nnx" }        # its own variables
 
     [[block]]                              # for each number of a layer, each tensor of a list
     each = { n = 'layers' }
@@ -18,11 +17,12 @@ Each TOML file in `maps_hf/` describes the tensors of some models and their plac
     transpose = [1, 0]                     # and other operations of a map file, in its order
     to = 'mlp/up_proj/kernel/value'
 
-Texts in the place of numbers, and what is in the braces of a path, are expressions over the sizes
-in `config.json` (see `_variables`). A block or a tensor with `when` counts only if that is true.
+A model has the values of `model_type`, and defaults for `config.json`. A text in the place of a
+number is an expression, and so is the text in the braces of a path. Expressions know the sizes in
+`config.json` (see `_variables`), the variables of the target, and what a block defines with `let`.
+A block or a tensor with `when` counts only if that is true. `require` lists what must be true.
 Tensors with the same new path are stacked, along the axis `stack`. The operations in `first` come
-before the others. `require` lists expressions that
-must be true.
+before the others.
 
 A ready map becomes an ordinary map with a rule for each leaf. So a tensor that is missing, or has
 another shape, is an error in both directions.
@@ -35,6 +35,8 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import ml_dtypes
 
 from reshard.checkpoint import Checkpoint
 from reshard.convert.map_rules import Map
@@ -80,7 +82,7 @@ def ready_map(
     values = _config(config)
     maps, wanted = ready_maps(), name.removeprefix(PREFIX)
     kind = values.get("model_type")
-    fitting = [key for key in maps if kind in maps[key]["models"][key.partition("-")[0]]]
+    fitting = [key for key in maps if kind in _model(key, maps)["model_type"]]
     model = (fitting or [""])[0].partition("-")[0]
     key = wanted.replace("auto", model, 1) if wanted.startswith("auto-") else wanted
     if key not in fitting:
@@ -90,7 +92,7 @@ def ready_map(
             [PREFIX + each for each in fitting],
         )
     document = maps[key]
-    variables = _variables(document.get("defaults", {}) | values, f"`{config}`")
+    variables = _variables(_model(key, maps) | values, f"`{config}`")
     target = key.partition("-")[2]
     variables |= document["targets"][target] | {"model": model, "target": target}
     if scan_axis is not None:
@@ -145,6 +147,11 @@ def ready_maps() -> dict[str, dict[str, Any]]:
     return found
 
 
+def _model(key: str, maps: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What a ready map says of its model."""
+    return maps[key]["models"][key.partition("-")[0]]
+
+
 def _config(config: str | os.PathLike[str]) -> dict[str, Any]:
     """The document `config.json` of a directory, beside a file, or of its own path."""
     place = parse_location(config)
@@ -178,6 +185,8 @@ def _variables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "vocab": size("vocab_size"),
         "tied": config.get("tie_word_embeddings") is True,
     }
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     found["query_scalar"] = config.get("query_pre_attn_scalar") or found["head_dim"]
     if problems:
         raise ArgumentError(f"{name} does not describe a model", problems)
@@ -194,6 +203,7 @@ def _rules(document: Mapping[str, Any], variables: Mapping[str, Any]) -> Iterato
         gathered: dict[str, dict[str, Any]] = {}  # by the new path
         for values in numbers:
             scope = {**variables, **dict(zip(each, values, strict=True))}
+            scope |= {key: _value(text, scope) for key, text in block.get("let", {}).items()}
             for tensor in document["tensors"][block["tensors"]]:
                 if not _value(tensor.get("when", "True"), scope):
                     continue
@@ -255,4 +265,8 @@ def _text(template: str, scope: Mapping[str, Any]) -> str:
 
 def _value(expression: str, scope: Mapping[str, Any]) -> Any:
     """The value of an expression, which is always of a file of this package."""
-    return eval(expression, {"__builtins__": {}}, dict(scope))
+    return eval(expression, {"__builtins__": {}, "bfloat16": _bfloat16}, dict(scope))
+
+
+def _bfloat16(number: float) -> float:
+    return float(ml_dtypes.bfloat16(number))

@@ -1,1 +1,1 @@
-"""The arithmetic of a job, and the reading of boxes within a memory budget."""
+"""The arithmetic of a job, and the reading of boxes in bounded memory."""

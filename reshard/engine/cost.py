@@ -4,7 +4,7 @@
     layer_3 [0:16, 0:8]           layers [3:4, 0:16, 0:8]     (0, 1) (0, 1) (0, 2)
 
 Counted per axis, never chunk by chunk. Boxes that are read together count the union of their
-chunks: each is fetched and decoded once. What boxes take beside that is in `engine.budget`.
+chunks: each is fetched and decoded once. What boxes take beside that is in `engine.memory`.
 """
 
 import math

@@ -30,7 +30,7 @@ from reshard.arrays.boxes import (
     grid_boxes,
     grid_size,
 )
-from reshard.engine.budget import in_memory, room
+from reshard.engine.memory import cost_bytes, usable
 from reshard.errors import MemoryLimitError
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes, whole_kib
@@ -98,16 +98,16 @@ class ArrayLayout:
         elements = self.co_read * self._elements(box)
         decoding = grid_size(box, self.source_chunk) * self.group_bytes
         buffers = elements * self.read_itemsize
-        return in_memory(decoding, buffers, self.held(elements), self.co_read)
+        return cost_bytes(decoding, buffers, self.consumer_bytes(elements), self.co_read)
 
     def one_step(self, box: Shape) -> int:
         """The same where the chunks of a box are read one after another."""
-        return in_memory(self.chunk_bytes, 0, 0) + self.held(self._elements(box))
+        return cost_bytes(self.chunk_bytes, 0, 0) + self.consumer_bytes(self._elements(box))
 
     def _elements(self, box: Shape) -> int:
         return math.prod(map(min, box, self.shape))
 
-    def held(self, elements: int) -> int:
+    def consumer_bytes(self, elements: int) -> int:
         """Bytes of memory for elements that were read: as they are written, and encoded; or, before
         that, as they were read and as they are written."""
         return elements * (self.target_itemsize + max(self.read_itemsize, self.target_itemsize))
@@ -271,13 +271,13 @@ def _split(array: ArrayLayout, most: int | None, max_memory: int) -> ArrayPlan:
         most or SMALLEST_CHUNK,
         math.prod(array.target_shard) * array.target_itemsize,
     )
-    largest = left * array.target_itemsize // array.held(1)
+    largest = left * array.target_itemsize // array.consumer_bytes(1)
     if largest >= smallest:
         for chunk, _, split in _even_splits(*grids, min(largest, most or largest)):
             if math.prod(chunk) * array.target_itemsize <= largest:
                 passes = array.amplification * _passes(array, chunk)
                 return ArrayPlan(array, chunk, chunk, True, passes, split)
-    needed = max_memory - left - (-smallest * array.held(1) // array.target_itemsize)
+    needed = max_memory - left - (-smallest * array.consumer_bytes(1) // array.target_itemsize)
     needed = min(needed, *(array.one_pass(box) for _, box, _ in candidates))
     raise too_large(array, needed, max_memory)
 
@@ -286,7 +286,7 @@ def _one_pass(
     array: ArrayLayout, candidates: Sequence[_Split], max_memory: int
 ) -> ArrayPlan | None:
     """The first split of which two boxes are in memory at once, or else one."""
-    for limit in (room(max_memory) // 2, max_memory):
+    for limit in (usable(max_memory) // 2, max_memory):
         for chunk, box, split in candidates:
             if array.one_pass(box) <= limit:
                 if array.one_pass(array.shape) <= min(WHOLE_ARRAY, limit):

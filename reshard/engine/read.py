@@ -1,4 +1,4 @@
-"""Boxes of stored arrays into buffers, read ahead of whoever uses them, within a budget.
+"""Boxes of stored arrays into buffers, read ahead of whoever uses them, within a limiter.
 
     batches ->  [ reading | reading ]  ->  consumer  ->  [ pending | pending ]
                  stored chunks and          takes          what the consumer still holds:
@@ -18,7 +18,7 @@ import tensorstore as ts
 
 from reshard.arrays.boxes import Box, shape_of
 from reshard.arrays.handle import ArrayHandle
-from reshard.engine.budget import Budget, Reservation
+from reshard.engine.memory import MemoryLimiter, Reservation
 from reshard.errors import ReshardError
 from reshard.storage.location import checked
 from reshard.tree import format_path
@@ -56,15 +56,15 @@ class Batch(NamedTuple):
 
     Attributes:
       reading: bytes of memory that it takes at most: stored chunks and buffers while it is read.
-      held: bytes once it has been read, as long as its consumer holds it.
-      kept: bytes of buffers that this batch begins and later ones fill, too. Whoever makes them
-        reserves them.
+      consumer_bytes: bytes once it has been read, as long as its consumer holds it.
+      shared_bytes: bytes of buffers that this batch begins and later ones fill, too. Whoever makes
+        them reserves them.
     """
 
     reads: Sequence[Read]
     reading: int
-    held: int
-    kept: int = 0
+    consumer_bytes: int
+    shared_bytes: int = 0
 
 
 class Filled:
@@ -127,7 +127,7 @@ class Filled:
                 self.values[number] = None
             else:
                 self.values[number] = read.handle.rounded(values)
-        self.reservation.shrink(self.batch.held)
+        self.reservation.shrink(self.batch.consumer_bytes)
 
     def is_read(self) -> bool:
         return all(future.done() for _, future in self.parts)
@@ -139,24 +139,24 @@ class Filled:
             self.reservation.shrink()
 
 
-def read(batches: Iterable[Batch], budget: Budget) -> Iterator[Filled]:
+def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
     """Reads batches in order, up to `READ_AHEAD` of them before they are asked for. One is asked
-    for when there may be room for it in the budget, of which others reserve some, too."""
+    for when the limiter may have room for it, of which others reserve some, too."""
     views: dict[int, ts.TensorStore] = {}
     ahead: collections.deque[Filled] = collections.deque()
     try:
         for batch in batches:
-            needed = batch.reading + batch.kept
-            while (full := not budget.fits(needed)) or len(ahead) == READ_AHEAD:
+            needed = batch.reading + batch.shared_bytes
+            while (full := not limiter.fits(needed)) or len(ahead) == READ_AHEAD:
                 # What the consumer holds is waited for first: reads go on meanwhile. But where that
                 # is not there yet, what has been read is handed over: no core need be busy with it.
-                if full and budget.pending and _is_freed_first(budget, ahead):
-                    budget.wait_oldest()
+                if full and limiter.pending and _is_freed_first(limiter, ahead):
+                    limiter.wait_oldest()
                 elif ahead:
                     yield from _oldest(ahead)
                 else:
                     break
-            ahead.append(Filled(batch, budget.reserve(batch.reading)))
+            ahead.append(Filled(batch, limiter.reserve(batch.reading)))
             ahead[-1].begin(views)
         while ahead:
             yield from _oldest(ahead)
@@ -166,9 +166,9 @@ def read(batches: Iterable[Batch], budget: Budget) -> Iterator[Filled]:
                 future.exception()
 
 
-def _is_freed_first(budget: Budget, ahead: "collections.deque[Filled]") -> bool:
+def _is_freed_first(limiter: MemoryLimiter, ahead: "collections.deque[Filled]") -> bool:
     """Waits until what the consumer holds is free, or the oldest batch has been read; which."""
-    while ahead and not budget.is_ready():
+    while ahead and not limiter.is_ready():
         if ahead[0].is_read():
             return False
         time.sleep(_LOOK_SECONDS)

@@ -10,16 +10,13 @@ import collections
 import concurrent.futures
 import contextlib
 import importlib.metadata
-import math
 import os
 import pickle
 import queue
 import signal
 import sys
 import threading
-import time
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,8 +36,7 @@ _WORKERS = 16
 _BREAKS = 3
 # How long an executor's tasks are waited for that were told to stop.
 STOP_SECONDS = 60.0
-# A worker that has reported nothing for so long is told of. How often workers are looked at.
-SILENT_SECONDS = 60.0
+# How often workers are looked at.
 _LOOK_SECONDS = 0.1
 
 Report = Callable[[int], None]
@@ -102,11 +98,11 @@ def check_tasks(
         ) from error
     except BaseException as error:
         if _is_lost(error):
-            raise ReshardError("the executor has lost its workers", [_told(error)]) from error
+            raise ReshardError("the executor has lost its workers", [_describe(error)]) from error
         raise
     here = _release(())
     if there != here:
-        problem = f"there it is {there}, here it is {here}"
+        problem = f"the workers have {there}, this process has {here}"
         raise ArgumentError("the executor's workers have another version of reshard", [problem])
 
 
@@ -165,7 +161,7 @@ def run_tasks(
             if meanwhile is not None:
                 meanwhile(run.report_own)
             while run.futures:
-                run.take(_LOOK_SECONDS)
+                run.accept(_LOOK_SECONDS)
         except BaseException as error:
             if executor is not None and stop is not None:
                 stop()  # some executors say that they have cancelled what runs on
@@ -176,7 +172,7 @@ def run_tasks(
             if _is_lost(error):
                 left = run.left()
                 text = f"the executor has lost its workers, and {len(left)} of {len(tasks)} tasks"
-                raise ReshardError(f"{text} are not done", [_told(error), *left]) from error
+                raise ReshardError(f"{text} are not done", [_describe(error), *left]) from error
             raise
     return [run.results[number] for number in range(len(tasks))]
 
@@ -209,14 +205,11 @@ class _Run:
         # Of each task: bytes that are done, and the process that has begun it.
         self._done: Any = [0] * len(tasks)
         self._processes: Any = [0] * len(tasks)
-        # Bytes that were done when a worker was looked at, and since when it is no more.
-        self._seen: dict[int, tuple[int, float]] = {}
 
     def begin(self) -> None:
         """Begins all tasks that are not done."""
         self._events: queue.SimpleQueue[concurrent.futures.Future] = queue.SimpleQueue()
         self.futures.clear()
-        self._seen.clear()
         with contextlib.ExitStack() as submitted:
             executor = self._executor
             if executor is None and self._workers:
@@ -250,10 +243,10 @@ class _Run:
         """Reports bytes that this process has done."""
         self._report(nbytes)
         while not self._events.empty():
-            self.take(0)
+            self.accept(0)
 
-    def take(self, seconds: float) -> None:
-        """Takes what a task has come to, if one ends within so many seconds; reports."""
+    def accept(self, seconds: float) -> None:
+        """Accepts the result of a task, if one ends in so many seconds, and reports progress."""
         with contextlib.suppress(queue.Empty):
             future = self._events.get(timeout=seconds)
             try:
@@ -273,7 +266,6 @@ class _Run:
         if done != self._reported:
             self._report(done - self._reported)
             self._reported = done
-        self._warn_of_silent()
 
     def _count_break(self, error: concurrent.futures.BrokenExecutor) -> None:
         """Raises ReshardError if pools have broken too often in the middle of a task."""
@@ -287,22 +279,6 @@ class _Run:
                 [f"{self._tasks[number]} is not done" for number in often if number is not None],
                 [hint],
             ) from error
-
-    def _warn_of_silent(self) -> None:
-        """Warns of workers that have reported nothing for long; once, until they do."""
-        now = time.monotonic()
-        for number in [n for n in self.futures.values() if self._processes[n]]:
-            done, since = self._seen.setdefault(number, (self._done[number], now))
-            if done != self._done[number]:
-                self._seen[number] = self._done[number], now
-            elif now - since >= SILENT_SECONDS:
-                self._seen[number] = done, math.inf
-                warnings.warn(
-                    f"{self._tasks[number]}: its worker, process {self._processes[number]}, has "
-                    f"reported nothing for {now - since:.0f} seconds: a batch of large chunks may "
-                    "take so long, or the worker hangs",
-                    stacklevel=4,
-                )
 
     def left(self) -> list[str]:
         """The tasks that are not done, in their order."""
@@ -320,7 +296,7 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, own) or type(error).__module__.startswith("distributed.")
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 

@@ -52,13 +52,13 @@ def open(
         raise ArgumentError(f"a step is a number, not text: {step!r:.40}", hints=hints)
     try:
         with parse_location(path).cached_listing():
-            found = detection.locate(path, step, item)
-            detection.check_inside(found)
-            if found.kind in _FOREIGN:
-                return _FOREIGN[found.kind].read(found, concurrency)
-            if file := orbax.values_file(found):
-                return msgpack.read(Item(file, "msgpack", found.v1), concurrency)
-            return orbax.read(found, concurrency)
+            located = detection.locate(path, step, item)
+            detection.check_inside(located)
+            if located.kind in _FOREIGN:
+                return _FOREIGN[located.kind].read(located, concurrency)
+            if file := orbax.values_file(located):
+                return msgpack.read(Item(file, "msgpack", located.v1), concurrency)
+            return orbax.read(located, concurrency)
     except ReshardError:
         raise
     except OSError as error:

@@ -91,14 +91,14 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         if step in steps and step not in committed:
             check_committed(root / steps[step], marked=True)
         number = _chosen_step(text, committed, step)
-        found = _in_step(root, committed[number], tuple(sorted(committed)), item)
-        return dataclasses.replace(found, uncommitted=tuple(sorted(set(steps) - set(committed))))
+        located = _in_step(root, committed[number], tuple(sorted(committed)), item)
+        return dataclasses.replace(located, uncommitted=tuple(sorted(set(steps) - set(committed))))
     if files := {} if is_one else _flax_steps(root):
         return locate(root / files[_chosen_step(text, files, step)], None, item)
     _refuse(text, step, None)
-    if found := _of_another_program(root):
+    if foreign := _of_another_program(root):
         _refuse(text, None, item)
-        return found
+        return foreign
     return _in_step(root, "", (), item)
 
 
@@ -197,11 +197,11 @@ def lacks_item(directory: Location, item: str) -> bool:
     return step and not any((directory / name).is_dir() for name in names)
 
 
-def check_inside(found: Item) -> None:
+def check_inside(item: Item) -> None:
     """Raises CheckpointFormatError if a step or an item is a symbolic link. Its target may be
     outside of the opened directory."""
-    for directory in (found.root / found.step, found.directory):
-        if directory != found.root and directory.is_symlink():
+    for directory in (item.root / item.step, item.directory):
+        if directory != item.root and directory.is_symlink():
             raise CheckpointFormatError(
                 f"`{directory}` is a symbolic link",
                 hints=[f"open what it points to: {directory.resolved()}"],
@@ -243,12 +243,12 @@ def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
     is_export = RECORD_FILE in names and any(name.endswith(SAFETENSORS) for name in names)
     if is_export or TREE_FILE in names or CHECKPOINT_FILE in names:
         return "it is one checkpoint, the new one a manager's root" if steps else None
-    found = step_directories(directory)
-    if not found:
+    present = step_directories(directory)
+    if not present:
         return "it is not a checkpoint"
     if not steps:
         return "it is a manager's root, the new one a single checkpoint"
-    lost = sorted(set(found) - steps)
+    lost = sorted(set(present) - steps)
     return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None
 
 
@@ -319,13 +319,13 @@ def _deleted_item(step: Location) -> str:
 def _being_deleted(item: Location, hints: Iterable[str] = ()) -> CheckpointNotFoundError:
     call = f'delete("{item.parent}", checkpointable_name="{item.name}")'
     return CheckpointNotFoundError(
-        f"`{item}` is being deleted: `{DELETION_FILE}` beside it records an unfinished deletion",
+        f"`{item}` is being deleted: `{DELETION_FILE}` next to it records an unfinished deletion",
         hints=[*hints, f"orbax.checkpoint.experimental.v1.{call} finishes the deletion"],
     )
 
 
 def _refuse(text: str, step: int | None, item: str | None) -> None:
-    """Raises CheckpointNotFoundError if a step or an item is given where there is none."""
+    """Raises CheckpointNotFoundError if a step or an item is given for a single checkpoint."""
     for name, value, what in (("step", step, "checkpoint"), ("item", item, "tree")):
         if value is not None:
             hints = [f"leave out {name}=..."]
@@ -356,9 +356,9 @@ def is_committed(directory: Location) -> bool:
 
 def check_committed(directory: Location, marked: bool = False) -> None:
     """Raises UncommittedCheckpointError for a checkpoint whose writer never finished."""
-    if found := _why_uncommitted(directory, marked):
-        text = f"`{directory}` was never committed: {found[0]}"
-        raise UncommittedCheckpointError(text, hints=found[1:])
+    if why := _why_uncommitted(directory, marked):
+        text = f"`{directory}` was never committed: {why[0]}"
+        raise UncommittedCheckpointError(text, hints=why[1:])
 
 
 def _why_uncommitted(directory: Location, marked: bool) -> tuple[str, str] | None:
@@ -384,7 +384,7 @@ def _why_uncommitted(directory: Location, marked: bool) -> tuple[str, str] | Non
     hint = f"if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
     if (directory / RECORD).exists():
         hint = f"reshard.commit({as_python(str(directory))}) completes it"
-    return f"in a bucket, its `{MARKER}` is written last, and there is none", hint
+    return f"in a bucket, its `{MARKER}` is written last, and it is missing", hint
 
 
 def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Exception:

@@ -55,7 +55,7 @@ def read(item: Item, requests: int) -> Checkpoint:
     root = item.root
     files = [""] if root.is_file() else [n for n in root.names() if n.endswith(MSGPACK_FILE)]
     problems: list[str] = []
-    found: list[tuple[Path, Any]] = []
+    pairs: list[tuple[Path, Any]] = []
     for file in files:
         reader = _Reader(root, file)
         try:
@@ -65,22 +65,22 @@ def read(item: Item, requests: int) -> Checkpoint:
         except ValueError as error:
             reader.problems.append(f"at byte {reader.at}: {error}")
         problems += [f"`{root / file}`: {problem}" for problem in reader.problems]
-        found += reader.leaves
+        pairs += reader.leaves
     if not problems:
-        problems += tree_problems([path for path, _ in found])
+        problems += tree_problems([path for path, _ in pairs])
     if files != [""]:
-        names = {"/".join(map(str, p)): a.file for p, a in found if isinstance(a, PlainArray)}
+        names = {"/".join(map(str, p)): a.file for p, a in pairs if isinstance(a, PlainArray)}
         problems += index_problems(root / f"flax_model{MSGPACK_FILE}.index.json", names)
-    texts = [leaf for _, leaf in found if isinstance(leaf, str)]
+    texts = [leaf for _, leaf in pairs if isinstance(leaf, str)]
     if not problems and any(text.startswith(_ELSEWHERE) for text in texts):
         raise CheckpointFormatError(
             f"`{root}` holds a tree whose arrays are in other files. Orbax 0.2 and Flax "
-            "wrote such files, which are recognised but not read",
+            "wrote such files, which `reshard` does not read",
             hints=["restore it with the program that saved it, and save it with Orbax"],
         )
-    if not problems and any(not path for path, _ in found):
+    if not problems and any(not path for path, _ in pairs):
         raise CheckpointFormatError(f"`{root}` holds a single leaf, not a tree")
-    leaves = {path: _number(leaf) for path, leaf in found}
+    leaves = {path: _number(leaf) for path, leaf in pairs}
     notes = ["lists and tuples that Flax saved as dicts (`0`, `1`, ...) stay dicts"]
     has_numbered = any({"0"} & set(path) for path in leaves)
     return checkpoint(item, "msgpack", leaves, requests, problems, notes if has_numbered else ())

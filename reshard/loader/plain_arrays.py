@@ -69,7 +69,7 @@ def checkpoint(
     root = item.root
     store = ArrayStore(False, root, ("",), False, requests, ranged=True)
     vars(store)["values"] = {}
-    found: dict[Path, Leaf] = {}
+    opened: dict[Path, Leaf] = {}
     seams, total = 0, sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, PlainArray))
     for path, leaf in leaves.items():
         if isinstance(leaf, PlainArray):
@@ -80,13 +80,13 @@ def checkpoint(
                 problems.append(f"{name:.80}: it is in {len(leaf.runs)} parts: they are too small")
                 break
             metadata, store.values[name] = _chunks(root, leaf, chunk)
-            found[path] = array(path, name, leaf.value_type, store, metadata, {}, {}, problems)
+            opened[path] = array(path, name, leaf.value_type, store, metadata, {}, {}, problems)
         else:
-            found[path] = leaf
+            opened[path] = leaf
     if problems:
         raise CorruptCheckpointError(f"`{root}` cannot be read as {kind}", problems)
     document = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
-    return Checkpoint(found, source_of(item, store, document), tuple(notes))
+    return Checkpoint(opened, source_of(item, store, document), tuple(notes))
 
 
 def index_problems(index: Location, files: Mapping[str, str]) -> Iterator[str]:
@@ -99,12 +99,12 @@ def index_problems(index: Location, files: Mapping[str, str]) -> Iterator[str]:
         yield f"`{index}` has no `weight_map`"
         return
     for name in {**named, **files}:
-        expected, found = named.get(name), files.get(name)
-        if found is None:
+        expected, actual = named.get(name), files.get(name)
+        if actual is None:
             yield f"`{name:.80}`: the index names it in `{expected}`, and no file has it"
-        elif found != expected:
+        elif actual != expected:
             where = f"in `{expected}`" if expected else "nowhere"
-            yield f"`{name:.80}`: it is in `{found}`, and the index names it {where}"
+            yield f"`{name:.80}`: it is in `{actual}`, and the index names it {where}"
 
 
 def _chunk_shape(plain: PlainArray) -> list[int]:

@@ -78,11 +78,8 @@ def _checkpoint_page(document: Document) -> Page:
     if steps := document.get("steps"):
         latest = f", the latest of {len(steps)}" if [document["step"]] == steps[1:][-1:] else ""
         lead = f"Step {document['step']}{latest}: {lead}"
-    facts = (
-        _held(leaves.most_held(0)),
-        Fact(_READS, _UNKNOWN, name=_NAME),
-        _replicated(leaves),
-    )
+    reads = Fact(_READS, _UNKNOWN, name=_NAME)
+    facts = _held(leaves.most_held(0)), reads, _replicated(leaves)
     if problems:
         failed, *several = problems
         count = count_of(len(several) or 1, "problem")
@@ -117,7 +114,6 @@ def _plan_page(document: Document) -> Page:
     read, written = (format_bytes(document[f"bytes_{way}"]) for way in ("read", "written"))
     cost = Fact("What does the job cost?", f"reads {read}, writes {written}", tuple(costs))
     data = _rows(leaves, document) | leaves.data()
-    data["steps"] = any("step" in array for array in document["arrays"])
     title = " and ".join(document["source"]) + f" → {document['destination'] or 'a new checkpoint'}"
     held = document["bytes_per_device"].values()
     facts = _held(*held), _load(document, leaves.meshes_of(1)), _replicated(leaves), cost
@@ -128,13 +124,14 @@ def changed(before: str, after: str) -> str:
     return after if before == after else f"{before} → {after}"
 
 
-def _held(*nbytes: int | None) -> Fact:
+def _held(before: int | None, *job: int | None) -> Fact:
     """Bytes per device: of a checkpoint, or before and after a job."""
-    texts = [_UNKNOWN if each is None else format_bytes(each) for each in nbytes]
-    when = "Before and after the job, on" if len(nbytes) > 1 else "On"
-    details = _NO_MESH if nbytes[-1] is None else f"{when} the device with the most array bytes."
-    less = None not in nbytes and (nbytes[-1] or 0) < (nbytes[0] or 0)
-    return Fact(_HOLDS, changed(texts[0], texts[-1]), (details,), "good" if less else "")
+    after = job[0] if job else before
+    texts = [_UNKNOWN if each is None else format_bytes(each) for each in (before, after)]
+    when = "Before and after the job, on" if job else "On"
+    details = _NO_MESH if after is None else f"{when} the device with the most array bytes."
+    less = before is not None and after is not None and after < before
+    return Fact(_HOLDS, changed(*texts), (details,), "good" if less else "")
 
 
 def _load(document: Document, mesh: str) -> Fact:
@@ -165,31 +162,21 @@ def _coverage_page(document: Document) -> Page:
     mesh = leaves.meshes_of(0)
     sources = collections.Counter(leaf["source"] for leaf in document["leaves"])
     by = ", ".join(f"{count} by {'nothing' if s == 'none' else s}" for s, count in sources.items())
-    problems = count_of(len(document["problems"]), "problem")
+    arrays, problems = count_of(leaves.arrays, "array"), len(document["problems"])
+    fits = (f"no, {count_of(problems, 'problem')}", "bad") if problems else ("yes", "good")
+    why = ("Read amplification is not known: a model has no chunks.",)
     facts = (
-        Fact(
-            _HOLDS,
-            format_bytes(document["device_bytes"]),
-            (f"{count_of(leaves.arrays, 'array')}; specs {by}.",),
-        ),
-        Fact(
-            "Does it fit the mesh?",
-            f"no, {problems}" if document["problems"] else "yes",
-            ("Read amplification is not known: a model has no chunks.",),
-            "bad" if document["problems"] else "good",
-        ),
+        Fact(_HOLDS, format_bytes(document["device_bytes"]), (f"{arrays}; specs {by}.",)),
+        Fact("Does it fit the mesh?", fits[0], why, fits[1]),
         _replicated(leaves),
     )
-    rules = [
-        f"{rule['name']} -> {', '.join(rule['axes']) or 'replicated'}: "
-        f"{count_leaves(rule['leaves'])}"
-        for rule in document["rules"]
-    ]
-    rules += [
-        f"{name}, in no rule: {count_leaves(len(paths))}"
-        for name, paths in document["unmatched"].items()
-    ]
-    lead = f"{count_of(leaves.arrays, 'array')}, {format_bytes(leaves.nbytes)}, on {mesh}."
+    rules = []
+    for rule in document["rules"]:
+        axes = ", ".join(rule["axes"]) or "replicated"
+        rules.append(f"{rule['name']} -> {axes}: {count_leaves(rule['leaves'])}")
+    unmatched = document["unmatched"].items()
+    rules += [f"{name}, in no rule: {count_leaves(len(paths))}" for name, paths in unmatched]
+    lead = f"{arrays}, {format_bytes(leaves.nbytes)}, on {mesh}."
     lists = {**_lists(document), "Rules": rules}
     return Page("coverage", f"a model on {mesh}", lead, facts, lists, leaves.data())
 
@@ -359,14 +346,9 @@ def _replicated(leaves: Leaves) -> Fact:
 
 
 def _lists(document: Document) -> dict[str, Sequence[str]]:
-    names = {
-        "Problems": "problems",
-        "Hints": "hints",
-        "Warnings": "warnings",
-        "Notes": "notes",
-        "How the layout was detected": "why",
-    }
-    return {title: document[name] for title, name in names.items() if document.get(name)}
+    titles = {name.capitalize(): name for name in ("problems", "hints", "warnings", "notes")}
+    titles["How the layout was detected"] = "why"
+    return {title: document[name] for title, name in titles.items() if document.get(name)}
 
 
 def _marked(leaves: Sequence[Document], problems: Sequence[str]) -> Iterator[bool]:

@@ -82,20 +82,15 @@ class Leaves:
         layout = self._layouts.setdefault(own, len(self._layouts))
         self._leaves.append([*self.place([*map(format_key, keys)]), layout, *numbers])
         if leaf.get("shape") is not None:
-            self._count(keys, leaf["shape"], leaf.get("bytes"), sides)
+            self._count(keys, leaf, sides)
 
-    def _count(
-        self,
-        keys: Sequence[Any],
-        shape: Sequence[int],
-        nbytes: int | None,
-        sides: Sequence[Document],
-    ) -> None:
+    def _count(self, keys: Sequence[Any], leaf: Document, sides: Sequence[Document]) -> None:
+        nbytes = leaf.get("bytes")
         self.arrays += 1
         self.nbytes += nbytes or 0
         for held, side in zip(self._held, sides, strict=True):
             if side.get("mesh") is not None and nbytes is not None:
-                own = _shard_bytes(shape, side.get("bytes", nbytes), side)
+                own = _shard_bytes(leaf["shape"], side.get("bytes", nbytes), side)
                 held[_name(side["mesh"]), part_of(keys)] += own
         side = sides[-1]
         if side.get("mesh") is None:

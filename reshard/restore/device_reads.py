@@ -23,16 +23,16 @@ from reshard.arrays import boxes
 from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.engine.batches import Unit, in_batches
-from reshard.engine.budget import (
+from reshard.engine.cost import co_read_groups, decoded_together
+from reshard.engine.memory import (
     WINDOW,
-    Budget,
+    MemoryLimiter,
     Reservation,
     check_fits,
     cores,
-    in_flight,
-    in_memory,
+    cost_bytes,
+    limiter_bytes,
 )
-from reshard.engine.cost import co_read_groups, decoded_together
 from reshard.engine.read import Destination, Read, read
 from reshard.errors import CorruptCheckpointError, MemoryLimitError, ReshardError, TreeMismatchError
 from reshard.restore.device_shards import DeviceShards, local_shards
@@ -80,23 +80,23 @@ def read_arrays(
     """
     check_stored(requests)
     arrays = list(map(_ArrayRead, requests))
-    largest = in_memory(max((array.chunk_bytes for array in arrays), default=0), 0, 0)
-    limit = in_flight(sys.maxsize if max_memory is None else max_memory, cores(), largest)
+    largest = cost_bytes(max((array.chunk_bytes for array in arrays), default=0), 0, 0)
+    limit = limiter_bytes(sys.maxsize if max_memory is None else max_memory, cores(), largest)
     groups = _arranged(arrays, limit // WINDOW, max_memory)
     if max_memory is not None:
         check_fits(((array.handle.path, array.least) for array in arrays), max_memory)
-    with Budget(limit) as budget:
+    with MemoryLimiter(limit) as limiter:
         for array in arrays:
             if not array.boxes:
                 array.finish()
         units = (
-            array.unit(box, budget)
+            array.unit(box, limiter)
             for group in groups
             for together in zip(*(array.boxes for array in group), strict=True)
             for array, box in zip(group, together, strict=True)
         )
         most = limit if max_memory is None else max_memory
-        for filled in read(in_batches(units, limit // WINDOW, most), budget):
+        for filled in read(in_batches(units, limit // WINDOW, most), limiter):
             filled.check()
             for (_, box, array, _), values in zip(filled.batch.reads, filled.values, strict=True):
                 array.accept(box, values)
@@ -190,18 +190,18 @@ class _ArrayRead:
         """Bytes that boxes of this shape take, one of each of the `together` arrays that are read
         together; `decoding`: bytes of their chunks."""
         buffers = together * self._buffer_bytes(shape)
-        return in_memory(decoding, buffers, self._held(buffers), together)
+        return cost_bytes(decoding, buffers, self._held(buffers), together)
 
     @property
     def least(self) -> int:
         """Bytes that the read of one chunk takes."""
         return self.takes(self.handle.chunk_shape, self.chunk_bytes, 1)
 
-    def unit(self, box: Box, budget: Budget) -> Unit:
+    def unit(self, box: Box, limiter: MemoryLimiter) -> Unit:
         """A box as a unit of a batch. The first box also takes the shards' buffers."""
         buffer = self._buffer_bytes(boxes.shape_of(box))
         kept = self.staging if self._reservation is None and box is self.boxes[0] else 0
-        into = functools.partial(self._destinations, box, budget)
+        into = functools.partial(self._destinations, box, limiter)
         return Unit([Read(self.handle, box, self, into)], buffer, self._held(buffer), kept)
 
     def _buffer_bytes(self, shape: Shape) -> int:
@@ -217,11 +217,11 @@ class _ArrayRead:
         read = self.handle.read_dtype.itemsize
         return buffer + 2 * (buffer // read) * max(read, self._dtype.itemsize)
 
-    def _destinations(self, box: Box, budget: Budget) -> list[Destination] | None:
+    def _destinations(self, box: Box, limiter: MemoryLimiter) -> list[Destination] | None:
         """The parts of shards that a box is read into; None for a separate buffer. Called when the
         read begins."""
         if self.staging and self._reservation is None:
-            self._reservation = budget.reserve(self.staging)
+            self._reservation = limiter.reserve(self.staging)
         if self._through_buffer:
             return None
         parts = self._shards.parts(box)

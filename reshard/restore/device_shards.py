@@ -2,6 +2,7 @@
 
 import functools
 import math
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from reshard.sharding.mesh import Spec, spec_entries
 
 # JAX uses a host buffer as a CPU array if it is aligned to this many bytes.
 ALIGNMENT = 64
+# Buffers from this size on are mapped on ordinary pages, because NumPy asks for huge pages. If a
+# virtual machine has returned its free memory to the host, huge pages take 2 to 3 times as long.
+_MAPPED = 1 << 22
 # Integers with the bits of other dtypes, by bytes of an element.
 UNSIGNED = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
 
@@ -58,10 +62,9 @@ class Shards:
                 yield Part(start, common, in_shard, in_box)
 
     def buffers(self, dtype: np.dtype) -> dict[Shape, np.ndarray]:
-        """An uninitialised array for each shard, in one allocation: NumPy maps large ones on huge
-        pages."""
+        """An uninitialised array for each shard, in one allocation."""
         nbytes = self.elements * dtype.itemsize
-        memory = np.empty(nbytes + ALIGNMENT * (len(self.boxes) + 1), np.uint8)
+        memory = _uninitialised(nbytes + ALIGNMENT * (len(self.boxes) + 1))
         address, end = memory.ctypes.data, 0
         found = {}
         for start, box in self.boxes.items():
@@ -69,6 +72,17 @@ class Shards:
             end = position + math.prod(boxes.shape_of(box)) * dtype.itemsize
             found[start] = memory[position:end].view(dtype).reshape(boxes.shape_of(box))
         return found
+
+
+def _uninitialised(nbytes: int) -> np.ndarray:
+    """Fresh memory, on ordinary pages if it is large. Raises MemoryError."""
+    if nbytes < _MAPPED:
+        return np.empty(nbytes, np.uint8)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes") from error
+    return np.frombuffer(pages, np.uint8)
 
 
 @functools.lru_cache(maxsize=1024)

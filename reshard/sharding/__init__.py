@@ -1,1 +1,1 @@
-"""Which part of an array goes where: meshes, specs and rules, without devices."""
+"""Meshes, partition specs and rules, without devices."""

@@ -12,6 +12,7 @@ to mesh axes. Flax's two APIs read such a list differently if a name or an axis 
 The Linen column is `flax.linen.logical_to_mesh_axes`, the NNX column `flax.nnx.get_partition_spec`.
 """
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -53,37 +54,33 @@ def match_specs(
                 hints.append(f"as a regex, the glob `{pattern}` is `{regex_of_glob(pattern)}`")
     if problems:
         raise ShardingError("the spec rules cannot be read", problems, hints)
-    first: dict[Path, int] = {}  # the rule of each
-    rest = [*enumerate(compiled)]
-    for short in (
-        lambda path: path,
-        _without_value,
-        _below_model,
-        lambda path: (*path, "value") if path in variables else path,
-    ):
-        matched = set()
-        for path in paths if rest else ():
-            text = format_path(short(path))
-            hits = [i for i, (regex, _) in rest if regex.search(text)]
-            matched.update(hits)
-            if hits:
-                first[path] = min(hits[0], first.get(path, hits[0]))
-        rest = [(i, rule) for i, rule in rest if i not in matched]
-    for i, _ in rest:
-        pattern = rules[i][0]
-        problems.append(f"`{pattern}`")
-        hints += [f"the nearest leaf is `{name}`" for name in nearest_to_regex(pattern, paths)]
+
+    @functools.cache
+    def texts(form: int) -> list[str]:
+        return [format_path(_forms(path, path in variables)[form]) for path in paths]
+
+    specs: dict[Path, Spec] = {}
+    for regex, spec in compiled:
+        for form in range(4):
+            pairs = zip(paths, texts(form), strict=True)
+            if matched := [path for path, text in pairs if regex.search(text)]:
+                for path in matched:
+                    specs.setdefault(path, spec)
+                break
+        else:
+            problems.append(f"`{regex.pattern}`")
+            near = nearest_to_regex(regex.pattern, paths)
+            hints += [f"the nearest leaf is `{name}`" for name in near]
     if problems:
         raise ShardingError("no array matches the regex of a spec", problems, hints or otherwise)
-    return {path: compiled[first[path]][1] for path in paths if path in first}
+    return specs
 
 
-def _without_value(path: Path) -> Path:
-    return path[:-1] if path[1:] and path[-1] == "value" else path
-
-
-def _below_model(path: Path) -> Path:
-    return _without_value(path[1:] if path[1:] and path[0] == "model" else path)
+def _forms(path: Path, variable: bool) -> tuple[Path, ...]:
+    """A path in the forms that regexes are written for, the first choice first."""
+    without_value = path[:-1] if path[1:] and path[-1] == "value" else path
+    below_model = without_value[1:] if path[1:] and path[0] == "model" else without_value
+    return path, without_value, below_model, (*path, "value") if variable else path
 
 
 def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:

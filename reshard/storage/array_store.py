@@ -197,10 +197,10 @@ class ArrayStore(ZarrVersion):
             reads = ranged_reads(store, some, _BLOSC_SIZE)
             for key, (read, part) in zip(some, reads, strict=True):
                 what = f"the chunk `{key}` of `{name}`"
-                found = int.from_bytes(checked(read, what).value[part], "little")
-                if found != nbytes:
+                declared = int.from_bytes(checked(read, what).value[part], "little")
+                if declared != nbytes:
                     raise CorruptCheckpointError(
-                        f"{what} declares {found} decoded bytes, but a chunk has {nbytes}"
+                        f"{what} declares {declared} decoded bytes, but a chunk has {nbytes}"
                     )
         self._checked[name] = nbytes
 
@@ -256,13 +256,13 @@ def _list_files(directory: Location) -> Iterator[tuple[str, StoredValue]]:
 
 
 def _group_by_array(
-    found: dict[str, StoredValue], metadata_key: str
+    values: dict[str, StoredValue], metadata_key: str
 ) -> dict[str, dict[str, StoredValue]]:
     """Groups values by array. A key below the names of several arrays (`a/c/0` for `a` and `a/c`)
     is in each of them, until the loader removes the keys that are not chunks."""
     ending = f"/{metadata_key}"
-    arrays = {key.removesuffix(ending): {} for key in found if key.endswith(ending)}
-    for key, value in found.items():
+    arrays = {key.removesuffix(ending): {} for key in values if key.endswith(ending)}
+    for key, value in values.items():
         name = key
         while name := name.rpartition("/")[0]:
             if name in arrays:

@@ -10,6 +10,7 @@ chunks, in any store.
 """
 
 import functools
+import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -42,7 +43,7 @@ class Range(NamedTuple):
 
 
 def decoded_bytes(data: bytes) -> int:
-    """Bytes of the names and keys that a node or a manifest asks for, and of its content; raises
+    """Bytes of the content of a node or a manifest, and of its names and keys once decoded. Raises
     ValueError for anything else."""
     try:
         (magic,) = _HEADER.unpack_from(data)
@@ -63,7 +64,7 @@ def decoded_bytes(data: bytes) -> int:
 
 
 def _config_end(content: bytes) -> int:
-    """Where the configuration of a database ends, at the start of a manifest."""
+    """The end of the configuration of a database, which begins a manifest."""
     position = 16  # its id
     for _ in range(3):  # kind, longest inlined value, largest node
         _, position = _varint(content, position)
@@ -72,15 +73,15 @@ def _config_end(content: bytes) -> int:
 
 
 def _files_bytes(content: bytes, position: int) -> tuple[int, int]:
-    """Bytes that the names of data files take in a table of them, and where it ends."""
+    """Bytes that the names in a table of data files take, and the end of the table."""
     count, nbytes, own, position = _names(content, position)
     _, position = _total(content, position, count)
     return nbytes, position + own
 
 
 def _names(content: bytes, position: int) -> tuple[int, int, int, int]:
-    """Of names, each of which shares its beginning with the one before: how many there are, bytes
-    that they take, bytes without what they share, and where their lengths end."""
+    """Of names, each of which shares its beginning with the one before: their number, their bytes,
+    their bytes without the shared ones, and the end of their lengths."""
     count, position = _varint(content, position)
     shared, position = _total(content, position, count - 1)
     own, position = _total(content, position, count)
@@ -88,7 +89,7 @@ def _names(content: bytes, position: int) -> tuple[int, int, int, int]:
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """A number, seven bits a byte, and where it ends."""
+    """A number in groups of seven bits, and its end."""
     value = shift = 0
     while content[position] & 0x80:
         value |= (content[position] & 0x7F) << shift
@@ -97,11 +98,11 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
 
 
 def _total(content: bytes, position: int, count: int) -> tuple[int, int]:
-    """The sum of several numbers below 2^21, and where they end."""
+    """The sum of several numbers below 2^21, and their end."""
     if count <= 0:
         return 0, position
-    found = np.frombuffer(content, np.uint8, offset=position)[: 3 * count]
-    ends = np.flatnonzero(found < 0x80)[:count]
+    data = np.frombuffer(content, np.uint8, offset=position)[: 3 * count]
+    ends = np.flatnonzero(data < 0x80)[:count]
     if len(ends) < count:
         raise ValueError("a node of its B-tree ends early")
     lengths = np.diff(ends, prepend=-1)
@@ -109,12 +110,12 @@ def _total(content: bytes, position: int, count: int) -> tuple[int, int]:
         raise ValueError("a node of its B-tree holds a name that is too long")
     end = int(ends[-1]) + 1
     shifts = 7 * (np.arange(end) - np.repeat(ends - lengths + 1, lengths))
-    return int(((found[:end] & 0x7F).astype(np.int64) << shifts).sum()), position + end
+    return int(((data[:end] & 0x7F).astype(np.int64) << shifts).sum()), position + end
 
 
 def _decompressed(frame: bytes) -> tuple[bytes, int]:
-    """The first bytes of the content of a zstd frame, and how many bytes it has: at most a little
-    more than `MAX_BTREE`, where counting stops."""
+    """The first bytes of the content of a zstd frame, and the number of its bytes. Counting stops a
+    little above `MAX_BTREE`."""
     import zstandard
 
     try:
@@ -155,9 +156,17 @@ def _file_table(files: Sequence[str]) -> tuple[bytes, list[int]]:
 
 
 def _keys(keys: Sequence[bytes], zeros: int) -> bytes:
-    """Sorted keys, none of which shares bytes with the one before. Some zeros follow their
-    lengths."""
-    return bytes(len(keys) - 1) + _numbers(map(len, keys)) + bytes(zeros) + b"".join(keys)
+    """Sorted keys, each without the prefix that it shares with the one before. Some zeros follow
+    their lengths."""
+    shared = [_shared(one, other) for one, other in itertools.pairwise(keys)]
+    own = [key[start:] for key, start in zip(keys, [0, *shared], strict=True)]
+    return _numbers([*shared, *map(len, own)]) + bytes(zeros) + b"".join(own)
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    """The length of the prefix that two different keys share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _numbers(numbers: Iterable[int]) -> bytes:

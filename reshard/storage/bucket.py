@@ -351,7 +351,7 @@ class BucketLocation(Location):
                 deletion.result()
 
     def remove_tree(self) -> None:
-        self.remove_files([found.path for found in self.walk() if found.is_file])
+        self.remove_files([entry.path for entry in self.walk() if entry.is_file])
 
     def remove_empty(self) -> None:
         pass

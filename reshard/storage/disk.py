@@ -451,9 +451,9 @@ def not_a_file(location: Location) -> CheckpointFormatError:
     )
 
 
-def _entry(path: str, found: os.stat_result) -> Entry:
-    is_file, is_dir = stat.S_ISREG(found.st_mode), stat.S_ISDIR(found.st_mode)
-    return Entry(path, is_file, is_dir, found.st_size, found.st_mtime_ns)
+def _entry(path: str, status: os.stat_result) -> Entry:
+    is_file, is_dir = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
+    return Entry(path, is_file, is_dir, status.st_size, status.st_mtime_ns)
 
 
 def rename(path: AnyPath, new: AnyPath) -> None:
@@ -539,6 +539,16 @@ def sync(path: AnyPath) -> None:
     try:
         os.fsync(descriptor)
     finally:
+        os.close(descriptor)
+
+
+def write_back(path: AnyPath) -> None:
+    """Starts to write a file to the disk, and gives back the pages that the disk has: see
+    `Writeback`."""
+    if hasattr(_LIBC, "sync_file_range") and hasattr(os, "posix_fadvise"):
+        descriptor, whole = os.open(path, os.O_RDONLY), ctypes.c_int64(0)
+        _LIBC.sync_file_range(descriptor, whole, whole, _WAIT_BEFORE | _WRITE)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 

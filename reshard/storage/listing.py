@@ -55,29 +55,29 @@ def below(scheme: str, bucket: str, prefix: str, shallow: bool) -> list[Entry]:
 
     def ask(store: Any) -> tuple[Sequence[Any], Sequence[str]]:
         if shallow:
-            found = _obstore().list_with_delimiter(store, prefix)
-            return found["objects"], found["common_prefixes"]
+            answer = _obstore().list_with_delimiter(store, prefix)
+            return answer["objects"], answer["common_prefixes"]
         return [*itertools.chain.from_iterable(_obstore().list(store, prefix, chunk_size=1000))], []
 
     objects, prefixes = _asked(scheme, bucket, prefix, ask)
     begin = len(prefix) + 1 if prefix else 0
     entries = [Entry(path[begin:], False, True) for path in prefixes]
-    return entries + [_entry(found, begin) for found in objects if found["path"] != prefix]
+    return entries + [_entry(meta, begin) for meta in objects if meta["path"] != prefix]
 
 
 def entry(scheme: str, bucket: str, key: str) -> Entry | None:
     """An object; None if there is none."""
     try:
-        found = _asked(scheme, bucket, key, lambda store: _obstore().head(store, key))
+        meta = _asked(scheme, bucket, key, lambda store: _obstore().head(store, key))
     except FileNotFoundError:
         return None
-    return _entry(found, len(key))
+    return _entry(meta, len(key))
 
 
-def _entry(found: Any, begin: int) -> Entry:
+def _entry(meta: Any, begin: int) -> Entry:
     # The answers to a list and to a single request differ in quotation marks and fractions.
-    version = f"{(found['e_tag'] or '').strip(chr(34))} {int(found['last_modified'].timestamp())}"
-    return Entry(found["path"][begin:], True, False, found["size"], version)
+    version = f"{(meta['e_tag'] or '').strip(chr(34))} {int(meta['last_modified'].timestamp())}"
+    return Entry(meta["path"][begin:], True, False, meta["size"], version)
 
 
 def create(bucket: str, key: str, data: bytes) -> bool:

@@ -1,5 +1,4 @@
-"""Where checkpoints are: URLs and paths, with what is behind each: files of a disk, or objects of a
-bucket."""
+"""Locations: a URL or a path, and the files of a disk or the objects of a bucket behind it."""
 
 import os
 import re
@@ -16,29 +15,26 @@ from reshard.storage.store_errors import translated_errors
 
 
 def checked(future: ts.Future, what: str) -> Any:
-    """The result of a read; raises CorruptCheckpointError, about `what`, if it fails, or StoreError
-    if a bucket has not given it."""
+    """The result of a read. Raises StoreError, about `what`, if a bucket refuses it, and
+    CorruptCheckpointError if it fails otherwise."""
     with translated_errors(what, other=CorruptCheckpointError):
         return future.result()
 
 
 def parse_location(path: str | os.PathLike) -> Location:
-    """The location of a path or of a URL: `gs://`, `s3://` or `file://`; raises
-    CheckpointFormatError for any other, or one that `pathlib` has changed."""
+    """The location of a path or a URL: `gs://`, `s3://` or `file://`. Raises CheckpointFormatError
+    for any other URL."""
     if isinstance(path, Location):
         return path
     text = os.fspath(path)
     url = re.match(r"([a-z][a-z0-9+.-]*)://(.*)", text, re.DOTALL)
     if url is None:
-        schemes = "(?i:gs|s3|file)" if isinstance(path, str) else "[a-z][a-z0-9]+"
-        if near := re.match(f"({schemes}):/+(.*)", text, re.DOTALL):
+        # A typing error, or a URL that pathlib has changed.
+        if near := re.match(r"(gs|s3|file):/+(.*)", text, re.DOTALL | re.IGNORECASE):
             scheme = near[1].lower()
-            meant = f"{scheme}://{'/' * (scheme == 'file')}{near[2]}"
-            what, hints = "looks like a URL, but is not one", [meant, f"./{text}, if it is a path"]
-            if not isinstance(path, str):
-                what = "was a URL until pathlib made it a path"
-                hints = [f"give it as text: {meant}"]
-            raise CheckpointFormatError(f"`{text}` {what}", hints=hints)
+            hint = f"{scheme}://{'/' * (scheme == 'file')}{near[2]}"
+            hints = [f"{hint}, as text", f"./{text}, if it is a path"]
+            raise CheckpointFormatError(f"`{text}` is not a valid URL", hints=hints)
         return Location(disk.absolute(text))
     scheme, rest = url[1], url[2].rstrip("/")
     local = url[2].removeprefix("localhost")

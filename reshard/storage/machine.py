@@ -28,10 +28,10 @@ def share_cores(among: int) -> None:
 def cores() -> int:
     """Processors that this process may use. Workers on one machine share them equally."""
     if hasattr(os, "sched_getaffinity"):
-        found = len(os.sched_getaffinity(0))
+        count = len(os.sched_getaffinity(0))
     else:
-        found = os.cpu_count() or 1
-    return max(found // _among, 1)
+        count = os.cpu_count() or 1
+    return max(count // _among, 1)
 
 
 def thread_limits() -> dict[str, Any]:

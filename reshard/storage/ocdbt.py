@@ -232,10 +232,10 @@ def stored_values(
                 yield key, StoredValue(len(inline), part, None, kept)
                 continue
             file, offset, size = _split_location(entry["indirect_value"])
-            found, needed = file_bytes(file), offset + size
+            nbytes, needed = file_bytes(file), offset + size
             truncated = None
-            if found is not None and disk.UNKNOWN < found < needed:
-                truncated = (found, needed)
+            if nbytes is not None and disk.UNKNOWN < nbytes < needed:
+                truncated = (nbytes, needed)
             path = f"{part}/{file}" if part else file
             yield key, StoredValue(size, part, path, None, truncated, offset)
 

@@ -11,8 +11,15 @@ from reshard.arrays.boxes import Shape, chunks_together, common_multiple, grid_s
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.engine.batches import Unit, in_batches
-from reshard.engine.budget import WINDOW, Budget, check_fits, cores, in_flight, in_memory
 from reshard.engine.cost import co_read_groups, decoded_together
+from reshard.engine.memory import (
+    WINDOW,
+    MemoryLimiter,
+    check_fits,
+    cores,
+    cost_bytes,
+    limiter_bytes,
+)
 from reshard.engine.read import Read, read
 from reshard.engine.run import Report, check_tasks, run_tasks, task_count
 from reshard.engine.shares import Division
@@ -55,7 +62,7 @@ def read_values(
         return {}
     least = [(group[0].path, least_memory(group)) for group in groups]
     check_fits(least, max_memory)
-    limit = in_flight(max_memory, cores(), max((nbytes for _, nbytes in least), default=0))
+    limit = limiter_bytes(max_memory, cores(), max((nbytes for _, nbytes in least), default=0))
     turns = list(_turns(groups, limit // WINDOW, max_memory))
     if workers is None and executor is None:
         every = dict(enumerate(groups)), dict(enumerate(accumulators))
@@ -118,11 +125,11 @@ class ReadTask:
 
     def run(self, report: Report) -> tuple[dict[int, Any], Failed]:
         largest = max(map(least_memory, self.groups.values()), default=0)
-        limit = in_flight(self.max_memory, cores(), largest)
+        limit = limiter_bytes(self.max_memory, cores(), largest)
         failed: Failed = {}
         units = self._units(failed)
-        with Budget(limit) as budget:
-            for filled in read(in_batches(units, limit // WINDOW, self.max_memory), budget):
+        with MemoryLimiter(limit) as limiter:
+            for filled in read(in_batches(units, limit // WINDOW, self.max_memory), limiter):
                 reads, values = filled.batch.reads, filled.values
                 stop = 0
                 while stop < len(reads):
@@ -137,7 +144,7 @@ class ReadTask:
                         failed.setdefault(number, errors)
                     elif number not in failed:
                         self.accumulators[number].add(reads[start].box, *values[start:stop])
-                    values[start:stop] = [None] * len(places)  # the budget no longer counts them
+                    values[start:stop] = [None] * len(places)  # the limiter no longer counts them
                     report(sum(read.nbytes for read in reads[start:stop]))
         return {number: each.state for number, each in self.accumulators.items()}, failed
 
@@ -200,7 +207,7 @@ def _cost(group: Group, box: Shape) -> int:
         grid_size(box, handle.chunk_shape) * decoded_together([handle]).nbytes for handle in group
     )
     elements = math.prod(map(min, box, group[0].shape))
-    return in_memory(decoding, *_buffers(group, elements), len(group))
+    return cost_bytes(decoding, *_buffers(group, elements), len(group))
 
 
 def counted(whole: int, progress: Progress | None) -> Report:

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Box, chunk_ranges, grid_boxes, inside, shape_of
+from reshard.arrays.boxes import Box, chunk_ranges, grid_boxes, inside, shape_of, whole_box
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, StoredChunk, stored_name
+from reshard.engine import memory
 from reshard.engine.batches import Unit, in_batches, in_groups
-from reshard.engine.budget import WINDOW, Budget, Reservation, copy_bytes, cores, in_flight
 from reshard.engine.plan import ArrayPlan
 from reshard.engine.read import READ_AHEAD, Destination, Read, read
 from reshard.errors import CorruptCheckpointError
@@ -97,7 +97,7 @@ class ItemShare:
         stores = (data.store.directory for handle in handles for _, data in handle.roots())
         is_remote = not all(place.is_local for place in (directory, *stores))
         largest = max((array.box_bytes for _, array in arrays), default=0)
-        return in_flight(max_memory, cores(), largest, is_remote)
+        return memory.limiter_bytes(max_memory, memory.cores(), largest, is_remote)
 
     def new_digests(self) -> dict[Path, Digest]:
         """A digest for each array that is rewritten."""
@@ -159,13 +159,18 @@ def _write_files(
             disk.make_file(folder / own, header, nbytes)
             places |= {path: (folder / own, begin) for path, begin in offsets.items()}
 
-        def write(number: int, boxes: Sequence[_Filled], reservation: Reservation) -> None:
+        def write(number: int, boxes: Sequence[_Filled], reservation: memory.Reservation) -> None:
+            done = set()
             for box, values in boxes:
                 file, begin = places[box.handle.path]
                 disk.write_box(file, begin, box.handle.shape, box.box, values)
+                if box.box[1:] == whole_box(box.handle.shape)[1:]:  # no page is written again
+                    done.add(file)
+            for file in done:
+                disk.write_back(file)
 
-        with Budget(share.limiter_bytes(directory, max_memory)) as budget:
-            write_chunks(share, write, digests, budget, report)
+        with memory.MemoryLimiter(share.limiter_bytes(directory, max_memory)) as limiter:
+            write_chunks(share, write, digests, limiter, report)
         for file in share.files:
             if isinstance(target, BucketLocation):
                 (target / file.name).upload(folder / file.name)
@@ -187,7 +192,7 @@ def _write_databases(
     """Writes databases, or plain zarr files. In a bucket several databases take turns, since a
     commit is several requests, one after another."""
     ocdbt = share.format.ocdbt
-    count = 1 if directory.is_local or not ocdbt else WINDOW
+    count = 1 if directory.is_local or not ocdbt else memory.WINDOW
     names = [f"{name}{number}" for number in range(count)]
     target = Target(directory, names, share.format)
     values = []
@@ -196,10 +201,13 @@ def _write_databases(
         kvstore = functools.cache(root.store.kvstore)
         for key, chunk in some.chunks(share.format):
             values.append((kvstore(chunk.name), chunk.key, key, chunk.value.size))
-    with target.writing(), Budget(share.limiter_bytes(directory, max_memory)) as budget:
-        write_values(share.metadata, target, budget)
-        copy_chunks(values, target, budget, report)
-        write_chunks(share, target.write, digests, budget, report)
+    with (
+        target.writing(),
+        memory.MemoryLimiter(share.limiter_bytes(directory, max_memory)) as limiter,
+    ):
+        write_values(share.metadata, target, limiter)
+        copy_chunks(values, target, limiter, report)
+        write_chunks(share, target.write, digests, limiter, report)
     sizes: dict[str, int] = {}
     databases: dict[str, int] = {}
     files: set[str] = set()
@@ -296,7 +304,7 @@ class Target:
         atomic = self._format.ocdbt and not self.directory.is_local
         return ts.Transaction(atomic=atomic), self._stores[number % len(self._stores)]
 
-    def write(self, number: int, boxes: Sequence[_Filled], reservation: Reservation) -> None:
+    def write(self, number: int, boxes: Sequence[_Filled], reservation: memory.Reservation) -> None:
         """Encodes and writes boxes in one transaction. Its commit frees their memory."""
         transaction, store = self.begin(number)
         which = number % len(self._stores)
@@ -318,8 +326,8 @@ class Target:
         # into a directory that is being removed.
         reservation.free_after(wait, self.committed, transaction.future.done)
         for box, _ in boxes:
-            if box.kept is not None:
-                box.kept.free_after(wait)
+            if box.buffer_reservation is not None:
+                box.buffer_reservation.free_after(wait)
         transaction.commit_async()
 
     def _open(self, store: ts.KvStore, handle: ArrayHandle, array: ArrayPlan) -> ts.TensorStore:
@@ -333,9 +341,9 @@ class Target:
 
 def write_chunks(
     share: ItemShare,
-    write: Callable[[int, Sequence[_Filled], Reservation], object],
+    write: Callable[[int, Sequence[_Filled], memory.Reservation], object],
     digests: Mapping[Path, Digest],
-    budget: Budget,
+    limiter: memory.MemoryLimiter,
     report: Report,
 ) -> None:
     """Reads, casts and writes boxes, and takes the digests of what is written.
@@ -345,11 +353,11 @@ def write_chunks(
 
     Args:
       write: called with the number of a batch, its boxes, and what they have reserved.
-      budget: what is in flight; the batches are of a size that several fit into it.
+      limiter: what is in flight; the batches are of a size that several fit into it.
       report: called with the number of decoded bytes of each batch that was handed over.
     """
-    todo = in_batches(units(share.boxes, budget), budget.limit // WINDOW, budget.limit)
-    for number, filled in enumerate(read(todo, budget)):
+    todo = in_batches(units(share.boxes, limiter), limiter.limit // memory.WINDOW, limiter.limit)
+    for number, filled in enumerate(read(todo, limiter)):
         filled.check()
         decoded = sum(read.nbytes for read in filled.batch.reads)
         pairs = zip(filled.batch.reads, filled.values, strict=True)
@@ -370,7 +378,7 @@ class _Box:
     Attributes:
       left: pieces that are still to be read.
       buffer: what several pieces are read into.
-      kept: what the buffer has reserved beyond the batches of its pieces.
+      buffer_reservation: what the buffer has reserved beyond the batches of its pieces.
     """
 
     def __init__(self, handle: ArrayHandle, array: ArrayPlan, box: Box):
@@ -380,38 +388,40 @@ class _Box:
         self.elements = math.prod(shape_of(box))
         self.left = 1
         self.buffer: np.ndarray | None = None
-        self.kept: Reservation | None = None
+        self.buffer_reservation: memory.Reservation | None = None
 
-    def pieces(self, budget: Budget) -> Iterator[Unit]:
+    def pieces(self, limiter: memory.MemoryLimiter) -> Iterator[Unit]:
         """What is read of it, one source chunk at a time."""
         pieces = list(source_pieces(self.array, self.box))
         self.left = len(pieces)
-        kept = self.array.layout.held(self.elements)
+        nbytes = self.array.layout.consumer_bytes(self.elements)
         for number, piece in enumerate(pieces):
-            read = Read(self.handle, piece, self, functools.partial(self._part, piece, budget))
-            yield Unit([read], 0, 0, kept=0 if number else kept, alone=True)
+            read = Read(self.handle, piece, self, functools.partial(self._part, piece, limiter))
+            yield Unit([read], 0, 0, shared_bytes=0 if number else nbytes, own_batch=True)
 
-    def _part(self, piece: Box, budget: Budget) -> list[Destination]:
+    def _part(self, piece: Box, limiter: memory.MemoryLimiter) -> list[Destination]:
         if self.buffer is None:
             self.buffer = np.empty(shape_of(self.box), self.handle.read_dtype)
-            self.kept = budget.reserve(self.array.layout.held(self.elements))
+            self.buffer_reservation = limiter.reserve(
+                self.array.layout.consumer_bytes(self.elements)
+            )
         return [(piece, self.buffer[inside(piece, self.box)])]
 
 
-def units(groups: Sequence[BoxRange], budget: Budget) -> Iterator[Unit]:
+def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator[Unit]:
     """Boxes in order. Those of arrays that share stored chunks are read together; where an
     array is read in several passes, the chunks of a box are read one after another, into a buffer
-    that is reserved in the budget."""
+    that is reserved in the limiter."""
     for group, start, stop in groups:
         for boxes in zip(*(array.boxes(start, stop) for _, array in group), strict=True):
             together = [_Box(*pair, box) for pair, box in zip(group, boxes, strict=True)]
             if group[0][1].serial:
-                yield from together[0].pieces(budget)
+                yield from together[0].pieces(limiter)
                 continue
             yield Unit(
                 [Read(box.handle, box.box, box) for box in together],
                 sum(box.elements * box.array.layout.read_itemsize for box in together),
-                sum(box.array.layout.held(box.elements) for box in together),
+                sum(box.array.layout.consumer_bytes(box.elements) for box in together),
             )
 
 
@@ -442,12 +452,12 @@ def source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
 def copy_chunks(
     values: Sequence[tuple[ts.KvStore, str, str, int]],
     target: Target,
-    budget: Budget,
+    limiter: memory.MemoryLimiter,
     report: Report,
 ) -> None:
     """Copies stored values verbatim: for each where to read, its key there, its key in the target,
     and its stored bytes. While a batch is written, the next one is read."""
-    ahead: collections.deque[tuple[int, Sequence[_Copy], Reservation]] = collections.deque()
+    ahead: collections.deque[tuple[int, Sequence[_Copy], memory.Reservation]] = collections.deque()
 
     def write_oldest() -> None:
         number, batch, reservation = ahead.popleft()
@@ -466,20 +476,22 @@ def copy_chunks(
         transaction.commit_async()
         report(sum(size for _, _, _, size in batch))
 
-    groups = in_groups(values, lambda value: value[3], budget.limit // (2 * WINDOW))
+    groups = in_groups(values, lambda value: value[3], limiter.limit // (2 * memory.WINDOW))
     for number, some in enumerate(groups):
-        nbytes = copy_bytes(sum(size for _, _, _, size in some))
-        budget.make_room(nbytes)
-        while ahead and (len(ahead) == READ_AHEAD or not budget.fits(nbytes)):
+        nbytes = memory.copy_bytes(sum(size for _, _, _, size in some))
+        limiter.make_room(nbytes)
+        while ahead and (len(ahead) == READ_AHEAD or not limiter.fits(nbytes)):
             write_oldest()
-            budget.make_room(nbytes)
+            limiter.make_room(nbytes)
         reads = [(source.read(key), key, new, size) for source, key, new, size in some]
-        ahead.append((number, reads, budget.reserve(nbytes)))
+        ahead.append((number, reads, limiter.reserve(nbytes)))
     while ahead:
         write_oldest()
 
 
-def write_values(values: Mapping[str, bytes], target: Target, budget: Budget) -> None:
+def write_values(
+    values: Mapping[str, bytes], target: Target, limiter: memory.MemoryLimiter
+) -> None:
     """Writes small values, in one transaction, which is committed while others are."""
     if values:
         transaction, store = target.begin(0)
@@ -487,5 +499,5 @@ def write_values(values: Mapping[str, bytes], target: Target, budget: Budget) ->
         for write in [store.write(key, value) for key, value in values.items()]:
             wait_written(write, target.directory)
         wait = functools.partial(wait_written, transaction.future, target.directory)
-        budget.reserve(sum(map(len, values.values()))).free_after(wait)
+        limiter.reserve(sum(map(len, values.values()))).free_after(wait)
         transaction.commit_async()

@@ -19,7 +19,7 @@ import numpy as np
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, Source, empty_name
-from reshard.engine.budget import in_memory
+from reshard.engine.memory import cost_bytes
 from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
 from reshard.loader import detection
@@ -50,7 +50,7 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
         detection.TREE_FILE: _tree(ckpt, item.format),
         detection.SHARDING_FILE: _shardings(ckpt),
     }
-    if ckpt.source.described:
+    if ckpt.source.metadata_apart:
         found[f"{detection.ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
     if strings:
         found[detection.STRINGS_FILE] = strings
@@ -65,7 +65,7 @@ def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
             "key_metadata": [
                 {"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path
             ],
-            "value_metadata": _value(leaf, ckpt.source.described),
+            "value_metadata": _value(leaf, ckpt.source.metadata_apart),
         }
     document = {"tree_metadata": entries, **ckpt.source.metadata}
     store = ckpt.source.store
@@ -221,7 +221,7 @@ def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
             itemsize = handle.dtype.itemsize
             encoded = item.format.encoding(handle).most_encoded(array.chunk, itemsize)
             decoded = math.prod(array.chunk) * itemsize
-            yield handle.path, in_memory(encoded + decoded, decoded, decoded)
+            yield handle.path, cost_bytes(encoded + decoded, decoded, decoded)
 
 
 def item_record(

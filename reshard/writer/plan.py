@@ -10,7 +10,7 @@ from reshard.arrays import derived
 from reshard.arrays.boxes import grid_size
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.budget import WINDOW, copy_bytes, cores, in_flight
+from reshard.engine.memory import WINDOW, copy_bytes, cores, limiter_bytes
 from reshard.engine.plan import ArrayPlan, co_read
 from reshard.engine.shares import Boxes, Division, Values
 from reshard.errors import ArgumentError, ReshardError, lines_of
@@ -310,7 +310,7 @@ class Plan:
         """Bytes in flight at most."""
         costs = [cost for array in self.arrays for cost in _costs(array)]
         largest = max((cost for cost, _ in costs), default=0)
-        limit = max(in_flight(self.max_memory, cores(), largest, _is_remote(self)), largest)
+        limit = max(limiter_bytes(self.max_memory, cores(), largest, _is_remote(self)), largest)
         return min(sum(cost * count for cost, count in costs), limit)
 
     @property
@@ -344,7 +344,7 @@ class Plan:
         """Writes of an item's arrays: a batch is a data file and two writes of a manifest."""
         if not item.format.ocdbt:
             return sum(1 + grid_size(a.layout.shape, a.chunk) for a in item.arrays)
-        batch = max(in_flight(self.max_memory, cores(), 0, _is_remote(self)) // WINDOW, 1)
+        batch = max(limiter_bytes(self.max_memory, cores(), 0, _is_remote(self)) // WINDOW, 1)
         return 3 * math.ceil(sum(a.decoded_bytes for a in item.arrays) / batch)
 
     @functools.cached_property

@@ -11,8 +11,8 @@ from reshard.arrays.boxes import shape_of
 from reshard.arrays.derived import stored_share
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint, Source
-from reshard.engine.budget import check_fits, copy_bytes
 from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
+from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayLayout, ArrayPlan, co_read, plan_array, too_large
 from reshard.errors import (
     ArgumentError,
@@ -49,8 +49,8 @@ _EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
 # The part of an item's stored bytes that is copied verbatim at least where data files are linked:
 # a conversion changes counters and random state, and nothing else.
 _MOST = 15 / 16
-# Bytes in flight of a box of an export: of many small chunks, several are read together.
-_LARGE_BOX = 32 << 20
+# Bytes in flight of a box of an export, so that most boxes are whole rows, one piece of a file.
+_LARGE_BOX = 192 << 20
 
 
 def plan(
@@ -376,7 +376,7 @@ def plan_item(
             array = plan_array(layout, chunks, max_memory)
             form.check_chunk(handle, array.chunk)
             if form.files:
-                array = array.with_larger_boxes(min(_LARGE_BOX, max_memory // 8))
+                array = array.with_larger_boxes(min(_LARGE_BOX, max_memory // 4))
             arrays.append(array)
             stored.append(values if array.moved else None)
             handles.append(handle)

@@ -13,19 +13,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from reshard import errors
 from reshard.arrays.digests import Digest
 from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.run import check_tasks, check_workers, run_tasks
-from reshard.errors import (
-    ArgumentError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    DestinationError,
-    ReshardError,
-    raise_all,
-)
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import MARKER, RECORD
 from reshard.loader.safetensors import INDEX
@@ -36,6 +29,7 @@ from reshard.tree import format_path
 from reshard.verify.digest_record import FILE, stored_record
 from reshard.verify.values import Progress, counted
 from reshard.writer import commit as committing
+from reshard.writer import documents, siblings
 from reshard.writer.arrays import (
     CACHE_BYTES,
     ItemShare,
@@ -46,14 +40,6 @@ from reshard.writer.arrays import (
     write_item,
 )
 from reshard.writer.commit import Result
-from reshard.writer.documents import (
-    documents,
-    item_record,
-    other_values,
-    read_back,
-    stored_arrays,
-    verify_hint,
-)
 from reshard.writer.job import (
     REST,
     ROOT,
@@ -67,13 +53,6 @@ from reshard.writer.job import (
 from reshard.writer.links import link_files, write_linked
 from reshard.writer.plan import ItemPlan, Plan, Share
 from reshard.writer.planning import plan
-from reshard.writer.siblings import (
-    changed_paths,
-    copy_siblings,
-    marker_texts,
-    source_state,
-    state_of,
-)
 
 # Documents that are written, or read, at once.
 _DOCUMENTS = 32
@@ -186,7 +165,7 @@ def save(
 def check_share(share: object, resume: bool, workers: object, executor: object) -> None:
     """Raises ArgumentError if a share is combined with what concerns a whole job."""
     if share is not None and (resume or workers is not None or executor is not None):
-        raise ArgumentError(
+        raise errors.ArgumentError(
             "a share cannot be combined with resume, workers or executor",
             hints=["share=(i, n) alone"],
         )
@@ -202,7 +181,7 @@ def execute(
     progress: Progress | None = None,
 ) -> Plan:
     """Writes what a plan says, whole or not at all; arguments and errors are as of `save`."""
-    raise_all(plan.errors)
+    errors.raise_all(plan.errors)
     check_workers(workers)
     shared = share is not None or workers is not None or executor is not None
     begun = _begun(plan, resume, share, shared, workers)
@@ -241,7 +220,7 @@ def execute(
                 # Digests of an earlier run are of what it read; what it wrote may have changed.
                 written = (each for part in parts.values() for each in written_of(part).values())
                 doubted = {name for each in written for name in each.digests}
-                state = functools.partial(source_state, plan.checkpoints)
+                state = functools.partial(siblings.source_state, plan.checkpoints)
                 complete(attempt, state, report, plan.overwrite, plan.verify, doubted)
     return plan
 
@@ -257,7 +236,7 @@ def _begun(
     are written; None where the job to resume is complete."""
     destination = plan.destination
     if destination is None:
-        raise ArgumentError("the destination is missing")
+        raise errors.ArgumentError("the destination is missing")
     if share is not None:
         plan.share(*share)  # is there one?
     token = job_token(plan, loaded=not shared)
@@ -279,7 +258,7 @@ def _begun(
     if then not in (None, count):
         text = f"the job of `{destination}` has {then} shares, not {count}"
         hints = [f"share=(..., ...) of {then} shares writes one of them"]
-        raise DestinationError(text, hints=hints)
+        raise errors.DestinationError(text, hints=hints)
     return Attempt(job), {} if found is None else committing.whole_parts(job, found)
 
 
@@ -290,8 +269,8 @@ def _unchanged(plan: Plan, directory: Location | None) -> Iterator[None]:
     written in a directory on a disk."""
     try:
         yield
-    except (ReshardError, OSError) as error:
-        changed = changed_paths(plan.source_state, source_state(plan.checkpoints))
+    except (errors.ReshardError, OSError) as error:
+        changed = siblings.changed_paths(plan.source_state, siblings.source_state(plan.checkpoints))
         cause = error.__cause__
         gone = Location(str(cause.filename)) if isinstance(cause, FileNotFoundError) else None
         if not changed and gone and gone.below(plan.checkpoints[0].source.root):
@@ -304,9 +283,9 @@ def _unchanged(plan: Plan, directory: Location | None) -> Iterator[None]:
         raise _source_changed(changed) from error
 
 
-def _source_changed(changed: Sequence[str], *hints: str) -> CorruptCheckpointError:
+def _source_changed(changed: Sequence[str], *hints: str) -> errors.CorruptCheckpointError:
     told = [f"`{path}`" for path in changed]
-    return CorruptCheckpointError("the source changed during the job", told, hints)
+    return errors.CorruptCheckpointError("the source changed during the job", told, hints)
 
 
 # The parts.
@@ -341,7 +320,7 @@ class ShareTask:
             if time.monotonic() >= next_look:
                 if not self.begun.exists():
                     text = f"the job that writes `{self.job.destination}` has ended"
-                    raise DestinationError(text)
+                    raise errors.DestinationError(text)
                 next_look = time.monotonic() + _LOOK_SECONDS
 
         attempt = Attempt(self.job)
@@ -374,10 +353,10 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
     job = attempt.job
     folder = job.item_directory(0) / attempt.name(REST, "files")
     exported = [file.name for item in plan.items for file in item.format.files]
-    markers = {} if exported else marker_texts(plan.checkpoints, job.destination)
+    markers = {} if exported else siblings.marker_texts(plan.checkpoints, job.destination)
     # Markers of other items have another path in them.
     copied = [sibling for sibling in plan.siblings if sibling.path not in markers]
-    described = [documents(item) for item in plan.items]
+    described = [documents.documents(item) for item in plan.items]
     texts = {
         job.path(number, name): (f"{number}.{name.replace('/', '.')}", data)
         for number, found in enumerate(described)
@@ -385,7 +364,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
     }
     if texts or copied:
         folder.make_directory()
-    files = copy_siblings(copied, folder, plan.max_memory, report)
+    files = siblings.copy_siblings(copied, folder, plan.max_memory, report)
     with concurrent.futures.ThreadPoolExecutor(_DOCUMENTS) as pool:
         list(pool.map(lambda text: (folder / text[0]).write(text[1]), texts.values()))
     files |= {path: (name, len(data)) for path, (name, data) in texts.items()}
@@ -446,7 +425,7 @@ def _entry(
     item: ItemPlan, hashes: Mapping[str, str], max_memory: int, report: Report
 ) -> dict[str, Any]:
     """What the commit is to know of an item."""
-    record = item_record(item, hashes, max_memory, report)
+    record = documents.item_record(item, hashes, max_memory, report)
     return {
         "format": item.format.format,
         "ocdbt": item.format.ocdbt,
@@ -454,7 +433,7 @@ def _entry(
         "fills": item.format.fills,
         "file_bytes": item.format.file_bytes,
         "path": str(item.ckpt.source.path),
-        "verify": verify_hint(item.ckpt.source),
+        "verify": documents.verify_hint(item.ckpt.source),
         "record": json.loads(record.dump()),
         "rewritten": {
             stored_name(h.path): (
@@ -505,14 +484,14 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         name = FILE if place.is_local else MARKER
         if any(entry.path.rpartition("/")[2] == name for entry in place.walk()):
             return False
-        raise CheckpointNotFoundError(
+        raise errors.CheckpointNotFoundError(
             f"no shares exist for `{place}`", hints=["share=(..., ...) writes one of them"]
         )
     kinds = {(p, d["job"], d["count"]) for p, found in jobs.items() for d in found.documents}
     if len(kinds) > 1:
         told = [f"`{path}`: a job of {count} shares" for path, _, count in sorted(kinds)]
         hints = [committing.restart_hint(path) for path in jobs]
-        raise DestinationError(f"several unfinished jobs exist for `{place}`", told, hints)
+        raise errors.DestinationError(f"several unfinished jobs exist for `{place}`", told, hints)
     [(directory, found)] = jobs.items()
     about = found.documents[0]
     job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])
@@ -523,7 +502,7 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     attempt = Attempt(job)
     with committing.attempted(attempt, whole=True):
         report = counted(sum(nbytes) if verify else 0, progress)
-        state = functools.partial(state_of, [*map(parse_location, rest["source"])])
+        state = functools.partial(siblings.state_of, [*map(parse_location, rest["source"])])
         complete(attempt, state, report, overwrite, verify)
     return True
 
@@ -544,7 +523,7 @@ def complete(
         now = pool.submit(state)
         parts = committing.chosen(job, look(job.directory))
         rest = parts[REST]
-        if changed := changed_paths(rest["source"], now.result()):
+        if changed := siblings.changed_paths(rest["source"], now.result()):
             raise _source_changed(changed, committing.restart_hint(job.directory))
         staged = {path: name for path, (name, _) in rest["files"].items()}
         hashes = {
@@ -575,12 +554,14 @@ def complete(
                 handles = functools.partial(_unpublished, attempt, number, entry, manifest)
                 limit = rest["max_memory"]
                 checks.append(
-                    functools.partial(read_back, handles, checked, entry["verify"], limit, report)
+                    functools.partial(
+                        documents.read_back, handles, checked, entry["verify"], limit, report
+                    )
                 )
         if wrong := [n for n, found in zip(hashes, hashed, strict=True) if found != hashes[n]]:
             text = "written values differ when read back"
             places = [f"`{job.directory / name}`" for name in wrong]
-            raise CorruptCheckpointError(text, places, [committing.OVERWRITE])
+            raise errors.CorruptCheckpointError(text, places, [committing.OVERWRITE])
     markers = [(path, files.pop(path)) for path in rest["last"]]
     markers += [(path, text.encode()) for path, text in rest["markers"].items()]
     needed = {path for document in parts.values() for path, _ in committing.needed(job, document)}
@@ -624,7 +605,7 @@ def _unpublished(
         (place / MANIFEST).write(manifest)
     parts = () if manifest is None else ("",)
     store = ArrayStore(entry["zarr3"], directory, parts, entry["fills"], manifest=place)
-    yield from stored_arrays(store, names)
+    yield from documents.stored_arrays(store, names)
 
 
 def _with_digests(entry: Mapping[str, Any], written: Sequence[Written]) -> dict[str, Any]:
@@ -647,7 +628,7 @@ def _with_digests(entry: Mapping[str, Any], written: Sequence[Written]) -> dict[
             wrong.append(told)
         arrays[name] = {**array, "digest": text}
     if short:
-        raise CorruptCheckpointError("the shares do not hold each array exactly once", short)
+        raise errors.CorruptCheckpointError("the shares do not hold each array exactly once", short)
     if wrong:
-        raise other_values(entry["path"], wrong, entry["verify"])
+        raise documents.other_values(entry["path"], wrong, entry["verify"])
     return arrays

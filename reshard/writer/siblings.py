@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from reshard.checkpoint import Checkpoint
 from reshard.engine.batches import in_groups
-from reshard.engine.budget import copy_bytes
+from reshard.engine.memory import copy_bytes
 from reshard.loader.detection import (
     ARRAYS_FOLDER,
     CHECKPOINT_FILE,

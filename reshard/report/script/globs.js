@@ -87,9 +87,8 @@ function matcher(query) {
   }
   const glob = globKeys(query);
   if (glob === null) return () => false;
-  const tops = data.steps ? folders[0].children.filter((child) => child.children) : [folders[0]];
-  let found = namedIn(tops, glob);
-  const models = tops.flatMap((top) => top.children).filter((child) => child.children && child.key === "model");
+  let found = namedIn([folders[0]], glob);
+  const models = folders[0].children.filter((child) => child.children && child.key === "model");
   if (!found.size) found = namedIn(models, glob);
   return (leaf) => found.has(leaf);
 }

@@ -27,13 +27,13 @@ WINDOW = 4
 READ_OVERHEAD = 1 << 14
 
 
-def room(max_memory: int) -> int:
+def usable(max_memory: int) -> int:
     """Bytes of `max_memory` that several boxes may take together; one may take it all. A quarter
     is left for what the allocator keeps of memory that was freed."""
     return max_memory - max_memory // 4
 
 
-def in_flight(max_memory: int, cores: int, largest: int, remote: bool = False) -> int:
+def limiter_bytes(max_memory: int, cores: int, largest: int, remote: bool = False) -> int:
     """Bytes that a job of `max_memory` bytes keeps in flight, of which one box takes `largest` at
     most: half of them, as much as keeps every core busy, or such a box while another is written. Of
     large boxes as many as there are cores: each is of few chunks, and a single core decodes one. To
@@ -42,14 +42,14 @@ def in_flight(max_memory: int, cores: int, largest: int, remote: bool = False) -
     boxes = largest * min(max(cores, 2), MOST_LARGE) if large else largest + largest // 2
     busy = IN_FLIGHT_PER_CORE * cores * (REMOTE if remote else 1)
     enough = max(min(busy, max_memory // 2), boxes)
-    return min(room(max_memory), enough)
+    return min(usable(max_memory), enough)
 
 
-def in_memory(decoding: int, buffers: int, held: int, boxes: int = 1) -> int:
+def cost_bytes(decoding: int, buffers: int, consumer: int, boxes: int = 1) -> int:
     """Bytes of memory that boxes take that are read together: while they are read, what decoding
     their chunks takes and what they are read into; then what is held for their consumer. Plans,
     batches, and the refusal of what is too large all ask this."""
-    return max(decoding + buffers + boxes * READ_OVERHEAD, held)
+    return max(decoding + buffers + boxes * READ_OVERHEAD, consumer)
 
 
 def copy_bytes(nbytes: int) -> int:
@@ -74,14 +74,14 @@ def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
 class Reservation:
     """So many bytes that are in use."""
 
-    def __init__(self, budget: "Budget", nbytes: int):
+    def __init__(self, limiter: "MemoryLimiter", nbytes: int):
         self.nbytes = nbytes
         self.is_pending = False
-        self._budget = budget
+        self._limiter = limiter
 
     def shrink(self, nbytes: int = 0) -> None:
         """Gives back all but `nbytes` of them."""
-        self._budget.used -= self.nbytes - nbytes
+        self._limiter.used -= self.nbytes - nbytes
         self.nbytes = nbytes
 
     def free_after(
@@ -95,10 +95,10 @@ class Reservation:
         or they are called at the end, in the order of these calls."""
         self.wait, self.done, self.is_ready = wait, done, is_ready
         self.is_pending = True
-        self._budget.pending.append(self)
+        self._limiter.pending.append(self)
 
 
-class Budget:
+class MemoryLimiter:
     """The bytes in flight of one job, `used` of its `limit`, and what is waited for, oldest first.
     As a context, it ends when all that was begun has ended, after an error too; what fails then is
     ignored."""
@@ -141,7 +141,7 @@ class Budget:
             self._failed = True
             raise
 
-    def __enter__(self) -> "Budget":
+    def __enter__(self) -> "MemoryLimiter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
