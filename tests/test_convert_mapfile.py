@@ -717,7 +717,7 @@ map.toml: the map cannot be used in the opposite direction
   rule 9, `^a$`: its pieces are neither numbers nor a list of regexes
   rule 10, `^a$`: `{1 + 1}` has more in it than text and `\1`
   rule 11, `^x_(\d+)/w$`: the match of group 1 is lost
-  rule 12, `^x_(\d+)/(\d+)$`: numbers are beside each other: the end of one is ambiguous
+  rule 12, `^x_(\d+)/(\d+)$`: two numbers are adjacent, so the end of the first is ambiguous
   rule 13, `^x_(\d+)/`: `x\1` does not end as the regex does, with a slash
   rule 14, `^x_(\d+)$`: the paths of its parts do not have the same numbers in them
   rule 15, `^x_(\d+)/w$`: `a\1` is not the number of a piece alone

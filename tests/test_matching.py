@@ -20,9 +20,7 @@ from reshard.restore import matching
 from reshard.restore.matching import Mismatch, TargetLeaf, match, mismatch_error
 
 STORE: Any = None  # which nothing here reads
-SOURCE = Source(
-    *(pathlib.Path("run"), "item", False, "", "", (), ()), store=STORE, metadata={}, described=True
-)
+SOURCE = Source(pathlib.Path("run"), "item", store=STORE, metadata={}, metadata_apart=True)
 
 
 def handle(path, shape=(), dtype="float32", value_type="jax.Array", key_impl=None):

@@ -398,7 +398,7 @@ def _undone_each(kind: Each) -> Each:
             raise TreeMismatchError("`pad` lacks `from`, the size before it")
         return dataclasses.replace(kind, undo=not kind.undo)
     if isinstance(kind, ops.Apply):
-        raise TreeMismatchError(f"what `{kind.name}` makes cannot be inverted")
+        raise TreeMismatchError(f"the operation `{kind.name}` has no inverse")
     if isinstance(kind, Reshaped):
         if kind.before is None:
             raise TreeMismatchError("`reshape` lacks `from`, the shape before it")

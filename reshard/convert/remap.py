@@ -59,7 +59,7 @@ def remap(
     if differing := result.map.not_zero(leaves):
         constants = result.map.must_be_zero
         raise TreeMismatchError(
-            f"{rules.name}: leaves that the map leaves out are not what it would fill them with",
+            f"{rules.name}: leaves that the map drops differ from its fill values",
             [f"{format_path(path)}: not {constants[path].fill}" for path in differing],
         )
     made: dict[Path, Leaf] = {}

@@ -342,7 +342,7 @@ class PathTemplate(NamedTuple):
             return whole_path("".join(map(str, self.pieces)))
         plain = ("0" if isinstance(piece, Group) else piece for piece in self.pieces)
         if any(a[-1:].isdecimal() and b[:1].isdecimal() for a, b in itertools.pairwise(plain)):
-            raise ValueError("numbers are beside each other: the end of one is ambiguous")
+            raise ValueError("two numbers are adjacent, so the end of the first is ambiguous")
         text, known = "^", []
         for piece in self.pieces:
             if isinstance(piece, str):
