@@ -480,7 +480,7 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     )
     ran = convert(run, "--emit-map", "refused.toml", "--drop", "params/Dense_1/bias")
     assert ran.status == 2
-    assert "hint: --map refused.toml, once each `TODO` in it is replaced: all else" in ran.err
+    assert "hint: --map refused.toml, after you replace each `TODO` in it" in ran.err
     assert "\ninit = ['TODO outer/bias', 'dr" in (folder / "refused.toml").read_text()
     todo = run("convert", "run/1", "out", *TO_NNX, "--map", "refused.toml")
     assert refusal(todo).startswith("Error: refused.toml: `TODO` must be replaced\n  line ")
@@ -492,7 +492,7 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     (folder / "alone.toml").write_text(re.sub("init = .*\n", "", EMITTED))
     ran = run("convert", "run/1", "alone", "--to", "nnx", "--map", "alone.toml")
     assert done(ran).splitlines()[-2:] == [
-        "note     there is no model, so only the source was checked against the map",
+        "note     without a model, only the source was checked against the map",
         "wrote alone",
     ]
     assert by_path(load("alone/default")) == made

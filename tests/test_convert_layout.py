@@ -507,9 +507,7 @@ def test_arrays_may_be_abstract(opened, cases):
 # Made-up trees
 
 STORE: Any = None  # which nothing here reads
-SOURCE = Source(
-    pathlib.Path("run"), "item", False, "", "", (), (), store=STORE, metadata={}, described=True
-)
+SOURCE = Source(pathlib.Path("run"), "item", store=STORE, metadata={}, metadata_apart=True)
 OTHERS = {"None": None, "{}": {}, "text": "text"}
 
 
@@ -714,9 +712,7 @@ def apart(part, layout=""):
 AS_PARAMS = 'reshard.rename(ckpt, [("^model/", "params/")])'
 BELOW_MODEL = "Linen's parameters below `model`"
 NO_MODEL = "the tree has no array below a key, so it holds no model"
-NEITHER = (
-    "there is the state of an optimizer, but neither `params` nor `model`\n  at the top there is"
-)
+NEITHER = "the tree holds optimizer state, but neither `params` nor `model`\n  at the top there is"
 BARE = "encoder/kernel decoder/kernel"
 VALUES_ONLY = "encoder/kernel/value encoder/bias/value"
 TRACE = "model/w opt_state/trace/w"

@@ -208,7 +208,7 @@ def test_missing_steps_and_items(saved, two_trees):
 
 def deleted(step, item):
     """What is said of an item whose deletion has not ended, and how to end it."""
-    what = "`_CHECKPOINT_DELETION` beside it records an unfinished deletion"
+    what = "`_CHECKPOINT_DELETION` next to it records an unfinished deletion"
     call = f'orbax.checkpoint.experimental.v1.delete("{step}", checkpointable_name="{item}")'
     return f"`{step}/{item}` is being deleted: {what}\n\n", f"hint: {call} finishes the deletion"
 
@@ -311,7 +311,7 @@ def test_a_tree_without_its_arrays(data):
     path = data / "orbax-0.2.7" / "ocdbt_False"
     not_a_format(
         f"`{path}/checkpoint` holds a tree whose arrays are in other files. Orbax 0.2 and "
-        "Flax wrote such files, which are recognised but not read\n\n"
+        "Flax wrote such files, which `reshard` does not read\n\n"
         "hint: restore it with the program that saved it, and save it with Orbax",
         path,
     )

@@ -95,12 +95,11 @@ REFUSED = {
     ),
     **dict.fromkeys(
         ["s3:/bucket/run", "gs:/bucket", *map(pathlib.Path, ["gs://bucket/a", "s3://bucket/a"])],
-        "`{0}` looks like a URL, but is not one\n\n"
-        "hint: {1}://{2}, as text\nhint: ./{0}, if it is a path",
+        "`{0}` is not a valid URL\n\nhint: {1}://{2}, as text\nhint: ./{0}, if it is a path",
     ),
-    "S3://bucket/Run": "`S3://bucket/Run` looks like a URL, but is not one\n\n"
+    "S3://bucket/Run": "`S3://bucket/Run` is not a valid URL\n\n"
     "hint: s3://bucket/Run, as text\nhint: ./S3://bucket/Run, if it is a path",
-    "file:/runs/1": "`file:/runs/1` looks like a URL, but is not one\n\n"
+    "file:/runs/1": "`file:/runs/1` is not a valid URL\n\n"
     "hint: file:///runs/1, as text\nhint: ./file:/runs/1, if it is a path",
 }
 

@@ -20,9 +20,7 @@ from reshard.restore import matching
 from reshard.restore.matching import Mismatch, TargetLeaf, match, mismatch_error
 
 STORE: Any = None  # which nothing here reads
-SOURCE = Source(
-    *(pathlib.Path("run"), "item", False, "", "", (), ()), store=STORE, metadata={}, described=True
-)
+SOURCE = Source(pathlib.Path("run"), "item", store=STORE, metadata={}, metadata_apart=True)
 
 
 def handle(path, shape=(), dtype="float32", value_type="jax.Array", key_impl=None):
@@ -402,6 +400,14 @@ def test_a_hinted_rename_supplies_all_missing_leaves(tree, data):
         assert all(problem.what == "unexpected" for problem in problems)
         # What was found before is the same leaf.
         assert all(one in (None, other) for one, other in zip(found.values(), after, strict=True))
+
+
+def test_no_hint_has_more_than_a_few_renames():
+    wanted = [(f"m{i}", "a", "w") for i in range(9)]
+    leaves = [array(path, (3,)) for path in wanted]
+    ckpt = saved({(top, "b", "w"): ((3,), "float32") for top, *_ in wanted})
+    assert rename_hints(leaves, ckpt) == []
+    assert len(rename_hints(leaves[:8], reshard.select(ckpt, drop="m8/**"))) == 1
 
 
 def test_matching_grows_with_the_leaves():

@@ -191,7 +191,7 @@ def test_a_job_that_was_stopped_is_refused_resumed_or_begun_anew(sources, expect
             save(source, out)
         who = f"process {document['owner']['pid']} on {document['owner']['host']}"
         lines = str(error.value).splitlines()
-        assert lines[0] == f"a stopped job left finished parts for `{out}`"
+        assert lines[0] == f"a stopped job left finished shares of `{out}`"
         assert lines[1].startswith(f"  {who}, since {document['since']}: ")
         assert lines[-2:] == [
             "hint: resume=True continues it",

@@ -144,7 +144,7 @@ def test_a_job_of_workers_that_is_killed(project, number):
         status, text = reshard_ended(begun("out", "--workers", "2"))
         assert (status, text.splitlines()[0]) == (
             2,
-            f"Error: a stopped job left finished parts for `{out}`",
+            f"Error: a stopped job left finished shares of `{out}`",
         )
         assert text.endswith("\nhint: --resume continues it\nhint: --overwrite starts again")
     assert reshard_ended(begun("out", "--workers", "3", "--resume")) == (0, "")

@@ -302,7 +302,7 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     refused(reshard.ArgumentError, text, save, source, out, workers=0)
     assert [*tmp_path.iterdir()] == []
     write(source, out, [1], 2)
-    text = f"^a stopped job left finished parts for `{out}`\n"
+    text = f"^a stopped job left finished shares of `{out}`\n"
     with pytest.raises(reshard.DestinationExistsError, match=text):
         save(source, out)
     text = "a share cannot be combined with resume, workers or executor\n\n"
@@ -415,7 +415,7 @@ def test_a_job_of_an_executor_that_fails_is_resumed(jobs, tmp_path, monkeypatch)
         done = {int(file.stem) for file in left.rglob("*.json") if file.stem.isdigit()}
         told = f"{len(done)} of {document['count']} shares are complete, and stay in `{left}`: "
         assert error.__notes__ == [f"{told}resume=True continues it"]
-        with pytest.raises(reshard.DestinationExistsError, match="left finished parts"):
+        with pytest.raises(reshard.DestinationExistsError, match="left finished shares"):
             save(source, out, executor=thread)
         begun[:] = [None] * 3
         save(source, out, executor=thread, workers=40, resume=True)

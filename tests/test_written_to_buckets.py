@@ -192,7 +192,7 @@ def complete(url):
 def unfinished(url):
     """What is said of a job that was stopped, less who wrote it."""
     return (
-        f"a stopped job left finished parts for `{url}`\n  WRITER\n\n"
+        f"a stopped job left finished shares of `{url}`\n  WRITER\n\n"
         "hint: resume=True continues it\nhint: overwrite=True starts again"
     )
 

@@ -377,7 +377,7 @@ def _made(
         {path: made[path] for path in order}, notes=[*notes, *warnings], retyped=True
     )
     if any(leaf.key_impl for leaf in result.arrays):
-        result = result.with_source(described=True)
+        result = result.with_source(metadata_apart=True)
     default = "nnx-state" if to == "nnx" else "linen-variables"
     kind = "nnx-model" if decided.prefix else default if target is None else target.layout.kind
     if layout.api == "nnx":

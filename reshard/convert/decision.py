@@ -631,7 +631,7 @@ class Ledger:
         names = {saved: path for path, saved in model_names.items()}
         made = _made(optimizer.map)
         if self._target is None:
-            self.notes.append("there is no model, so only the source was checked against the map")
+            self.notes.append("without a model, only the source was checked against the map")
         elif self.prefix and made:
             self.notes.append(
                 f"the model has no optimizer: {len(made)} leaves of optimizer state are below "

@@ -24,13 +24,13 @@ from reshard.tree import Path, as_python, format_glob, format_key, format_path
 KINDS = {
     "linen-variables": "collections at the top: `params`, `batch_stats`, ...",
     "linen-params": "the contents of `params` alone",
-    "linen-train-state": "`params` beside `opt_state` or `step`, or all variables below `params`",
-    "maxtext": "a train state, and below `nnx_aux` what only NNX has",
+    "linen-train-state": "`params` next to `opt_state` or `step`, or all variables below `params`",
+    "maxtext": "a train state, with NNX's other leaves below `nnx_aux`",
     "nnx-state": "`nnx.state(model)`, or a module: a `value` level under each variable",
     "nnx-pure-dict": "`nnx.to_pure_dict(nnx.state(model))`",
     "nnx-optimizer": "`nnx.Optimizer`: `opt_state` and `step`",
     "nnx-model-and-optimizer": "`nnx.ModelAndOptimizer`: `model`, `opt_state` and `step`",
-    "nnx-model": "a state below `model`, perhaps beside `optimizer`",
+    "nnx-model": "a state below `model`, with or without `optimizer`",
 }
 OPTIMIZERS = ("opt_state", "optimizer", "opt", "optimizer_state")
 COLLECTIONS = frozenset(
@@ -350,7 +350,7 @@ def _decide_optimizer(
     if top.keys() - {"opt_state", "step"}:
         above = "model/" if proofs["nnx"] else "params/"
         raise TreeMismatchError(
-            "there is the state of an optimizer, but neither `params` nor `model`",
+            "the tree holds optimizer state, but neither `params` nor `model`",
             [f"at the top there is {_named(*((key,) for key in top))}"],
             [f"reshard.rename(ckpt, {as_python([(_beginning(key), above)])})" for key in others],
         )
@@ -516,11 +516,8 @@ def _check_variables(params: _Node, beside: _Training) -> None:
     paths = _named(*(("params", name) for name in sorted(others)))
     modules, collections = 'layout="linen-variables"', 'layout="linen-train-state"'
     if beside.names:  # both are train states
-        names = "|".join(re.escape(format_key(name)) for name in sorted(params))
-        modules, collections = (
-            f"reshard.rename(ckpt, {as_python([rule])})"
-            for rule in (("^params/", "params/params/"), (f"^params/({names})/", r"\1/"))
-        )
+        modules = 'reshard.rename(ckpt, [("^params/", "params/params/")])'
+        collections = 'reshard.rename(ckpt, [("^params/", "")])'
     raise TreeMismatchError(
         "the keys below `params` may be modules or collections",
         [

@@ -101,7 +101,7 @@ def check_tasks(
         raise
     here = _release(())
     if there != here:
-        problem = f"there it is {there}, here it is {here}"
+        problem = f"the workers have {there}, this process has {here}"
         raise ArgumentError("the executor's workers have another version of reshard", [problem])
 
 

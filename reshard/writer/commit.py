@@ -122,7 +122,7 @@ def begin(
             hints = [restart_hint(path) if shared else OVERWRITE]
             raise DestinationError(text, [*problems, *writers(foreign)], hints)
         if not (goes_on or overwrite) and (found.parts or not (path.is_local or not found.sizes)):
-            text = f"a stopped job left finished parts for `{destination}`"
+            text = f"a stopped job left finished shares of `{destination}`"
             raise DestinationExistsError(text, writers(found.documents), [RESUME, OVERWRITE])
         if goes_on and found.documents and not foreign:
             start = path, found, frozenset[str]()

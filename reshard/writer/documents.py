@@ -50,7 +50,7 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
         detection.TREE_FILE: _tree(ckpt, item.format),
         detection.SHARDING_FILE: _shardings(ckpt),
     }
-    if ckpt.source.described:
+    if ckpt.source.metadata_apart:
         found[f"{detection.ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
     if strings:
         found[detection.STRINGS_FILE] = strings
@@ -65,7 +65,7 @@ def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
             "key_metadata": [
                 {"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path
             ],
-            "value_metadata": _value(leaf, ckpt.source.described),
+            "value_metadata": _value(leaf, ckpt.source.metadata_apart),
         }
     document = {"tree_metadata": entries, **ckpt.source.metadata}
     store = ckpt.source.store

@@ -250,7 +250,9 @@ def _unlike(ckpt: Checkpoint, like: location.Location | None) -> Iterator[errors
             problems.append(f"mismatch: {name} is {text}, and {list(shape)} in `{like}`")
     if problems:
         hints = ["reshard.rename(ckpt, [(..., ...)])", "reshard.select(ckpt, drop=[...])"]
-        yield errors.TreeMismatchError(f"the tensors are not those of `{like}`", problems, hints)
+        yield errors.TreeMismatchError(
+            f"the tensors differ from those of `{like}`", problems, hints
+        )
 
 
 def _is_copied(name: str) -> bool:
