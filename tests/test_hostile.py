@@ -1114,7 +1114,7 @@ def test_links_and_pipes_in_place_of_a_temporary_record(tmp_path, base, what):
     assert not begun.exists()
 
 
-@pytest.mark.parametrize("name", ["rest.json", "0.json", "0._METADATA", "0._sharding"])
+@pytest.mark.parametrize("name", ["unshared.json", "0.json", "0._METADATA", "0._sharding"])
 @pytest.mark.parametrize("what", ["link", "pipe"])
 def test_unfinished_jobs_with_links_and_pipes(tmp_path, base, what, name):
     """Their parts are written again: nothing outside is written, and nothing waited for."""

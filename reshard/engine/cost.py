@@ -135,7 +135,7 @@ def first_cell(handle: ArrayHandle) -> Box:
 
 
 def decoded_together(handles: Sequence[ArrayHandle]) -> Decoded:
-    """The largest cost of decoding one box of each array together. All have the same grid of boxes."""
+    """The largest cost of decoding one box of each array together. All have one grid of boxes."""
     if len(handles) == 1 and not isinstance(handles[0].data, Derived):
         return total(chunks_of(handles[0], first_cell(handles[0])))
     # Layers that are stacked may be in chunks of any sizes.

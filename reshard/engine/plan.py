@@ -136,7 +136,7 @@ class ArrayPlan:
     linked: bool = False
 
     @property
-    def moved(self) -> bool:
+    def verbatim(self) -> bool:
         """Whether stored chunks are copied or shared without decoding."""
         return self.box is None
 
@@ -167,7 +167,7 @@ class ArrayPlan:
     @property
     def bytes_written(self) -> int:
         """Stored bytes written: exact if chunks are copied verbatim, otherwise an estimate."""
-        if self.moved:
+        if self.verbatim:
             return 0 if self.linked else self.layout.stored_bytes
         return round(self.decoded_bytes * self.layout.encoded_ratio)
 
@@ -195,7 +195,7 @@ def co_read(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
     verbatim."""
     groups: dict[Hashable, list[ArrayPlan]] = {}
     for number, array in enumerate(arrays):
-        if not array.moved:
+        if not array.verbatim:
             alone = array.serial or array.layout.co_read == 1
             key = number if alone else (array.layout.group, array.box)
             groups.setdefault(key, []).append(array)

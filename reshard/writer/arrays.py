@@ -46,7 +46,7 @@ CACHE_BYTES = 4 << 20
 
 
 class BoxRange(NamedTuple):
-    """The boxes, from one number to another, of arrays that are read together. Without `stop`, all."""
+    """Boxes, from one number to another, of arrays that are read together. Without `stop`, all."""
 
     arrays: Sequence[tuple[ArrayHandle, ArrayPlan]]
     start: int = 0
@@ -220,7 +220,7 @@ def _write_databases(
     problems = [f"`{directory / file}` is missing" for file in files - sizes.keys()]
     # A chunk that holds only the fill value may be absent on a disk.
     missing = _key_count(share) - (sum(databases.values()) if ocdbt else len(sizes))
-    if missing and not share.format.fills:
+    if missing and not share.format.omits_fill:
         problems.append(f"{missing} chunks are missing")
     _check_written(problems)
     sync(directory, sizes)
@@ -326,7 +326,7 @@ class Target:
     def _open(self, store: ts.KvStore, handle: ArrayHandle, array: ArrayPlan) -> ts.TensorStore:
         """An array of the destination, whose metadata are written separately."""
         metadata = self._format.metadata(handle, array.chunk)
-        options = {"store_data_equal_to_fill_value": not self._format.fills}
+        options = {"store_data_equal_to_fill_value": not self._format.omits_fill}
         spec = array_spec(self._format.driver, metadata, **options)
         below = store / f"{stored_name(handle.path)}/"
         return ts.open(spec, kvstore=below, context=self._context).result()

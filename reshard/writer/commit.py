@@ -31,8 +31,8 @@ from reshard.storage.ocdbt import MANIFEST, PROCESS, value_files
 from reshard.tree import as_python, shell_quoted
 from reshard.units import format_runs
 from reshard.writer.job import (
-    REST,
     ROOT,
+    UNSHARED,
     Attempt,
     Found,
     Job,
@@ -210,10 +210,10 @@ def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
     range for an array job."""
     whole = whole_parts(job, found)
     missing = [number for number in range(job.count) if str(number) not in whole]
-    if missing or REST not in whole:
-        numbers = sorted({*missing} if REST in whole else {*missing, 0})
+    if missing or UNSHARED not in whole:
+        numbers = sorted({*missing} if UNSHARED in whole else {*missing, 0})
         problems = [f"missing: {format_runs(numbers)}"]
-        if REST not in whole:
+        if UNSHARED not in whole:
             problems.append("share 0, which also writes documents and other items, is not finished")
         problems += [f"begun: {line}" for line in writers(found.begun)]
         count = len(numbers)
@@ -247,18 +247,18 @@ def attempted(attempt: Attempt, whole: bool = False) -> Iterator[None]:
             attempt.abandon()
         if whole:
             with contextlib.suppress(ReshardError, OSError):
-                _note_rest(attempt, error)
+                _note_parts(attempt, error)
         raise
     if not whole:
         with contextlib.suppress(ReshardError):  # what it has done stands
             attempt.end()
 
 
-def _note_rest(attempt: Attempt, error: BaseException) -> None:
+def _note_parts(attempt: Attempt, error: BaseException) -> None:
     """Adds a note to the error that has ended a job: which parts are left."""
     job = attempt.job
     found = look(job.directory)
-    count = sum(part != REST for part in found.parts)
+    count = sum(part != UNSHARED for part in found.parts)
     begun = [d for d in found.begun if has_ended(d["owner"]) is not True]
     others = begun or found.tokens - {attempt.token}
     if job.directory.is_local and not others and (job.count == 1 or not count):

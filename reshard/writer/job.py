@@ -6,9 +6,9 @@ its token:
 
     ITEM/ocdbt.process_TOKEN/begun.json    who writes, while it writes
     ITEM/ocdbt.process_TOKEN/3.json        share 3 is written: its databases, files and digests
-    ITEM/ocdbt.process_TOKEN/rest.json     the unshared part is written: documents, other items
+    ITEM/ocdbt.process_TOKEN/unshared.json     the unshared part is written: documents, other items
     ITEM/ocdbt.process_TOKEN3x0/           a database of share 3
-    ITEM/ocdbt.process_TOKENrestxfiles/    files that get their names with the commit
+    ITEM/ocdbt.process_TOKENunsharedxfiles/    files that get their names with the commit
     ITEM/ocdbt.process_TOKENrootx/         nodes of the root's B-tree, by an attempt to commit
 
 So two attempts at one share do no harm: the commit takes one of them.
@@ -39,7 +39,7 @@ from reshard.tree import shell_quoted
 from reshard.writer.arrays import Written
 from reshard.writer.plan import ItemPlan, Plan
 
-BEGUN, REST, ROOT = "begun", "rest", "root"
+BEGUN, UNSHARED, ROOT = "begun", "unshared", "root"
 _TOKEN = rf"{re.escape(PROCESS)}([0-9a-f]{{16}})"
 _OWN = re.compile(rf"(?:.*/)?{_TOKEN}[^/]*/.+", re.DOTALL)
 _DOCUMENT = re.compile(rf"(?:.*/)?{_TOKEN}/(\w+)\.json", re.DOTALL)
