@@ -245,8 +245,7 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
         keys = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{list(data.shape)} is not the shape of PRNG keys `{impl}`, as recorded",
-            [str(error)],
+            f"{list(data.shape)} is not the shape of PRNG keys `{impl}`, as recorded", [str(error)]
         ) from error
     if keys.sharding == sharding:
         return keys
