@@ -708,7 +708,7 @@ def test_everything_at_once(plain, target):
     del target["name"]
     assert refused(path, target) == (
         f"`{path}` {HEAD}: 4 missing from it, 3 that the target lacks, 1 of another kind, "
-        "1 of another shape, 1 of another dtype, 1 without a place to go\n"
+        "1 of another shape, 1 of another dtype, 1 without a usable sharding\n"
         "  extra  a Python int: missing\n"
         "  note  a Python str: missing\n"
         "  parameters/head/bias  bfloat16[32]: missing\n"
@@ -966,7 +966,7 @@ def test_an_abstract_mesh_is_the_one_in_context(plain, explicit):
     arrays = [x for x in jax.tree.leaves(target) if isinstance(x, jax.ShapeDtypeStruct)]
     assert len(arrays) == 8
     text = refused(path, target)
-    assert text.startswith(f"`{path}` {HEAD}: 8 without a place to go\n")
+    assert text.startswith(f"`{path}` {HEAD}: 8 without a usable sharding\n")
     assert text.count("its sharding is on an AbstractMesh, which has no devices") == 8
     with jax.set_mesh(on):
         got = reshard.restore(path, target)

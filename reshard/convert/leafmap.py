@@ -239,9 +239,15 @@ class LeafMap:
         return LeafMap({**values, **self.must_be_zero}, origin, (), must_be_zero)
 
     def bind(self, leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
-        """The leaves after, of those before. Reads nothing but what padding has added. Raises
-        TreeMismatchError: arrays that cannot become one, or padding that is no padding any more."""
+        """The leaves after, of those before. Reads only padding and leaves that must hold the
+        constant of a rule. Raises TreeMismatchError: arrays that cannot become one, or other values
+        in one of these places."""
         names, made = names_of(self), {}
+        fills = {path: value.fill for path, value in self.must_be_zero.items()}
+        wrong = [p for p, n in fills.items() if n is not None and not _holds(leaves[p], n)]
+        if wrong:
+            problems = [f"{format_path(path)}: not {fills[path]}" for path in wrong]
+            raise TreeMismatchError("leaves that the map drops differ from its fill values", problems)
 
         def bound(value: Value) -> Leaf:
             if isinstance(value, Source):
@@ -264,16 +270,9 @@ class LeafMap:
         return found
 
     def not_zero(self, leaves: Mapping[Path, Leaf]) -> list[Path]:
-        """Of the leaves before that must be zeros, or another constant, those that are not. Reads
-        them."""
-        found = []
-        for path, constant in self.must_be_zero.items():
-            leaf = leaves[path]
-            if isinstance(leaf, ArrayHandle):
-                values, expected = leaf.read(), np.array(constant.fill or 0).astype(leaf.dtype)
-                if values.tobytes() != np.broadcast_to(expected, values.shape).tobytes():
-                    found.append(path)
-        return found
+        """Of the leaves before that must be zeros, those that are not. Reads them."""
+        zeros = [path for path, value in self.must_be_zero.items() if value.fill is None]
+        return [path for path in zeros if not _holds(leaves[path], 0)]
 
     def sequence(self) -> list[Row]:
         """Rows that make this map one after another, as rules of a map file are applied: leaves in
@@ -454,6 +453,14 @@ def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
                 names[key] = name
             held.add(names[key])
     return names
+
+
+def _holds(leaf: Leaf, number: float) -> bool:
+    """Whether all values of a leaf are a number. Reads it. Other leaves than arrays hold any."""
+    if not isinstance(leaf, ArrayHandle):
+        return True
+    values, expected = leaf.read(), np.array(number).astype(leaf.dtype)
+    return values.tobytes() == np.broadcast_to(expected, values.shape).tobytes()
 
 
 def _check_padding(handle: ArrayHandle, crop: Crop) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, cast
 
+from reshard import tree
 from reshard.arrays import operations as ops
 from reshard.arrays.boxes import Shape, from_front
 from reshard.convert.align import listed
@@ -21,7 +22,7 @@ from reshard.convert.replacement import (
     whole_path,
 )
 from reshard.errors import ArgumentError, TreeMismatchError
-from reshard.tree import Path, compile_glob, format_path, glob_text, named_by, nearest, split_path
+from reshard.tree import Path, format_path
 
 Parts = Literal["split", "unstack", "copies"]
 Whole = Literal["concat", "stack", "equal"]
@@ -466,11 +467,11 @@ def apply_map(
         another, pieces that are missing, operations that do not fit, numbers that are none: all of
         them, by rule.
     """
-    tree = _Tree(leaves, list(map(format_path, left_out)), rules.keeps)
+    leaves_now = _Tree(leaves, list(map(format_path, left_out)), rules.keeps)
     for rule in rules.rules:
-        tree.apply(rule)
-    tree.ignore(rules.ignored)
-    return tree.result(rules)
+        leaves_now.apply(rule)
+    leaves_now.ignore(rules.ignored)
+    return leaves_now.result(rules)
 
 
 def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
@@ -584,10 +585,10 @@ class _Tree:
 
     def under(self, globs: Sequence[str]) -> list[tuple[_Leaf, str]]:
         """The leaves that globs name, with the first that does."""
-        leaves = {glob_text(self.path(leaf)): leaf for leaf in self.here.values() if globs}
+        leaves = {tree.glob_text(self.path(leaf)): leaf for leaf in self.here.values() if globs}
         found: dict[str, str] = {}
         for glob in globs:
-            for text in named_by(leaves, glob):
+            for text in tree.named_by(leaves, glob):
                 found.setdefault(text, glob)
         return [(leaf, found[text]) for text, leaf in leaves.items() if text in found]
 
@@ -786,7 +787,7 @@ class _Tree:
                 self.hints.append(f"`{source}` is `{leaf.text}` by rule {leaf.last.number}")
                 return
         plain = "".join(c for c in pattern.literal or pattern.text if c not in r"\^$*+?()|[]{}")
-        near = nearest(plain, (tuple(text.split("/")) for text in self.here))
+        near = tree.nearest(plain, (tuple(text.split("/")) for text in self.here))
         self.hints += [f"the nearest leaf to `{pattern.text}` is `{name}`" for name in near[:1]]
 
     def problem(self, rule: Rule, where: str, text: str) -> None:
@@ -800,7 +801,7 @@ class _Tree:
             self.check_tree(last, paths)
         for leaf, glob in self.under((*rules.initial, *rules.optional)):
             # What is in a module of that name may be made: the target may have a leaf of it, too.
-            exact = compile_glob(glob).fullmatch(glob_text(self.path(leaf)))
+            exact = tree.compile_glob(glob).fullmatch(tree.glob_text(self.path(leaf)))
             if leaf.last is not None and exact:
                 self.problem(leaf.last, leaf.text, f"`init` has `{glob}`, but it is made here")
         if self.keeps and (left := [leaf.text for leaf in last if leaf.last is None]):
@@ -822,7 +823,7 @@ class _Tree:
         if leaf.last is None and leaf.source is not None:
             return leaf.source
         try:
-            return split_path(leaf.text)
+            return tree.split_path(leaf.text)
         except ArgumentError as error:
             problem = f"{leaf.last}: {error.summary}"
             if problem not in self.problems:
@@ -831,17 +832,9 @@ class _Tree:
 
     def check_tree(self, leaves: Sequence[_Leaf], paths: Sequence[Path]) -> None:
         """Finds leaves that would be in one place or below each other."""
-        at: dict[Path, _Leaf] = {}
-        for leaf, path in zip(leaves, paths, strict=True):
-            other = at.setdefault(path, leaf)
-            if other is not leaf:
-                self.problems.append(
-                    f"{other.last or leaf.last}: {other.text} and {leaf.text} are one path"
-                )
-        for leaf, path in zip(leaves, paths, strict=True):
-            for depth in range(1, len(path)):
-                above = at.get(path[:depth])
-                if above is not None and (rule := leaf.last or above.last) is not None:
-                    self.problems.append(
-                        f"{rule}: {leaf.text} would be below the leaf {above.text}"
-                    )
+        for other, leaf, above in tree.overlaps(zip(leaves, paths, strict=True)):
+            problem = f"{other.text} and {leaf.text} are one path"
+            if above:
+                problem = f"{leaf.text} would be below the leaf {other.text}"
+            if rule := leaf.last or other.last if above else other.last or leaf.last:
+                self.problems.append(f"{rule}: {problem}")

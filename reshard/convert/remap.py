@@ -56,12 +56,6 @@ def remap(
         problems += ["a list and a dict in one place have keys of the same text"]
     if problems:
         raise TreeMismatchError(f"{rules.name}: the map does not make a tree", problems)
-    if differing := result.map.not_zero(leaves):
-        constants = result.map.must_be_zero
-        raise TreeMismatchError(
-            f"{rules.name}: leaves that the map drops differ from its fill values",
-            [f"{format_path(path)}: not {constants[path].fill}" for path in differing],
-        )
     made: dict[Path, Leaf] = {}
     for path, leaf in result.map.bind(leaves).items():
         was = next(iter(sources_of(result.map.values[path])), path)

@@ -21,25 +21,26 @@ from typing import Any, NamedTuple
 
 from reshard.tree import format_path, glob_key, split_path
 
-_WHOLE = re.compile(r"\^((?:[^\\.^$*+?{}\[\]|()]|\\[^a-zA-Z0-9])*)\$")
+_WHOLE_PATH = re.compile(r"\^((?:[^\\.^$*+?{}\[\]|()]|\\[^a-zA-Z0-9])*)\$")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _BRACES = re.compile(r"\{\{|\}\}|\{(?P<sum>[^{}]*)\}|[{}]")
 _REFERENCE = re.compile(r"\\(?:g<(\w+)>|(\d+))")
-# What arithmetic may be made of, and its characters: as deep as it can be nested.
-_OPERATORS = {
+# What arithmetic on whole numbers, and on all numbers, may be made of.
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Div: operator.truediv,
-    ast.Pow: lambda base, exponent: _power(base, exponent),
 }
-_ARITHMETIC = (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub, ast.BinOp)
-_WHOLE_ARITHMETIC = (*_ARITHMETIC, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+_WHOLE = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+_WHOLE += (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub, ast.BinOp)
+_ALL = (*_WHOLE, ast.Div, ast.Pow)
 # Of a whole number that is computed: floats hold all up to it.
 _LARGEST = 1 << 53
-_MAX_ARITHMETIC = 200
+# Characters of an expression: as deep as it can be nested.
+_MAX_EXPRESSION = 200
 # What templates are made of: groups, and texts.
 _PATTERN = re.compile(r"(\(\\d\+\))|\\([1-9]\d?)|\\([^a-zA-Z0-9])|([^\\.^$*+?{}\[\]|()])")
 _REPLACEMENT = re.compile(r"\\(?:g<([1-9]\d?)>|([1-9]\d?))|(\\)\\|([^\\]+)")
@@ -88,7 +89,7 @@ class Pattern:
 
 def parse_pattern(text: str) -> Pattern:
     """A pattern from the text of a regex. Raises ValueError: it is no regex."""
-    whole = _WHOLE.fullmatch(text)
+    whole = _WHOLE_PATH.fullmatch(text)
     if whole is not None:
         return Pattern(text, _ESCAPED.sub(r"\1", whole[1]))
     try:
@@ -184,32 +185,16 @@ def parse_replacement(
 def evaluate(text: str, numbers: Mapping[str, float]) -> float:
     """The value of an expression over named numbers, such as `head_dim ** -0.5`. Raises ValueError:
     it is no such expression, or it has no value."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body if len(text) <= _MAX_ARITHMETIC else None
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"`{text}` is neither a number nor an expression") from error
-    nodes = [] if tree is None else list(ast.walk(tree))
-    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
-    allowed = all(isinstance(node, (*_ARITHMETIC, *_OPERATORS)) for node in nodes)
-    if tree is None or not allowed or any(type(value) not in (int, float) for value in constants):
-        raise ValueError(f"`{text:.80}`: only `+ - * / // % **` and parentheses are allowed")
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    tree, names = _expression(text, text.strip(), _ALL, (int, float))
     if unknown := sorted(names - {*numbers}):
         raise ValueError(f"`{text}`: neither `[vars]` nor the config has `{unknown[0]}`")
     try:
         value = _evaluated(tree, numbers)
     except ArithmeticError as error:
         raise ValueError(f"`{text}` has no value: {error}") from error
-    if isinstance(value, complex) or abs(value) > _LARGEST:
+    if not abs(value) <= _LARGEST:
         raise ValueError(f"`{text}` has no value")
     return value
-
-
-def _power(base: float, exponent: float) -> float:
-    """A power, whole if both numbers are."""
-    value = math.pow(base, exponent)
-    whole = isinstance(base, int) and isinstance(exponent, int) and exponent >= 0
-    return int(value) if whole and abs(value) < _LARGEST else value
 
 
 def literal_replacement(text: str) -> Replacement:
@@ -244,20 +229,8 @@ def _arithmetic(
     text: str, regexes: Sequence[re.Pattern[str]], names: Collection[str]
 ) -> Arithmetic:
     """What is between braces; raises ValueError if it is not arithmetic over groups and names."""
-    if len(text) > _MAX_ARITHMETIC:
-        raise ValueError(f"`{{{text[:40]}...}}` is longer than {_MAX_ARITHMETIC} characters")
     source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
-    try:
-        tree = ast.parse(source, mode="eval").body
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"`{{{text}}}` is not arithmetic") from error
-    nodes = list(ast.walk(tree))
-    if not all(
-        isinstance(node, _WHOLE_ARITHMETIC) and type(getattr(node, "value", 0)) is int
-        for node in nodes
-    ):
-        raise ValueError(f"`{{{text}}}` is not arithmetic: `+ - * // %` and parentheses are all")
-    used = frozenset(node.id for node in nodes if isinstance(node, ast.Name))
+    tree, used = _expression(f"{{{text}}}", source, _WHOLE, (int,))
     for name in sorted(used - {*names}):
         group = name.removeprefix("_")
         if name == group:
@@ -271,11 +244,33 @@ def _arithmetic(
     return Arithmetic(source, tree, used)
 
 
+def _expression(
+    text: str, source: str, nodes: tuple[type, ...], constants: tuple[type, ...]
+) -> tuple[ast.expr, frozenset[str]]:
+    """The tree of an expression of these nodes, and its names. Raises ValueError: it is none."""
+    if len(text) > _MAX_EXPRESSION:
+        raise ValueError(f"`{text[:40]}...` is longer than {_MAX_EXPRESSION} characters")
+    try:
+        tree = ast.parse(source, mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"`{text}` is not arithmetic") from error
+    found = list(ast.walk(tree))
+    values = [node.value for node in found if isinstance(node, ast.Constant)]
+    if not all(isinstance(node, nodes) for node in found) or {*map(type, values)} - {*constants}:
+        more = "/ ** " if ast.Pow in nodes else ""
+        raise ValueError(f"`{text}` is not arithmetic: `+ - * {more}// %` and parentheses are all")
+    return tree, frozenset(node.id for node in found if isinstance(node, ast.Name))
+
+
 def _evaluated(node: ast.AST, names: Mapping[str, Any]) -> Any:
     match node:
-        case ast.BinOp():
-            sides = _evaluated(node.left, names), _evaluated(node.right, names)
-            return _OPERATORS[type(node.op)](*sides)
+        case ast.BinOp(left, operation, right):
+            one, other = _evaluated(left, names), _evaluated(right, names)
+            if isinstance(operation, ast.Pow):
+                value = math.pow(one, other)
+                whole = isinstance(one, int) and isinstance(other, int) and other >= 0
+                return int(value) if whole and abs(value) < _LARGEST else value
+            return _OPERATORS[type(operation)](one, other)
         case ast.UnaryOp():
             return -_evaluated(node.operand, names)
         case ast.Name():

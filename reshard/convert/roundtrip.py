@@ -9,7 +9,7 @@ trains and saves again does not carry them on.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -28,7 +28,7 @@ from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchErr
 from reshard.loader.json_documents import parse_json
 from reshard.sharding.mesh import SingleDeviceSharding, replicated
 from reshard.storage.location import checked
-from reshard.tree import MAX_KEYS, Path, format_path
+from reshard.tree import MAX_KEYS, Path, format_path, overlaps
 
 # A leaf map as JSON, and back: what a record has of it. What is read is not trusted.
 
@@ -296,23 +296,12 @@ def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
         problems += [
             f"{format_path(path)}: not in the record" for path in ckpt if path not in expected
         ]
-        if problems:
-            raise TreeMismatchError(
-                "the record of the conversion from Linen does not fit the checkpoint",
-                problems,
-                [_LINEN],
-            )
+        summary = "the record of the conversion from Linen does not fit the checkpoint"
+        _refuse(summary, problems, _LINEN)
         made = back.bind(ckpt)
         problems = [text for path, kind in kinds.items() for text in _unlike(made[path], kind)]
-        problems += [
-            f"{format_path(path)}: it was zero, but is not now" for path in back.not_zero(ckpt)
-        ]
-        if problems:
-            raise TreeMismatchError(
-                "the checkpoint differs from the result of the conversion from Linen",
-                problems,
-                [_LINEN],
-            )
+        summary = "the checkpoint differs from the result of the conversion from Linen"
+        _refuse(summary, [*problems, *_not_zero(back, ckpt)], _LINEN)
         whole = {
             path: EMPTY_LEAVES[kind] if isinstance(kind, str) else _as_recorded(made[path], kind)
             for path, kind in record.leaves.items()
@@ -340,21 +329,22 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
                 problems.append(f"{format_path(path)}: not in the record")
             elif isinstance(kind, _Array):
                 problems += _unlike(leaf, kind)
-        problems = problems or [
-            f"{format_path(path)}: it was zero, but is not now"
-            for path in record.map.not_zero(linen)
-        ]
-        if problems:
-            raise TreeMismatchError(
-                f"`{linen.source.root}` differs from the source of `{ckpt.source.root}`",
-                problems,
-                [_NNX],
-            )
+        summary = f"`{linen.source.root}` differs from the source of `{ckpt.source.root}`"
+        _refuse(summary, problems or _not_zero(record.map, linen), _NNX)
         made = record.map.bind(linen)
     made |= {path: ckpt[path] for path in record.own if path in ckpt}
     return linen.replace(
         {path: _counted_as(leaf, ckpt.get(path)) for path, leaf in made.items()}, retyped=True
     )
+
+
+def _not_zero(found: LeafMap, leaves: Mapping[Path, Leaf]) -> list[str]:
+    return [f"{format_path(p)}: it was zero, but is not now" for p in found.not_zero(leaves)]
+
+
+def _refuse(summary: str, problems: Sequence[str], hint: str) -> None:
+    if problems:
+        raise TreeMismatchError(summary, problems, [hint])
 
 
 def _counted_as(leaf: Leaf, like: Leaf) -> Leaf:
@@ -402,11 +392,10 @@ def _recorded_leaf(kind: Any) -> _Array | str:
 
 def _check_tree(paths: Collection[Path]) -> None:
     """Raises ValueError unless the paths are those of the leaves of one tree."""
-    texts = {tuple(map(str, path)) for path in paths}
-    below = [path for path in texts if any(path[:depth] in texts for depth in range(len(path)))]
-    deep = [path for path in texts if not 0 < len(path) <= MAX_KEYS]
-    if below or deep or len(texts) < len(paths):
-        places = ", ".join(sorted(map(format_path, below + deep))) or "a path occurs twice"
+    wrong = [path for _, path, _ in overlaps((path, path) for path in paths)]
+    wrong += [path for path in paths if not 0 < len(path) <= MAX_KEYS]
+    if wrong:
+        places = ", ".join(sorted(map(format_path, wrong)))
         raise ValueError(f"its leaves are not those of one tree: {places:.200}")
 
 

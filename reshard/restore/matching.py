@@ -260,7 +260,7 @@ def mismatch_error(
         "shape": "of another shape",
         "dtype": "of another dtype",
         "kept": "kept without a value",
-        "sharding": "without a place to go",
+        "sharding": "without a usable sharding",
         "x64": "wider than JAX allows by default",
     }
     count = collections.Counter(problem.what for problem in problems)
