@@ -1487,7 +1487,7 @@ the keys below `params` may be modules or collections
   collections: the parameters are `params/params`, and none are in `params/head`
 
 hint: reshard.rename(ckpt, [("^params/", "params/params/")]), if they are modules
-hint: reshard.rename(ckpt, [("^params/(head|params)/", r"\\1/")]), if they are collections"""
+hint: reshard.rename(ckpt, [("^params/", "")]), if they are collections"""
         )
     names = {"reshard": reshard, "ckpt": reshard.open(source)}
     one, other = (eval(hint.partition(", if")[0], names) for hint in error.hints)

@@ -516,11 +516,8 @@ def _check_variables(params: _Node, beside: _Training) -> None:
     paths = _named(*(("params", name) for name in sorted(others)))
     modules, collections = 'layout="linen-variables"', 'layout="linen-train-state"'
     if beside.names:  # both are train states
-        names = "|".join(re.escape(format_key(name)) for name in sorted(params))
-        modules, collections = (
-            f"reshard.rename(ckpt, {as_python([rule])})"
-            for rule in (("^params/", "params/params/"), (f"^params/({names})/", r"\1/"))
-        )
+        modules = 'reshard.rename(ckpt, [("^params/", "params/params/")])'
+        collections = 'reshard.rename(ckpt, [("^params/", "")])'
     raise TreeMismatchError(
         "the keys below `params` may be modules or collections",
         [
