@@ -329,9 +329,9 @@ class Location:
         return self.create(data) or self.read_whole() == data
 
     def check_conditions(self, data: bytes, destination: Self) -> None:
-        """Raises StoreError, for a job that writes to `destination`, if the store creates this file
-        again, which already exists with these bytes. Such a store ignores conditions of writes."""
-        if self.create(data):
+        """Raises StoreError, for a job that writes to `destination`, if a bucket creates this file
+        again, which already exists with these bytes. Its store ignores conditions of writes."""
+        if not self.is_local and self.create(data):
             raise StoreError(
                 f"`{destination}` cannot be written",
                 ["this store ignores conditions of writes, so two jobs could mix"],
