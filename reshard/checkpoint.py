@@ -83,13 +83,13 @@ class Source(Item):
     Attributes:
       store: the arrays.
       metadata: the parsed `_METADATA` document, without its tree.
-      described: the item had per-array metadata files (PRNG key types are in them).
+      metadata_apart: the item had per-array metadata files (PRNG key types are in them).
       state: in a bucket, a hash of the names and versions of the files in the item's directory.
     """
 
     store: ArrayStore
     metadata: dict[str, Any]
-    described: bool
+    metadata_apart: bool
     state: str = ""
 
     @property

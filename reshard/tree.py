@@ -11,13 +11,14 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from reshard.errors import ArgumentError, TreeMismatchError, printable
 
 Key = str | int
 Path = tuple[Key, ...]
+T = TypeVar("T")
 
 # Keys of a path: code that walks a deeper tree runs out of stack.
 MAX_KEYS = 100
@@ -326,21 +327,32 @@ def with_positions(keys: tuple[str, ...], old: Path) -> Path:
     return tuple(new)
 
 
+def overlaps(leaves: Iterable[tuple[T, Path]]) -> Iterator[tuple[T, T, bool]]:
+    """Pairs of leaves that no tree can hold, with their paths as text: the first is at the path of
+    the second, or above it. Whether it is above."""
+    leaves = list(leaves)
+    first: dict[tuple[str, ...], T] = {}
+    for leaf, path in leaves:
+        other = first.setdefault(tuple(map(str, path)), leaf)
+        if other is not leaf:
+            yield other, leaf, False
+    for leaf, path in leaves:
+        texts = tuple(map(str, path))
+        for depth in range(1, len(texts)):
+            if texts[:depth] in first:
+                yield first[texts[:depth]], leaf, True
+
+
 def _check_tree(renamed: dict[Path, Path]) -> None:
     """Raises TreeMismatchError for new paths that are equal, or where one is below another."""
-    olds: dict[tuple[str, ...], Path] = {}
     problems = []
-    for old, new in renamed.items():
-        other = olds.setdefault(tuple(map(str, new)), old)
-        if other is not old:
-            problems.append(f"{format_path(other)} and {format_path(old)} -> {format_path(new)}")
-    for old, new in renamed.items():
-        texts = tuple(map(str, new))
-        for above in (olds[texts[:n]] for n in range(1, len(texts)) if texts[:n] in olds):
-            problems.append(
-                f"{format_path(old)} -> {format_path(new)}, below the leaf "
-                f"{format_path(above)} -> {format_path(renamed[above])}"
-            )
+    for one, other, above in overlaps(renamed.items()):
+        new = f" -> {format_path(renamed[other])}"
+        if above:
+            leaf = f"{format_path(one)} -> {format_path(renamed[one])}"
+            problems.append(f"{format_path(other)}{new}, below the leaf {leaf}")
+        else:
+            problems.append(f"{format_path(one)} and {format_path(other)}{new}")
     if problems:
         raise TreeMismatchError("several leaves would have the same path after renaming", problems)
 

@@ -31,12 +31,12 @@ DEVICES = 8  # of all processes
 
 
 def the_mesh() -> Any:
-    """Processes are along the first axis, and perhaps along the second one too."""
+    """A mesh with processes along the first axis, and perhaps along the second."""
     return Mesh(np.array(jax.devices()).reshape(2, DEVICES // 2), ("data", "model"))
 
 
 def shards(leaf: Any) -> Any:
-    """All that this process holds of a leaf, and how it is laid out."""
+    """The parts of a leaf in this process, and its layout."""
     if not isinstance(leaf, jax.Array):
         return type(leaf).__name__, np.asarray(leaf).tobytes()
     sharding = leaf.sharding
@@ -57,7 +57,7 @@ def differences(got: Any, expected: Any) -> list[str]:
 
 @contextlib.contextmanager
 def devices_of(kind: str) -> Any:
-    """Devices are taken to have memory of their own if they are accelerators."""
+    """Make CPU devices count as accelerators."""
     with pytest.MonkeyPatch.context() as patch:
         if kind != "cpu":
             own_memory(patch)
@@ -96,7 +96,7 @@ def compared(path: str, layout: str, memory: str | None, kind: str) -> dict[str,
 
 
 def transformed(path: str, memory: str | None, kind: str) -> list[str]:
-    """What differs where arrays are computed from others, cast, or of another integer dtype."""
+    """Differences for arrays that are derived, cast, or of another integer dtype."""
     on = the_mesh()
     ckpt = reshard.unstack(reshard.open(path), "layers/kernel", into="layer_{}/kernel", axis=0)
     ckpt = reshard.stack(ckpt, "part_{}/w", into="parts/w", axis=1)
@@ -174,7 +174,7 @@ def needed_bytes(handle: Any, sharding: Any) -> int:
 
 
 def hashed(leaf: Any) -> dict[str, str]:
-    """Digests of what this process holds of an array."""
+    """Digests of the parts of an array in this process."""
     if not isinstance(leaf, jax.Array):
         return {"host": hashlib.sha256(leaf.tobytes()).hexdigest()}
     return {
@@ -211,7 +211,7 @@ def mismatched(path: str, everywhere: bool) -> str:
 
 
 def updated(paths: list[str]) -> list[Any]:
-    """Whether a module is as it was after a restore that fails, and then what differs in it."""
+    """Whether a failed restore changes a module, and differences after one that succeeds."""
     rows = NamedSharding(the_mesh(), P())
     shape = (64, 96)
     zeros = jax.make_array_from_callback(shape, rows, lambda index: np.zeros(shape, "float32"))

@@ -23,7 +23,7 @@ SECONDS = 60
 
 
 class Chromium:
-    """A browser, and what it has told of its pages."""
+    """A browser, and the events of its pages."""
 
     def __init__(self, process: subprocess.Popen, reading: int, writing: int, folder: pathlib.Path):
         self._process, self._reading, self._writing = process, reading, writing
@@ -57,7 +57,7 @@ class Chromium:
         return json.loads(message)
 
     def open(self, html: str, width: int = 1280, dark: bool = False) -> "Tab":
-        """A page of this text, from a file, once it is loaded."""
+        """Opens a page of this text from a file, and waits until it is drawn."""
         file = self._folder / f"{self._number}.html"
         file.write_text(html, encoding="utf-8")
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -79,7 +79,7 @@ class Chromium:
 
 
 class Tab:
-    """A page that is open."""
+    """An open page."""
 
     def __init__(self, chromium: Chromium, session: str, file: pathlib.Path):
         self._chromium, self._session, self._file = chromium, session, file
@@ -88,22 +88,22 @@ class Tab:
         return self._chromium.call(method, self._session, **parameters)
 
     def value(self, expression: str) -> Any:
-        """What JavaScript evaluates to, as JSON has it."""
+        """The value of a JavaScript expression."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """All text of the first element."""
+        """The text of the first element."""
         return self.value(f"document.querySelector({json.dumps(selector)}).textContent")
 
     def texts(self, selector: str) -> list[str]:
-        """All text of each element."""
+        """The text of each element."""
         found = f"[...document.querySelectorAll({json.dumps(selector)})]"
         return self.value(f"{found}.map((node) => node.textContent)")
 
     def rows(self, section: str = "leaves") -> list[list[str]]:
-        """What is in the cells of a section's table."""
+        """The texts of the cells of a section's table."""
         rows = f"[...document.querySelectorAll('#{section} tbody tr')]"
         return self.value(f"{rows}.map((row) => [...row.cells].map((cell) => cell.textContent))")
 
@@ -118,7 +118,7 @@ class Tab:
             self.call("Input.dispatchKeyEvent", type=kind, text=text, **named)
 
     def click(self, selector: str, corner: bool = False) -> None:
-        """A click of the mouse in the middle of an element, or in its upper left corner."""
+        """Clicks in the middle of an element, or in its upper left corner."""
         x, y, width, height = self.value(
             f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
             "node.scrollIntoView({block: 'center'}); const box = node.getBoundingClientRect();"
@@ -129,17 +129,17 @@ class Tab:
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
     def write(self, selector: str, text: str) -> None:
-        """Text in a field, in place of what is there."""
+        """Replaces the text of a field."""
         self.value(f"document.querySelector({json.dumps(selector)}).select()")
         self.call("Input.insertText", text=text)
 
     def screenshot(self, whole: bool = True) -> bytes:
-        """What it looks like, as PNG."""
+        """The page as PNG."""
         found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(found["data"])
 
     def complaints(self) -> list[str]:
-        """What the browser has said of it on its console, and whatever it wanted from elsewhere."""
+        """Messages on the console, and requests for other files."""
         found = []
         for event in self._chromium.events:
             if event.get("sessionId") != self._session:
@@ -158,12 +158,12 @@ class Tab:
 
 @contextlib.contextmanager
 def started(folder: pathlib.Path) -> Iterator[Chromium]:
-    """A browser that keeps its files in a folder."""
+    """A browser with its files in this folder."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     assert program, f"no Chromium is installed: {INSTALL}"
     theirs, writing = os.pipe()
     reading, answers = os.pipe()
-    # It reads from descriptor 3, and writes to 4.
+    # The browser reads from descriptor 3 and writes to 4.
     script = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
     flags = ["--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"]
     flags += ["--hide-scrollbars", "--disable-dev-shm-usage"]

@@ -1,4 +1,4 @@
-"""What operations make of arrays: by numpy, and by their own views."""
+"""The results of operations: by numpy, and by their views."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,7 +54,7 @@ def in_numpy(operation: Any, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def viewed(rows: LeafMap | Iterable[Row], arrays: Mapping[Any, Any]) -> dict[Any, np.ndarray]:
-    """What rows, or those of a map, make of arrays, by the views of their operations."""
+    """The results of rows, or of a map, by the views of their operations."""
     views = {path: ts.array(np.asarray(array)) for path, array in arrays.items()}
     for one in rows.sequence() if isinstance(rows, LeafMap) else rows:
         inputs = [views.pop(path) for path in one.inputs]

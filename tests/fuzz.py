@@ -1,4 +1,4 @@
-"""Random damage to genuine checkpoints: of their documents, of any byte, of what files are.
+"""Random damage to genuine checkpoints: to documents, to any byte, and to the kind of files.
 
 Each damaged checkpoint is opened, carried over and reshaped, and put through two of the other jobs:
 restored, verified, compared with what it was, converted, or what a stopped job has left of it gone
@@ -21,10 +21,12 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import flax.serialization
 import fuzz_jobs
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import safetensors.numpy
 import tensorstore as ts
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -50,7 +52,9 @@ FORMATS = {
     "linen": ({"use_ocdbt": False}, False),
     "nnx": ({"use_ocdbt": False}, False),
 }
-# Values that somebody might put where another one is expected.
+# What programs other than Orbax have written.
+FOREIGN = ("safetensors", "msgpack", "zarr-tree")
+# Values that an attacker might use.
 NASTY: list[Any] = [
     *(None, True, -1, 0, 1, 3, 2**31, 2**62, 2**64, 10**30),
     *(0.5, -0.0, float("nan"), float("inf")),
@@ -63,8 +67,11 @@ NASTY: list[Any] = [
 
 def make_base(folder: pathlib.Path, form: str) -> pathlib.Path:
     """A small genuine checkpoint, with every kind of leaf or of a model."""
-    arguments, plain_nodes = FORMATS[form]
     path = folder / form
+    if form in FOREIGN:
+        _make_foreign(path, form)
+        return path
+    arguments, plain_nodes = FORMATS[form]
     if form == "nnx":
         before = make_base(folder / "before", "linen")
         reshard.save(reshard.to_nnx(before, fuzz_jobs.nnx_training), path, digest=True)
@@ -100,6 +107,31 @@ def _tree(seed: int) -> dict[str, Any]:
     }
 
 
+def _make_foreign(path: pathlib.Path, form: str) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"w": (8, 12), "large": (64, 32), "layers/0": (4,), "step": ()}
+    arrays: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        arrays[name] = np.asarray(rng.standard_normal(shape), "f4")
+    path.mkdir()
+    if form == "safetensors":
+        named = [(name.replace("/", "."), values) for name, values in arrays.items()]
+        files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        for number, file in enumerate(files):
+            safetensors.numpy.save_file(dict(named[number::2]), path / file)
+        index = {name: files[number % 2] for number, (name, _) in enumerate(named)}
+        document = {"metadata": {"total_size": 0}, "weight_map": index}
+        (path / "model.safetensors.index.json").write_bytes(_text(document))
+    elif form == "msgpack":
+        arrays["layers"] = {"0": arrays.pop("layers/0")}
+        (path / "checkpoint_3").write_bytes(flax.serialization.msgpack_serialize(arrays))
+    else:
+        for name, values in arrays.items():
+            spec = {"driver": "zarr3", "kvstore": f"file://{path}/{name}/"}
+            store = ts.open(spec, create=True, dtype=values.dtype, shape=values.shape).result()
+            store.write(values).result()
+
+
 def _rewrite_database(path: pathlib.Path) -> None:
     """The same database with several small B-tree nodes, uncompressed."""
     values = database(path)
@@ -128,7 +160,7 @@ def sealed(data: bytes) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """One change. What the numbers mean is up to the kind; they may be anything.
+    """One change. Each kind interprets the numbers, which may be anything.
 
     Attributes:
       kind: a function of this module, `damage_<kind>`.
@@ -140,7 +172,7 @@ class Damage:
 
 
 def damage_flip(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """A bit of a file."""
+    """Flips a bit of a file."""
     file = _pick(_files(path), numbers[0])
     data = bytearray(file.read_bytes())
     if data:
@@ -149,7 +181,7 @@ def damage_flip(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_splice(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """Other bytes in place of the end of a file, or more in its middle."""
+    """Replaces the end of a file, or inserts bytes into it."""
     file = _pick(_files(path), numbers[0])
     data = file.read_bytes()
     at = numbers[1] % (len(data) + 1)
@@ -158,7 +190,7 @@ def damage_splice(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_swap(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """Two files with one another."""
+    """Exchanges two files."""
     files = _files(path)
     one, other = _pick(files, numbers[0]), _pick(files, numbers[1])
     data = one.read_bytes()
@@ -167,7 +199,7 @@ def damage_swap(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_replace(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """A file by something else."""
+    """Replaces a file by something else."""
     file = _pick(_files(path), numbers[0])
     file.unlink()
     what = numbers[1] % 6
@@ -186,7 +218,7 @@ def damage_replace(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_directory(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """A directory that is gone, elsewhere, or a file."""
+    """Removes a directory, moves it, or replaces it by a file."""
     folders = sorted(f for f in path.rglob("*") if f.is_dir() and not f.is_symlink())
     if not folders:
         return
@@ -202,7 +234,7 @@ def damage_directory(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_document(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """A value, a key or a list of a JSON document, of zarr metadata or of a sharding."""
+    """Changes a JSON document, zarr metadata or a sharding."""
     documents = list(_documents(path))
     if not documents:
         return
@@ -212,7 +244,7 @@ def damage_document(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_node(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """Bytes of a B-tree node or a manifest, with a checksum that fits again."""
+    """Changes bytes of a B-tree node or a manifest, and corrects the checksum."""
     nodes = list(_nodes(path))
     if not nodes:
         return
@@ -227,7 +259,7 @@ def damage_node(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_record(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """A value, a key or a list of the record of a conversion, if there is one."""
+    """Changes the record of a conversion, if there is one."""
     file = path / "_METADATA"
     if not file.is_file():  # an earlier damage may have left a pipe
         return
@@ -247,7 +279,7 @@ KINDS = {
 
 _DOCUMENTS = {
     *(".zarray", "zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "_strings.json", "_sharding"),
-    *("reshard_digests.json", "reshard_progress.json"),
+    *("reshard_digests.json", "model.safetensors.index.json"),
 }
 
 
@@ -256,7 +288,7 @@ def _text(document: Any) -> bytes:
 
 
 def _pick(items: list[Any], number: int) -> Any:
-    return items[number % len(items)]
+    return items[number % max(len(items), 1)]
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -268,8 +300,10 @@ def _documents(path: pathlib.Path) -> Iterator[tuple[Callable[[], Any], Callable
     for file in _files(path):
         if file.name in _DOCUMENTS or file.parent.name == "array_metadatas":
             yield file.read_bytes, file.write_bytes
+        elif file.suffix == ".safetensors":
+            yield _header(file)
     if (path / "_sharding").is_file():
-        # What an earlier damage left of it may be any JSON.
+        # Earlier damage may have left any JSON.
         with contextlib.suppress(ValueError, AttributeError, TypeError):
             for name in sorted(json.loads((path / "_sharding").read_bytes())):
                 yield _inside(path / "_sharding", name)
@@ -282,6 +316,18 @@ def _documents(path: pathlib.Path) -> Iterator[tuple[Callable[[], Any], Callable
                         lambda key=key, store=store: store.read(key).result().value,
                         lambda data, key=key, store=store: store.write(key, data).result(),
                     )
+
+
+def _header(file: pathlib.Path) -> tuple[Callable[[], Any], Callable[[bytes], Any]]:
+    """The header of a safetensors file, which is written with its length."""
+
+    def end() -> int:
+        return 8 + min(int.from_bytes(file.read_bytes()[:8], "little"), 1 << 30)
+
+    def write(data: bytes) -> None:
+        file.write_bytes(struct.pack("<Q", len(data)) + data + file.read_bytes()[end() :])
+
+    return lambda: file.read_bytes()[8 : end()], write
 
 
 def _has_database(path: pathlib.Path) -> bool:
@@ -342,7 +388,9 @@ def cases() -> st.SearchStrategy[tuple[str, list[Damage]]]:
     """A format, and some damage to a checkpoint of it."""
     numbers = st.lists(st.integers(0, 1 << 16), min_size=8, max_size=8).map(tuple)
     damage = st.builds(Damage, st.sampled_from([*KINDS, "document", "document", "node"]), numbers)
-    return st.tuples(st.sampled_from(list(FORMATS)), st.lists(damage, min_size=1, max_size=3))
+    return st.tuples(
+        st.sampled_from([*FORMATS, *FOREIGN]), st.lists(damage, min_size=1, max_size=3)
+    )
 
 
 def check(base: pathlib.Path, damages: list[Damage], folder: pathlib.Path) -> list[str]:
@@ -360,7 +408,7 @@ def check(base: pathlib.Path, damages: list[Damage], folder: pathlib.Path) -> li
     def damage(path: pathlib.Path) -> None:
         for one in damages:
             # Damage may find nothing left to damage.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, IndexError):
                 KINDS[one.kind](path, one.numbers)
 
     case = fuzz_jobs.Case(base, folder, damage)

@@ -248,7 +248,8 @@ def _to_linen(case: Case) -> None:
 def _by_map(case: Case) -> None:
     """Without what a model cannot hold."""
     ckpt = reshard.open(case.source)
-    dropped = ["name", "none", "empty", "key", "layers/**"]
+    names = {path[0] for path in reshard.open(case.base)}
+    dropped = [name for name in ("name", "none", "empty", "key") if name in names] + ["layers/**"]
     made = reshard.to_nnx(
         ckpt, map_file=case.folder / "map.toml", layout="linen-params", drop=dropped
     )

@@ -1,4 +1,4 @@
-"""Random rows of maps, which can be carried out one after another on random leaves."""
+"""Random rows of maps that apply to random leaves, one after another."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -29,12 +29,12 @@ def arrays_of(leaves, seed=0):
 
 
 def bits(arrays):
-    """All there is to arrays."""
+    """Dtype, shape and bits of arrays."""
     return {path: (a.dtype, a.shape, a.tobytes()) for path, a in sorted(arrays.items())}
 
 
 def apart(path, others):
-    """Whether no path is another or below it."""
+    """Whether no path equals or is below another."""
     return all(path[: len(other)] != other and other[: len(path)] != path for other in others)
 
 

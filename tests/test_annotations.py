@@ -1,4 +1,4 @@
-"""What becomes of annotated leaves: where a spec comes from, what does not fit, and the report."""
+"""Specs of annotated leaves: their sources, specs that do not fit, and the coverage."""
 
 import math
 

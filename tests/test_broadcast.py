@@ -1,4 +1,4 @@
-"""Processes that restore together: who reads what, what is exchanged, and what fails in one."""
+"""Processes that restore together: reads, exchanges, and errors in one of them."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def test_one_process_exchanges_nothing(tmp_path, monkeypatch):
 
 
 class Processes:
-    """Processes that do what they are told, all of them the same at once."""
+    """Processes that all run the same functions."""
 
     def __init__(self, count):
         with socket.socket() as listener:
@@ -67,7 +67,7 @@ class Processes:
         return len(self._running)
 
     def answers(self, *words) -> list[dict[str, Any]]:
-        """What a function of `broadcast_worker` gives in each process."""
+        """The results of a function of `broadcast_worker` in each process."""
         for process in self._running:
             assert process.stdin is not None
             print(json.dumps(words, default=str), file=process.stdin, flush=True)
@@ -125,7 +125,7 @@ KIND = pytest.mark.parametrize("kind", ["cpu", "accelerator"])
 @KIND
 @pytest.mark.parametrize("layout", ["saved", "replicated", "rows"])
 def test_what_is_broadcast_is_what_orbax_restores(processes, copies, layout, memory, kind):
-    """Bit for bit, NaNs and zeros with signs among them; within the memory."""
+    """All bits are equal, and memory stays within the limit."""
     for found in processes.values("compared", copies / "whole", layout, memory, kind):
         assert (found["orbax"], found["alone"]) == ([], [])
         assert memory is None or found["peak"] <= 256 << 10
@@ -161,7 +161,7 @@ FAILED = "the restore failed in process 1\n\nhint: see the error of that process
 
 
 def failing(processes, whole, other, layout, interrupted=None):
-    """What each says where process 1 has another checkpoint; and then all go on."""
+    """The errors if process 1 has another checkpoint. Then all processes restore again."""
     paths = [whole, other, *[whole] * (len(processes) - 2)]
     found = processes.errors("failing", paths, layout, interrupted)
     all_restore(processes, whole)
@@ -172,7 +172,7 @@ def failing(processes, whole, other, layout, interrupted=None):
     ("layout", "copy"), [("replicated", "damaged"), ("saved", "damaged_embed")]
 )
 def test_a_read_that_fails_in_one_process_fails_in_all(processes, copies, layout, copy):
-    """Of what is exchanged, or of what that process alone needs."""
+    """A read for the exchange, or for that process alone."""
     found = failing(processes, copies / "whole", copies / copy, layout)
     kind, text = found.pop(1)
     assert found == [[kind, FAILED]] * len(found)
@@ -233,13 +233,13 @@ def test_a_module_is_updated_when_all_have_read(processes, copies):
 
 
 def assert_held(boxes_held, value):
-    """What a process holds of an array, as `broadcast_worker.hashed` says it."""
+    """A process holds these parts of an array, as digests of `broadcast_worker.hashed`."""
     for box, digest in boxes_held.items():
         part = value if box == "host" else value[tuple(slice(*ends) for ends in json.loads(box))]
         assert digest == hashlib.sha256(part.tobytes()).hexdigest()
 
 
-# What is read.
+# Reads.
 
 # Specs on which an array is saved, and to which it is restored: in chunks that go to several
 # processes, or whose borders are not those of the shards.
@@ -339,6 +339,3 @@ def test_each_process_reads_what_its_own_shards_need(processes, tmp_path, memory
             assert_held(held, value)
             assert (total, read) == (int((value % 1000).astype("int32").sum()), needed)
             assert_held(found["bare"][name], value)
-
-
-# What is fetched from a bucket.

@@ -47,8 +47,7 @@ def put(url, directory):
 
 @pytest.fixture
 def assert_read(saved, read_by_orbax, tmp_path):
-    """Asserts that all that is read of a bucket is what is read of a layout's copy on a disk, by
-    Orbax too."""
+    """Asserts that a bucket reads like the same layout on a disk, also after a save, by Orbax."""
 
     def check(url, layout, path=None):
         source = saved(layout)
@@ -78,14 +77,14 @@ def test_every_layout_is_read(saved, stores, kind, layout, assert_read):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("writers", few([1, 3], 3))
-def test_databases_that_were_never_merged(saved, stores, kind, writers, tmp_path, assert_read):
+def test_unmerged_databases(saved, stores, kind, writers, tmp_path, assert_read):
     path = test_loader.never_merged(saved("standalone").path, tmp_path / "unmerged", 3, writers)
     assert_read(put(f"{stores.bucket(kind)}/run", path), "standalone", path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", few(["standalone", "zarr3-files", "manager"], "manager"))
-def test_without_credentials_to_list_with(saved, stores, kind, layout, assert_read, monkeypatch):
+def test_listing_without_obstore(saved, stores, kind, layout, assert_read, monkeypatch):
     """TensorStore lists keys alone: all of them, and no sizes."""
 
     def refuse(*arguments):
@@ -96,7 +95,7 @@ def test_without_credentials_to_list_with(saved, stores, kind, layout, assert_re
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "conditional"])
-def test_a_directory_of_a_bucket(stores, kind):
+def test_listing_a_directory(stores, kind):
     place = parse_location(f"{stores.bucket(kind)}/run")
     names = ["a.b/c", "a/b", "d", "e/f/&"]
     names += ["a"] if kind != "gs" else []  # a name is a file or a directory on the Go server
@@ -144,7 +143,7 @@ def test_a_root_of_many_steps_is_opened_with_few_requests(saved, stores, kind):
 
 
 def test_a_root_of_many_chunks(saved, stores):
-    """No step's are listed but the last one's, whose documents are told from its chunks."""
+    """Only the chunks of the last step are listed."""
     item = saved("zarr2-files").path
     top = stores.bucket("conditional")
     files = {f"{f.relative_to(item)}": f.read_bytes() for f in item.rglob("*") if f.is_file()}
@@ -163,7 +162,7 @@ def test_a_root_of_many_chunks(saved, stores):
 
 
 @pytest.mark.parametrize("layout", ["standalone", "manager", "bare"])
-def test_what_has_no_marker_in_a_bucket_was_never_committed(saved, stores, layout):
+def test_without_a_marker_it_is_uncommitted(saved, stores, layout):
     source = saved(layout)
     url = put(f"{stores.bucket('gs')}/run/x", source.path)
     place = parse_location(url)
@@ -175,14 +174,14 @@ def test_what_has_no_marker_in_a_bucket_was_never_committed(saved, stores, layou
         assert reshard.open(url).notes == ("step 20 was never committed and is left out",)
     number = 20 if layout == "manager" else None
     text = (
-        f"`{step}` was never committed: in a bucket, its `{MARKER}` is written last, and there is "
-        f"none\n\nhint: if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
+        f"`{step}` was never committed: in a bucket, its `{MARKER}` is written last, and it is "
+        f"missing\n\nhint: if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
     )
     refused(reshard.UncommittedCheckpointError, text, reshard.open, url, step=number)
 
 
-def test_what_is_not_there(stores):
-    """The names that are there are told: of directories, or all."""
+def test_missing_paths(stores):
+    """The hint lists the existing names: of directories, or all."""
     url = stores.bucket("s3")
     write(parse_location(f"{url}/run"), dict.fromkeys(["c", "a/x", "b", "d", "e", "f"], b""))
     text = f"nothing exists at `{url}/run/x`\n\nhint: `{url}/run` has: a"
@@ -196,7 +195,7 @@ def test_what_is_not_there(stores):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_bucket_that_is_not_there(stores, kind):
+def test_a_missing_bucket(stores, kind):
     stores.bucket(kind)
     stores.faults.append(Fault(" nobody", 404, 1000))
     url = f"{kind}://nobody-has-it/run"
@@ -204,7 +203,7 @@ def test_a_bucket_that_is_not_there(stores, kind):
     refused(reshard.StoreError, text, reshard.open, url)
 
 
-def test_what_is_waited_for_is_said(stores, monkeypatch, caplog):
+def test_slow_requests_are_reported(stores, monkeypatch, caplog):
     monkeypatch.setattr(listing, "_PATIENCE", 0.01)
     url = f"{stores.bucket('conditional')}/run"
     stores.delay = 0.05
@@ -214,23 +213,23 @@ def test_what_is_waited_for_is_said(stores, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("step", ["20", "last"])
-def test_a_step_that_is_text(saved, step):
+def test_a_step_given_as_text(saved, step):
     text = f"a step is a number, not text: {step!r}"
     text += "\n\nhint: step=20" if step == "20" else ""
     refused(reshard.ArgumentError, text, reshard.open, saved("manager").path, step=step)
 
 
 @pytest.mark.parametrize(("layout", "most"), [("manager", 13), ("standalone", 9), ("v1", 10)])
-def test_nothing_is_asked_twice_when_a_checkpoint_is_opened(saved, stores, layout, most):
+def test_opening_repeats_no_request(saved, stores, layout, most):
     url = put(f"{stores.bucket('conditional')}/run", saved(layout).path)
     stores.reset()
     reshard.open(url)
     asked = [request[:2] for request in stores.requests]
-    # One directory is listed with what is below it, too.
+    # One directory is listed twice: alone, and with everything below it.
     assert len(asked) <= min(most, len(set(asked)) + 1), asked
 
 
-def test_what_is_beside_the_steps(saved, stores, tmp_path):
+def test_files_next_to_the_steps(saved, stores, tmp_path):
     """A directory that is called as one is copied; no object that has the name of a directory."""
     url = put(f"{stores.bucket('s3')}/run", saved("manager").path)
     place = parse_location(url) / "notes"
@@ -270,7 +269,7 @@ def one(tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [*STATUSES, "cut", "truncated"])
 @pytest.mark.parametrize("what", ["list", "_METADATA", "data"])
-def test_what_a_store_refuses(one, stores, kind, fault, what):
+def test_refused_requests(one, stores, kind, fault, what):
     url = put(f"{stores.bucket(kind)}/run", one("zarr2-files"))
     ckpt = reshard.select(reshard.open(url), "params/embed")
     pattern = {"list": "list ", "data": r"read .*/\d"}.get(what, f"read .*{what}")
@@ -294,7 +293,7 @@ def test_what_a_store_refuses(one, stores, kind, fault, what):
 @pytest.mark.parametrize(
     "answer", [b"", b"[]", b"<html>", b"<a><Contents><Key>b</Key></Contents></a>"]
 )
-def test_an_answer_that_is_no_list(stores, monkeypatch, kind, answer):
+def test_an_invalid_list(stores, monkeypatch, kind, answer):
     url = f"{stores.bucket(kind)}/run"
     monkeypatch.setattr(stores._proxy, "handle", lambda handler, _: handler.answer(200, {}, answer))
     text = f"the list of `{url}` cannot be read\n  the answer is not a list of objects"
@@ -302,7 +301,7 @@ def test_an_answer_that_is_no_list(stores, monkeypatch, kind, answer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_listed_and_is_not_there(stores, kind, tmp_path):
+def test_an_object_removed_after_it_was_listed(stores, kind, tmp_path):
     place = parse_location(f"{stores.bucket(kind)}/run/a")
     place.write(b"data")
     stores.faults.append(Fault("read .*run/a", 404))
@@ -313,7 +312,7 @@ def test_what_was_listed_and_is_not_there(stores, kind, tmp_path):
     refused(reshard.StoreError, text, place.copy, Location(str(tmp_path / "a")), nbytes=5)
 
 
-def test_a_manifest_that_is_gone_for_a_moment(saved, stores):
+def test_a_manifest_that_is_missing_for_a_moment(saved, stores):
     source = saved("standalone")
     url = put(f"{stores.bucket('s3')}/run", source.path)
     document = parse_location(f"{url}/_METADATA")
@@ -325,7 +324,7 @@ def test_a_manifest_that_is_gone_for_a_moment(saved, stores):
         reshard.digest(ckpt)
 
 
-def test_what_the_environment_says_of_s3(stores, monkeypatch):
+def test_wrong_environment_variables_of_s3(stores, monkeypatch):
     url = stores.bucket("s3")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9")
     text = "AWS_ENDPOINT_URL is `127.0.0.1:9`, which is not a URL\n\n"
@@ -342,7 +341,7 @@ def test_what_the_environment_says_of_s3(stores, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [429, 503, "cut", "truncated"])
 @pytest.mark.parametrize("form", ["zarr2", "zarr2-files"])
-def test_what_a_store_does_when_it_is_asked_again(one, stores, kind, fault, form):
+def test_failed_requests_are_retried(one, stores, kind, fault, form):
     url = put(f"{stores.bucket(kind)}/run", one(form))
     for pattern in ("list ", "_METADATA", r"read .*/\d", "read .*/d/"):
         stores.faults.append(Fault(pattern, fault))
@@ -352,7 +351,7 @@ def test_what_a_store_does_when_it_is_asked_again(one, stores, kind, fault, form
 @pytest.mark.usefixtures("short_tries")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["zarr2", "zarr2-files", "zarr3-files"])
-def test_an_object_that_is_gone(one, stores, kind, form, tmp_path):
+def test_a_removed_object(one, stores, kind, form, tmp_path):
     url = put(f"{stores.bucket(kind)}/run", one(form))
     ckpt = reshard.open(url)
     values = ckpt.source.store.values["params.embed"].items()
@@ -412,8 +411,8 @@ def test_requests_at_once(saved, stores):
         reshard.open(url, concurrency=0)
 
 
-def test_nothing_but_the_answer_reaches_the_terminal(saved, stores, tmp_path):
-    """Not even where TensorStore looks for credentials in vain."""
+def test_libraries_print_nothing(saved, stores, tmp_path):
+    """Not even TensorStore, if it finds no credentials."""
     url = put(f"{stores.bucket('gs')}/run", saved("standalone").path)
     lonely = {**os.environ, "HOME": str(tmp_path)}
     del lonely["AWS_ACCESS_KEY_ID"]
@@ -445,7 +444,7 @@ def test_names_that_only_tensorstore_lists(stores, kind, name):
 
 
 @pytest.mark.parametrize("kind", ["s3", "conditional"])
-def test_objects_that_stand_for_directories(stores, kind):
+def test_placeholder_objects_of_directories(stores, kind):
     """Some tools put an empty object `a/` for a directory `a`: it is not a file."""
     place = parse_location(f"{stores.bucket(kind)}/run")
     write(place, {"a/": b"", "a/b/": b"", "a/b/c": b"c", "empty": b"", "x/": b""})
@@ -459,7 +458,7 @@ def test_objects_that_stand_for_directories(stores, kind):
 
 @pytest.mark.parametrize("kind", ["s3", "conditional"])
 @pytest.mark.parametrize("status", [400, 401, 403])
-def test_credentials_that_obstore_lacks(stores, kind, status, monkeypatch):
+def test_credentials_that_obstore_does_not_have(stores, kind, status, monkeypatch):
     place = parse_location(f"{stores.bucket(kind)}/run")
     write(place, {"a/b": b"1", "d": b"2"})
     sizes = {found.path: found.nbytes for found in place.walk() if found.is_file}
@@ -535,7 +534,7 @@ def test_credentials_of_google(monkeypatch):
 @pytest.mark.parametrize("kind", ["s3", "conditional"])
 @pytest.mark.parametrize(("fault", "times"), [(None, 0), ("lost", 1), ("lost", 9), ("cut", 1)])
 def test_an_object_is_created_if_it_is_absent(stores, kind, fault, times):
-    """It is never replaced, whatever the answer, which proves nothing if the first was lost."""
+    """Never replaced. A refusal proves nothing if the answer to the first request was lost."""
     place = parse_location(f"{stores.bucket(kind)}/run/record")
     other = place.beside("other")
     stores.faults.append(Fault("write ", fault, times))
@@ -554,8 +553,8 @@ def test_an_object_is_created_if_it_is_absent(stores, kind, fault, times):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_that_were_never_stored(stores, kind, tmp_path):
-    """Of an array whose absent chunks have the fill value, one that was there is no such chunk."""
+def test_absent_chunks(stores, kind, tmp_path):
+    """A chunk that was removed is an error, also if absent chunks hold the fill value."""
     x = np.arange(1, 16 * 6 + 1, dtype=np.float32).reshape(16, 6)
     x[6:8, 2:4] = x[14:, 4:] = 0
     layouts.save_pytree(tmp_path / "in", {"a": x}, use_ocdbt=False)

@@ -480,7 +480,7 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     )
     ran = convert(run, "--emit-map", "refused.toml", "--drop", "params/Dense_1/bias")
     assert ran.status == 2
-    assert "hint: --map refused.toml, once each `TODO` in it is replaced: all else" in ran.err
+    assert "hint: --map refused.toml, after you replace each `TODO` in it" in ran.err
     assert "\ninit = ['TODO outer/bias', 'dr" in (folder / "refused.toml").read_text()
     todo = run("convert", "run/1", "out", *TO_NNX, "--map", "refused.toml")
     assert refusal(todo).startswith("Error: refused.toml: `TODO` must be replaced\n  line ")
@@ -492,7 +492,7 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     (folder / "alone.toml").write_text(re.sub("init = .*\n", "", EMITTED))
     ran = run("convert", "run/1", "alone", "--to", "nnx", "--map", "alone.toml")
     assert done(ran).splitlines()[-2:] == [
-        "note     there is no model, so only the source was checked against the map",
+        "note     without a model, only the source was checked against the map",
         "wrote alone",
     ]
     assert by_path(load("alone/default")) == made
@@ -531,9 +531,9 @@ def test_a_map_with_operations(run, folder):
     options = ("--to", "nnx", "--model", "models:Halves", "--map", "map.toml")
     ran = run("convert", "run/1", "out", *options, "--emit-map", "whole.toml", "--dry-run")
     shown = """\
-linen-train-state: `params` is beside `opt_state`, `step`
-linen-train-state: `params/Dense_0` has a name as Linen gives them
-linen-train-state: `opt_state` has list positions, as optax's tuples are saved
+linen-train-state: `params` is next to `opt_state`, `step`
+linen-train-state: `params/Dense_0` has a name that Linen generates
+linen-train-state: `opt_state` has list positions, as in saved optax tuples
 map  params/Dense_0/bias -> bias
 map  params/Dense_0/kernel -> left + right  Split(axis=1, sizes=(8, 8))
 map  params/Dense_1/bias -> outer/bias
@@ -582,9 +582,9 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
         f"Error: `{folder}/trained` has no record of a conversion from Linen: it was not made by "
         "one, or was trained on since then\n"
         "\n"
-        "hint: --model MODULE:NAME, the Linen model; --source-model supplies the classes of the "
-        "NNX model\n"
-        "hint: --map FILE, the map that --emit-map wrote on the way to NNX\n"
+        "hint: --model MODULE:NAME, the Linen model; --source-model MODULE:NAME supplies the "
+        "classes of the NNX model\n"
+        "hint: --map FILE, the map of the conversion to NNX\n"
     )
 
 

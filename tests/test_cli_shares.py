@@ -46,7 +46,7 @@ def test_shares_and_their_commit(at):
         assert share(at, "typed", f"{number}/3") == plan + rest
     assert refused(at, "commit", "typed") == (
         f"Error: 1 of 3 shares of `{at / 'typed'}` is not complete\n  missing: 1\n\n"
-        "hint: write the missing shares: the array job again, of tasks 1 alone\n"
+        "hint: write the missing shares: 1\n"
     )
     document = json.loads(share(at, "typed", "1/3", "--json"))
     assert (document["done"], document["share"]) == (False, [1, 3])

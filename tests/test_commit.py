@@ -204,33 +204,6 @@ def test_an_interrupt_leaves_nothing(source, tmp_path, error, overwrite):
     assert hashes(tmp_path) == before
 
 
-@pytest.mark.parametrize("exchanges", [False, True])
-@pytest.mark.parametrize("done", [False, True])
-def test_an_interrupt_while_the_old_one_is_replaced(one, tmp_path, monkeypatch, exchanges, done):
-    """Before the exchange, which commits, and after it; or before and after the first of two
-    renames."""
-    name, out = "exchange" if exchanges else "rename", tmp_path / "out"
-    reshard.save(open_on(one, "1x4"), out)
-    before, call = hashes(tmp_path), getattr(disk, name)
-
-    def interrupt(*paths):
-        monkeypatch.setattr(disk, name, call)
-        if done:
-            call(*paths)
-        raise KeyboardInterrupt
-
-    if not exchanges:
-        monkeypatch.setattr(disk, "exchange", lambda *paths: False)
-    monkeypatch.setattr(disk, name, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        reshard.save(open_on(one), out, overwrite=True)
-    if exchanges and done:
-        assert_copied(out, one.path)
-        assert os.listdir(tmp_path) == ["out"]
-    else:
-        assert hashes(tmp_path) == before
-
-
 @pytest.mark.parametrize("step", ["sync", "write", "copy"])
 def test_an_io_error_leaves_nothing(saved, tmp_path, monkeypatch, step):
     source, out = saved("items"), tmp_path / "out"

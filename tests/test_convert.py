@@ -496,13 +496,13 @@ hint: layout=... chooses another, if that is wrong"""
 `flax` is not a layout; the layouts are
   linen-variables: collections at the top: `params`, `batch_stats`, ...
   linen-params: the contents of `params` alone
-  linen-train-state: `params` beside `opt_state` or `step`, or all variables below `params`
-  maxtext: a train state, and below `nnx_aux` what only NNX has
+  linen-train-state: `params` next to `opt_state` or `step`, or all variables below `params`
+  maxtext: a train state, with NNX's other leaves below `nnx_aux`
   nnx-state: `nnx.state(model)`, or a module: a `value` level under each variable
   nnx-pure-dict: `nnx.to_pure_dict(nnx.state(model))`
   nnx-optimizer: `nnx.Optimizer`: `opt_state` and `step`
   nnx-model-and-optimizer: `nnx.ModelAndOptimizer`: `model`, `opt_state` and `step`
-  nnx-model: a state below `model`, perhaps beside `optimizer`"""
+  nnx-model: a state below `model`, with or without `optimizer`"""
     assert refusal(reshard.to_nnx, linen, model, of=reshard.ArgumentError, layout="flax") == message
 
 
@@ -525,8 +525,8 @@ def test_a_model_of_the_other_api_is_refused(tmp_path):
         message = f"""\
 the model to convert to is {what}
 
-hint: it must be {wanted}'s: `model=` is what is converted to, `source=` what the checkpoint \
-is of
+hint: it must be {wanted}'s: model=... is the model to convert to, source=... the model of the \
+checkpoint
 hint: reshard.to_{other}(ckpt, ...), if the other way is meant"""
         assert refusal(call, paths[wanted], model, of=reshard.ArgumentError) == message
     message = """\
@@ -765,7 +765,7 @@ def test_moments_follow_the_operations_of_a_map(model, mapped, tmp_path):
     ckpt = reshard.to_nnx(mapped / "linen", model, map_file=mapped / "map.toml")
     assert by_path(restored(ckpt, tmp_path)) == trained(to_map(), map_by_hand)
     notes = {
-        None: ["there is no model, so only the source was checked against the map"],
+        None: ["without a model, only the source was checked against the map"],
         mapped_model: [
             "the model has no optimizer: 19 leaves of optimizer state are below `optimizer`, "
             "unchecked"
@@ -1385,8 +1385,8 @@ def test_what_orbax_saves_again_has_lost_the_record(tmp_path):
 `{again}` has no record of a conversion from Linen: it was not made by one, or was trained on \
 since then
 
-hint: model=..., the Linen model; `source=` supplies the classes of the NNX model
-hint: map_file=..., the map that `reshard convert` wrote on the way to NNX"""
+hint: model=..., the Linen model; source=... supplies the classes of the NNX model
+hint: map_file=..., the map of the conversion to NNX"""
     assert refusal(reshard.to_linen, again) == message
 
 
@@ -1487,7 +1487,7 @@ the keys below `params` may be modules or collections
   collections: the parameters are `params/params`, and none are in `params/head`
 
 hint: reshard.rename(ckpt, [("^params/", "params/params/")]), if they are modules
-hint: reshard.rename(ckpt, [("^params/(head|params)/", r"\\1/")]), if they are collections"""
+hint: reshard.rename(ckpt, [("^params/", "")]), if they are collections"""
         )
     names = {"reshard": reshard, "ckpt": reshard.open(source)}
     one, other = (eval(hint.partition(", if")[0], names) for hint in error.hints)
@@ -1609,7 +1609,7 @@ def test_where_only_paths_change_no_array_is_decoded_or_copied(tmp_path):
     written = [os.stat(file) for file in out.rglob("d/*")]
     shared = layouts.data_inodes(source).keys() & layouts.data_inodes(out).keys()
     linked = sum(found.st_size for found in written if found.st_ino in shared)
-    assert {format_path(a.layout.path) for a in planned.arrays if not a.moved} == {
+    assert {format_path(a.layout.path) for a in planned.arrays if not a.verbatim} == {
         "model/drop/rngs/count/value",
         "model/drop/rngs/key/value",
         "optimizer/step/value",

@@ -507,9 +507,7 @@ def test_arrays_may_be_abstract(opened, cases):
 # Made-up trees
 
 STORE: Any = None  # which nothing here reads
-SOURCE = Source(
-    pathlib.Path("run"), "item", False, "", "", (), (), store=STORE, metadata={}, described=True
-)
+SOURCE = Source(pathlib.Path("run"), "item", store=STORE, metadata={}, metadata_apart=True)
 OTHERS = {"None": None, "{}": {}, "text": "text"}
 
 
@@ -547,8 +545,8 @@ def printed(places):
 # Whole layouts, with the reasons
 
 FROM_NNX = "the conversion is from NNX, and nothing contradicts it"
-LISTS = "has list positions, as optax's tuples are saved"
-KEYS_ONLY = "has positions as keys, and only those with a value, as `nnx.Optimizer` does"
+LISTS = "has list positions, as in saved optax tuples"
+KEYS_ONLY = "has keys only for positions with a value, as in `nnx.Optimizer`"
 
 
 def test_linen_train_state(data):
@@ -559,7 +557,7 @@ def test_linen_train_state(data):
     assert detect(reshard.open(data / "orbax-0.4.4" / "default")) == Layout(
         kind="linen-train-state",
         api="linen",
-        why=("`params` is beside `opt`, `step`", f"`opt` {LISTS}"),
+        why=("`params` is next to `opt`, `step`", f"`opt` {LISTS}"),
         model={path: path for path in params},
         optimizer={("0", *path): ("opt", 0, *path) for path in moments} | {("1",): ("opt", 1)},
         step=("step",),
@@ -592,15 +590,15 @@ REASONS = [  # the leaves, the kind, and the reasons
     (
         *("batch_stats/Norm_0/mean params/Norm_0/scale/value params/b lr:text", "linen-variables"),
         "collections are at the top: `params`, `batch_stats`",
-        "`params/Norm_0` has a name as Linen gives them",
+        "`params/Norm_0` has a name that Linen generates",
     ),
     (  # a list position does not outweigh a name of Linen's
         *("encoder/layer/0/kernel encoder/LayerNorm_0/scale", "linen-params"),
-        "`encoder/LayerNorm_0` has a name as Linen gives them",
+        "`encoder/LayerNorm_0` has a name that Linen generates",
     ),
     (
         *("nnx_aux/model/rngs/key:uint32 nnx_aux/other params/params/w opt_state/#0/w", "maxtext"),
-        *("`nnx_aux` is beside `params`, as MaxText's runs of NNX save it", f"`opt_state` {LISTS}"),
+        *("`nnx_aux` is next to `params`, as MaxText saves NNX runs", f"`opt_state` {LISTS}"),
     ),
     (
         "opt_state/1/0/mu/w/value opt_state/1/0/mu/b/value:None step/value:uint32",
@@ -617,11 +615,11 @@ REASONS = [  # the leaves, the kind, and the reasons
     ),
     (
         *("a/_pytree__state:None _pytree__state:None a/w/value step:uint32", "nnx-state"),
-        "the tree is a module that was saved itself (`_pytree__state`)",
+        "the tree is a module that was saved directly (`_pytree__state`)",
     ),
     (
         *("model/_pytree__state:None model/w/value", "nnx-model"),
-        "`model` is a module that was saved itself (`_pytree__state`)",
+        "`model` is a module that was saved directly (`_pytree__state`)",
     ),
     ("step:uint32", "nnx-optimizer", "the tree holds only `step`"),
     ("params/0/value params/1/value", "linen-variables", "collections are at the top: `params`"),
@@ -714,16 +712,14 @@ def apart(part, layout=""):
 AS_PARAMS = 'reshard.rename(ckpt, [("^model/", "params/")])'
 BELOW_MODEL = "Linen's parameters below `model`"
 NO_MODEL = "the tree has no array below a key, so it holds no model"
-NEITHER = (
-    "there is the state of an optimizer, but neither `params` nor `model`\n  at the top there is"
-)
+NEITHER = "the tree holds optimizer state, but neither `params` nor `model`\n  at the top there is"
 BARE = "encoder/kernel decoder/kernel"
 VALUES_ONLY = "encoder/kernel/value encoder/bias/value"
 TRACE = "model/w opt_state/trace/w"
 EITHER = ["linen-params", "nnx-pure-dict"]
 STATES = ["nnx-state", "nnx-pure-dict"]
 BOTH = [
-    "Linen: `Norm_0` has a name as Linen gives them",
+    "Linen: `Norm_0` has a name that Linen generates",
     "NNX: `Norm_0` holds parameters and statistics together",
 ]
 NAMED = "model/Dense_0/w model/w optimizer/step:uint32 optimizer/opt_state/0/w"
@@ -742,7 +738,7 @@ SEVERAL = [  # the leaves, the API that is converted from, the readings, their p
     (
         *("params/a/key:uint32 params/a/count:uint32 step:int32", None, ["linen-train-state"]),
         [
-            "Linen: `params` is beside `step`",
+            "Linen: `params` is next to `step`",
             "NNX: `params/a` is a stream of random numbers (`key`, `count`)",
         ],
     ),
@@ -753,7 +749,7 @@ SEVERAL = [  # the leaves, the API that is converted from, the readings, their p
     (  # proofs of both
         *(NAMED, "nnx", ["nnx-model", BELOW_MODEL]),
         [
-            "Linen: `model/Dense_0` has a name as Linen gives them",
+            "Linen: `model/Dense_0` has a name that Linen generates",
             "NNX: `optimizer` holds the state and the steps of an optimizer, as `nnx.Optimizer` "
             "does",
             f"NNX: `optimizer/opt_state` {KEYS_ONLY}",
@@ -913,7 +909,7 @@ def test_an_unknown_kind():
     assert [line.partition(":")[0].strip() for line in text.splitlines()[1:]] == list(KINDS)
 
 
-MODULE = "`a/b` is a module of NNX that was saved itself"
+MODULE = "`a/b` is an NNX module that was saved directly"
 
 
 MIXED = "params/kernel/value opt_state/#0/w a/b/_pytree__state:None"

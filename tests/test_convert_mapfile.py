@@ -717,7 +717,7 @@ map.toml: the map cannot be used in the opposite direction
   rule 9, `^a$`: its pieces are neither numbers nor a list of regexes
   rule 10, `^a$`: `{1 + 1}` has more in it than text and `\1`
   rule 11, `^x_(\d+)/w$`: the match of group 1 is lost
-  rule 12, `^x_(\d+)/(\d+)$`: numbers are beside each other: the end of one is ambiguous
+  rule 12, `^x_(\d+)/(\d+)$`: two numbers are adjacent, so the end of the first is ambiguous
   rule 13, `^x_(\d+)/`: `x\1` does not end as the regex does, with a slash
   rule 14, `^x_(\d+)$`: the paths of its parts do not have the same numbers in them
   rule 15, `^x_(\d+)/w$`: `a\1` is not the number of a piece alone
@@ -994,6 +994,8 @@ def test_what_cannot_be_read():
         { from = '(a)', to = '{inner}', nest = { sizes = 4, flat = 1, inner = 2 } },
         { from = '(a)', to = '{inner}', nest = { sizes = [4], outer = '\1', inner = '{i}' } },
         { from = true, split = { into = '\' } },
+        { from = 'a', split = { axis = 0, into = 'x{}' } },
+        { from = '(a)', to = 'b', nest = { sizes = [4], flat = 1, inner = 2 } },
     ]
     """
     assert (
@@ -1027,7 +1029,7 @@ map.toml: its rules cannot be read
   rule 19, `a`: `init` is not known: put it before the first rule
   rule 20, `a` + `b`: only `concat`, `stack` and `equal` take several regexes
   rule 21, `a`: `transpose` is not a list of whole numbers: 1
-  rule 21, `a`: `reshape` is not a list of sizes, where one may be -1, or a table: [-1, -1]
+  rule 21, `a`: `reshape` is not a list of sizes, where one may be -1: [-1, -1]
   rule 21, `a`: `pad` is not a table: 3
   rule 22, `a`: `reshape`: `from` is missing
   rule 22, `a`: `reshape`: `to` is not a list of sizes, where one may be -1: [-2]
@@ -1037,18 +1039,17 @@ map.toml: its rules cannot be read
   rule 23, `a`: `crop`: `widths` is not a list of two sizes for each axis: [[-1, 0]]
   rule 23, `a`: `crop`: `fill` is not known
   rule 24, `a`: `split`: `axis` is not a whole number: 0.5
-  rule 24, `a`: `split`: `sizes` is missing, as `into` does not give the number of parts
   rule 25, `a`: `to` cannot be combined with `into`, which has the new paths
   rule 25, `a`: `split`: `sizes` has 2, `into` has 1
   rule 26, `a`: `split` and `unstack` need two rules
   rule 26, `a`: `unstack`: `into` is not a text or a list of them: []
+  rule 27, `a`: `unstack`: `sizes` is not known
   rule 27, `a`: `unstack`: `into`: `{j}`: there is no name `j` here; there is `i`
   rule 27, `a`: `unstack`: `into`: `{` has no partner; doubled it is the character
-  rule 27, `a`: `unstack`: `sizes` is not known
   rule 28, `(a)`: `stack`: `by` is missing, the group that says which piece a leaf is
   rule 29, `(a)`: `to` is missing, the path of the whole
-  rule 29, `(a)`: `stack`: `by`: invalid group reference 2 at position 3
   rule 29, `(a)`: `stack`: `order` has a piece twice
+  rule 29, `(a)`: `stack`: `by`: invalid group reference 2 at position 3
   rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`: it orders them
   rule 30, `a` + `b`: `to`: invalid group reference 1 at position 1
   rule 30, `a` + `b`: `concat`: `axis` is missing
@@ -1056,13 +1057,13 @@ map.toml: its rules cannot be read
   rule 30, `a` + `b`: `concat`: `names` is not known
   rule 31, `a` + `b`: `concat`: `order` requires `by`
   rule 32, `(a)`: `nest`: `sizes` is not a list of sizes: 4
-  rule 32, `(a)`: `nest`: it needs either `flat`, or `outer` and `inner`
-  rule 32, `(a)`: `nest`: `inner`: invalid group reference 2 at position 3
   rule 33, `(a)`: `nest`: `inner`: `{i}`: there is no name `i` here
   rule 33, `(a)`: `to`: `{inner}`: there is no name `inner` here; there is `flat`
   rule 34: `from` is not a text or a list of them: True
   rule 34: `split`: `axis` is missing
-  rule 34: `split`: `sizes` is missing, as `into` does not give the number of parts
+  rule 35, `a`: `split`: `sizes` is missing, as `into` does not give the number of parts
+  rule 36, `(a)`: `nest`: it needs either `flat`, or `outer` and `inner`
+  rule 36, `(a)`: `nest`: `inner`: invalid group reference 2 at position 3
 """.strip("\n")
         + EXAMPLE
     )

@@ -83,7 +83,7 @@ def carried(found, leaves):
     made = {}
     for path, value in whole(found, leaves).values.items():
         if isinstance(value, Zeros):
-            made[path] = tuple(value)
+            made[path] = value.shape, value.dtype
         else:
             (dtype,) = {leaves[source][1] for source in LeafMap({path: value}).sources()}
             made[path] = value.shape, dtype
@@ -386,7 +386,7 @@ def check_factors(operation, shapes, seed=0):
         return found.problems
     assert not any(leaves.pop(path).any() for path in found.map.must_be_zero)
     values = viewed(found.map.rows(), leaves) | {
-        path: np.zeros(*value)
+        path: np.zeros(value.shape, value.dtype)
         for path, value in found.map.values.items()
         if isinstance(value, Zeros)
     }

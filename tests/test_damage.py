@@ -1,4 +1,4 @@
-"""Checkpoints of which a part was lost: found before anything is written, without reading it."""
+"""Truncated checkpoints: detected before anything is written, without reading an array."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def save(path, names="ab", shape=(256, 256), **form):
 
 
 def jobs(path):
-    """Jobs that move what is stored, and one that decodes it."""
+    """Jobs that copy chunks verbatim, and one that decodes them."""
     ckpt = reshard.open(path)
     renamed = reshard.rename(ckpt, {"^": "params/"})
     return [
@@ -35,7 +35,7 @@ def jobs(path):
 
 
 def assert_refused(path, problems):
-    """By every job, and by its plan, without a trace; and `verify` tells the same."""
+    """By every job and its plan, which leave no file; `verify` reports the same."""
     beside = sorted(os.listdir(path.parent))
     for ckpt, options in jobs(path):
         out = path.with_name("out")
@@ -57,7 +57,7 @@ def assert_whole(path):
 
 
 @pytest.mark.parametrize("form", [{}, {"use_zarr3": True}])
-def test_a_data_file_that_was_cut_off(tmp_path, form):
+def test_a_truncated_data_file(tmp_path, form):
     path = save(tmp_path / "saved", "a", **form)
     file = max(path.glob("ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
     whole = file.read_bytes()
@@ -90,7 +90,7 @@ RAW = {"use_ocdbt": False, "use_compression": False}
         (RAW, "1.2", 32769, "32768"),
     ],
 )
-def test_a_chunk_file_that_cannot_be_whole(tmp_path, form, key, size, needed):
+def test_a_truncated_chunk_file(tmp_path, form, key, size, needed):
     path = save(tmp_path / "saved", **form)
     file = path / "b" / key
     whole = file.read_bytes()
@@ -111,7 +111,7 @@ def test_a_chunk_file_that_cannot_be_whole(tmp_path, form, key, size, needed):
 
 
 @pytest.mark.sampled
-def test_what_was_cut_off_while_a_job_was_stopped(tmp_path, monkeypatch):
+def test_parts_truncated_while_a_job_was_stopped(tmp_path, monkeypatch):
     """Its share is written again."""
     monkeypatch.setattr(plan, "SHARE_BYTES", 1 << 20)
     path = save(tmp_path / "saved", "abcdefgh", (512, 512))

@@ -1,4 +1,4 @@
-"""Arrays formed of stored ones: on real checkpoints, against numpy, as Orbax itself reads them."""
+"""Derived arrays of real checkpoints, against numpy, as Orbax reads them."""
 
 import functools
 import itertools
@@ -65,17 +65,17 @@ def put(values, spec, sizes=(2, 4)):
 
 
 def write(path, tree, **kwargs):
-    """Saves a tree with Orbax, and opens it."""
+    """Save a tree with Orbax, and open it."""
     return reshard.open(layouts.save_pytree(path, tree, **kwargs))
 
 
 def load(path):
-    """What Orbax reads: path -> leaf."""
+    """Path -> leaf, as Orbax reads it."""
     return layouts.saved_leaves(layouts.load_pytree(path))
 
 
 def saved_and_restored(ckpt, out, sizes=(1, 8)):
-    """What Orbax loads of it once it is saved, and what `restore` makes of it: path -> leaf."""
+    """The leaves by path, as Orbax loads them after a save, and as `restore` returns them."""
     reshard.save(ckpt, out)
     return load(out), layouts.saved_leaves(reshard.restore(ckpt, layouts.mesh(sizes)))
 
@@ -108,7 +108,7 @@ def source(tmp_path_factory):
 
 
 class Forming:
-    """A tree of handles and the same in numpy, changed side by side.
+    """A tree of handles and the same tree in numpy, with the same operations applied to both.
 
     Args:
       ckpt: the checkpoint.
@@ -121,7 +121,7 @@ class Forming:
         self.values = dict(values)
 
     def step(self, operation, inputs, outputs, keep=False):
-        """Forms arrays; what they are formed of leaves the tree."""
+        """Apply an operation. Its inputs leave the tree unless `keep`."""
         handles = [self.handles[name] for name in inputs]
         arrays = [self.values[name] for name in inputs]
         for name in () if keep else set(inputs):
@@ -139,7 +139,7 @@ class Forming:
         return self
 
     def only(self, *names):
-        """Without all others."""
+        """Keep only these arrays."""
         self.handles = {name: self.handles[name] for name in names}
         self.values = {name: self.values[name] for name in names}
         return self
@@ -156,7 +156,7 @@ class Forming:
 
 
 def on_mesh(ckpt, sizes):
-    """On another mesh, less the axes that do not fit there."""
+    """The checkpoint on another mesh, without axes that do not fit."""
     new = Mesh(("data", "model"), sizes)
     specs = [
         (f"^{re.escape(str(handle.path[0]))}$", fitting_spec(handle.shape, new, h.spec))
@@ -196,7 +196,7 @@ def plans_of(plan):
     return {array.layout.path[0]: array for array in plan.arrays}
 
 
-# Every operation, and chains of them.
+# Operations.
 
 
 def names(prefix, count):
@@ -229,14 +229,13 @@ RECIPES = {
         (Pad(((1, 3), (0, 0), (0, 8)), -7), ["rows"], ["more"]),
         (Crop(((0, 4), (2, 2))), ["qkv"], ["cropped"]),
         (Crop(((1, 1), (0, 0), (8, 0))), ["rows"], ["less"]),
-    ],
+    ]
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_orbax_loads_what_was_formed(source, tmp_path, name, recipe):
-    """Beside what it was formed of on the way, and an array as it is."""
     forming = Forming(*source(name))
     for operation, inputs, outputs in RECIPES[recipe]:
         forming.step(operation, inputs, outputs, keep=True)
@@ -358,7 +357,7 @@ def test_host_values_and_single_devices(tmp_path):
     assert values_of(live) == values_of(expected)
 
 
-# Chunks that stay as they are.
+# Chunks that are copied verbatim.
 
 MOVES = {
     "stack": [
@@ -385,7 +384,7 @@ MOVES = {
 
 @pytest.fixture
 def undecoded(monkeypatch):
-    """Nothing may be read as an array."""
+    """No array may be opened."""
 
     def opened(*args):
         raise AssertionError("an array was opened")
@@ -404,7 +403,7 @@ def test_whole_chunks_are_moved_undecoded(source, tmp_path, undecoded, name, mov
     forming = Forming(reshard.open(copy), values).steps(MOVES[moves])
     ckpt = forming.checkpoint()
     plan = reshard.save(ckpt, tmp_path / "out", link=link)
-    assert all(array.moved for array in plan.arrays)
+    assert all(array.verbatim for array in plan.arrays)
     assert {array.passes for array in plan.arrays} == {1.0}
     links = link and original.source.store.ocdbt
     moved = sum(array.layout.stored_bytes for array in plan.arrays)
@@ -418,7 +417,7 @@ def test_whole_chunks_are_moved_undecoded(source, tmp_path, undecoded, name, mov
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_operations_that_need_decoding(source, keep):
-    """Only stacks and parts of whole chunks are moved."""
+    """Only stacks and parts of whole chunks are copied verbatim."""
     steps = [
         (Transpose((1, 0)), ["layer_0"], ["transposed"]),
         (Concat(0), ["layer_1", "layer_2"], ["joined"]),
@@ -431,14 +430,14 @@ def test_operations_that_need_decoding(source, keep):
     forming = Forming(*source("zarr2")).steps(steps)
     made = {key for key, handle in forming.handles.items() if isinstance(handle.data, Derived)}
     plan = reshard.plan(forming.checkpoint(), chunks="keep" if keep else "shard")
-    assert made == {key for key, array in plans_of(plan).items() if not array.moved}
+    assert made == {key for key, array in plans_of(plan).items() if not array.verbatim}
 
 
 # Arrays of different kinds.
 
 
 def rewritten(path, name, **metadata):
-    """Writes an array of a plain checkpoint anew, with the same values and another encoding."""
+    """Rewrite an array of a plain checkpoint with the same values and another encoding."""
     ckpt = reshard.open(path)
     handle = ckpt[name]
     values = np.asarray(handle.view().read().result())
@@ -496,7 +495,7 @@ ENCODINGS = {
     ),
 )
 def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, count):
-    """They are decoded to become one; as long as all of them are stored alike, chunks may move."""
+    """They are decoded. If all have the same encoding, chunks may be copied verbatim."""
     original, values = source(name)
     path = tmp_path / "in"
     shutil.copytree(original.source.root, path)
@@ -511,7 +510,7 @@ def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, c
         count == 4 or encoding.keys() <= {"dimension_separator", "chunk_key_encoding"}
     )
     plan = assert_formed(forming, tmp_path / "out", chunks="keep")
-    assert plans_of(plan)["s"].moved == alike
+    assert plans_of(plan)["s"].verbatim == alike
 
 
 DIFFERENT = "arrays of different kinds cannot be combined\n"
@@ -600,7 +599,6 @@ def test_fills(source, tmp_path):
 
 
 def test_leaves_that_were_saved_under_one_name_are_refused(tmp_path):
-    """Wherever they are among the inputs."""
     tree = {"a": {"b.c": random((4,))}, "a.b": {"c": random((4,), seed=1)}, "d": random((4,))}
     ckpt = write(tmp_path / "in", tree)
     one, other = ckpt["a", "b.c"], ckpt["d"]
@@ -614,12 +612,12 @@ def test_leaves_that_were_saved_under_one_name_are_refused(tmp_path):
         )
 
 
-# Chunks that are not there.
+# Absent chunks.
 
 
 @pytest.fixture
 def sparse(source, tmp_path):
-    """A checkpoint in which absent chunks hold the fill value, and some are absent."""
+    """A checkpoint with absent chunks, which hold the fill value."""
 
     def get(name, fills=True):
         original, values = source(name)
@@ -657,14 +655,13 @@ def test_absent_chunks_stay_the_fill_value(sparse, tmp_path, name):
     forming.steps(steps)
     plan = assert_formed(forming, tmp_path / "out")
     by_name = plans_of(plan)
-    assert all(by_name[key].moved for key in ("s", "n", "f", *names("each_", 8)))
+    assert all(by_name[key].verbatim for key in ("s", "n", "f", *names("each_", 8)))
     values = reshard.open(tmp_path / "out").source.store.values
     assert len(values["s"]) - 1 == chunks[0] == 4 * 8 - 2
     assert sum(len(values[key]) - 1 for key in names("each_", 8)) == chunks[1] == 7
 
 
 def test_missing_chunks_are_found_before_anything_is_written(sparse, tmp_path):
-    """Where they do not stand for a fill value."""
     forming = sparse("files", fills=False)
     forming.step(Stack(0), names("layer_", 4), ["s"]).step(*unstack("together"))
     forming.step(Transpose((1, 0)), ["qkv"], ["t"])
@@ -692,7 +689,6 @@ def test_missing_chunks_are_found_before_anything_is_written(sparse, tmp_path):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("like", ["layer_0", "odd", "flag_0", "stacked"])
 def test_constants(source, tmp_path, name, like):
-    """Of every dtype and rank, stored as any other array is, and padded with what the dtype has."""
     forming = Forming(*source(name)).step(Stack(0), ["norm_0", "norm_1"], ["stacked"])
     given_values = {
         **{f"{dtype}_": random((3, 5), dtype) for dtype in layouts.DTYPES},
@@ -730,7 +726,7 @@ def test_a_constant_of_keys(source, tmp_path):
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", few(FORMATS, "zarr2", "files3"))
 def test_casts_before_and_after(source, tmp_path, name, first):
-    """Whatever order they are in, values are moved and rounded once."""
+    """In either order, values are rounded once."""
     ckpt, values = source(name)
     cast = reshard.cast(ckpt, "bfloat16", ["**"]) if first else ckpt
     steps = [
@@ -745,7 +741,7 @@ def test_casts_before_and_after(source, tmp_path, name, first):
     new = forming.checkpoint((1, 8))
     new = new if first else reshard.cast(new, "bfloat16", "**")
     for key, array in plans_of(reshard.plan(new)).items():
-        assert not (array.moved and forming.values[key].dtype in (np.float32, np.float16))
+        assert not (array.verbatim and forming.values[key].dtype in (np.float32, np.float16))
     for got in saved_and_restored(new, tmp_path / "out"):
         for path, leaf in got.items():
             expected = forming.values[path[0]]
@@ -756,7 +752,7 @@ def test_casts_before_and_after(source, tmp_path, name, first):
 
 
 def test_float64_is_rounded_once(tmp_path):
-    """To the nearest bfloat16; by way of float32 these would become ties, and go to even."""
+    """To the nearest bfloat16. Rounded to float32 first, these would become ties."""
     tie = 1 + 2.0**-8  # between 1 and 1 + 2**-7
     above, below, odd = tie + 2.0**-40, tie - 2.0**-40, tie + 2.0**-7
     values = np.array([[above, below, tie], [-above, odd - 2.0**-40, odd]])
@@ -777,7 +773,7 @@ def test_float64_is_rounded_once(tmp_path):
             assert values_of(found) == forming.expected
 
 
-# Each chunk once, and in how much memory.
+# Reads of each chunk, and memory.
 
 LARGE = {
     "together": ((8, 64, 64), P(None, "data", "model"), "float32"),
@@ -791,7 +787,7 @@ LARGE = {
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint whose chunks do not compress: stored bytes go by elements."""
+    """A checkpoint whose chunks do not compress."""
     return saved_once(tmp_path_factory, LARGE)
 
 
@@ -823,7 +819,7 @@ ONCE = {
         (Pad(((0, 0), (0, 1)), 0), ["j"], ["p"]),
     ],
 }
-# What cannot be read together, or is not all there, is read several times, and the plan says so.
+# Chunks that are read several times. The plan reports the factor.
 AGAIN = {
     "unequal parts of layers": (
         [
@@ -859,7 +855,7 @@ def formed_of(source, steps, *kept):
 
 
 def read_by_save(ckpt, out, **kwargs):
-    """Bytes that a job reads of chunks, and its plan: less what planning reads."""
+    """Bytes of chunks that a job reads, without those of planning, and its plan."""
     start = layouts.bytes_read()
     reshard.plan(ckpt, out, **kwargs)
     planned = layouts.bytes_read()
@@ -870,7 +866,7 @@ def read_by_save(ckpt, out, **kwargs):
 
 
 def stored_bytes(forming):
-    """Bytes of all stored arrays that some are formed of."""
+    """Stored bytes of all arrays that these are derived from."""
     roots = [root for handle in forming.handles.values() for root, _ in handle.roots()]
     return sum({root.data.name: sum(root.stored_sizes()) for root in roots}.values())
 
@@ -879,7 +875,7 @@ def stored_bytes(forming):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("case", ONCE)
 def test_a_job_reads_each_chunk_once(large, tmp_path, case, name, memory):
-    """Of a database also the nodes of B-trees, which are small."""
+    """For a database, also the small nodes of B-trees."""
     forming = formed_of(large(name), ONCE[case])
     ckpt = forming.checkpoint((1, 8))
     count, plan = read_by_save(ckpt, tmp_path / "out", max_memory=memory)
@@ -934,7 +930,6 @@ def test_the_least_memory_is_enough(large, tmp_path, case, narrow):
 
 
 def test_the_memory_for_reading_each_chunk_once(large, tmp_path):
-    """Of all that is read together."""
     forming = formed_of(large("files"), ONCE["layers in one chunk"])
     ckpt = forming.checkpoint((1, 8))
     problem = reshard.plan(ckpt, max_memory=1000)
@@ -950,7 +945,7 @@ def test_the_memory_for_reading_each_chunk_once(large, tmp_path):
 
 
 def requests_of(forming, on=None):
-    """What to read, in the order of the tree: to the host, or to devices."""
+    """Requests in the order of the tree, for the host or for devices."""
     return [
         Request(handle, handle.dtype, None if on is None else sharding_of(handle, on))
         for handle in forming.handles.values()
@@ -996,7 +991,7 @@ def test_a_restore_reads_each_chunk_once(large, monkeypatch, case, memory, on):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_restore_in_the_least_memory(large, case):
-    """What cannot be read together for want of memory is read on its own."""
+    """Arrays that do not fit in memory together are read one by one."""
     forming = formed_of(large("files"), CASES[case])
     requests = requests_of(forming)
     with pytest.raises(reshard.MemoryLimitError) as error:
@@ -1007,11 +1002,11 @@ def test_a_restore_in_the_least_memory(large, case):
     assert_read(forming, requests, int(least) << 10)
 
 
-# What is read together.
+# Arrays that are read together.
 
 
 def test_a_last_chunk_that_is_not_full(tmp_path):
-    """Seven layers by threes: the last is in a chunk of its own."""
+    """Seven layers in chunks of three: the last chunk holds one layer."""
     values = random((7, 16, 16))
     path = tmp_path / "in"
     write(path, {"w": put(values, P())}, use_ocdbt=False)
@@ -1025,7 +1020,7 @@ def test_a_last_chunk_that_is_not_full(tmp_path):
 
 
 def test_layers_whose_chunks_compress_unlike(tmp_path):
-    """The largest of all counts for memory, not that of the first layer."""
+    """The largest chunk counts for memory, not that of the first layer."""
     values = [np.zeros((64, 64), "float32"), random((64, 64), "float32")]
     path = tmp_path / "in"
     write(path, {f"l{i}": put(x, P()) for i, x in enumerate(values)}, use_ocdbt=False)

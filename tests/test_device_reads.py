@@ -1,4 +1,4 @@
-"""Stored chunks into the shards of arrays: every grid of chunks, every sharding, little memory."""
+"""Reads of stored chunks into shards: any chunk grid, any sharding, little memory."""
 
 import contextlib
 import dataclasses
@@ -76,21 +76,21 @@ def read(handle, *shardings, memory=None):
 
 @contextlib.contextmanager
 def each_chunk_read_once(*handles):
-    """Stored bytes are read neither twice nor in vain."""
+    """Each stored byte is read exactly once."""
     before = layouts.bytes_read()
     yield
     assert layouts.bytes_read() - before == sum(sum(handle.stored_sizes()) for handle in handles)
 
 
 def assert_on_devices(array, sharding, values):
-    """The array is what it should be, and each device holds its own part of it."""
+    """The array has these values, and each device holds its part."""
     assert array.sharding == sharding and array.committed
     assert bits(array) == bits(jnp.asarray(values))
     for shard in array.addressable_shards:
         assert bits(np.asarray(shard.data)) == bits(np.asarray(values[shard.index]))
 
 
-# Against the values themselves.
+# Values.
 
 
 @st.composite
@@ -108,14 +108,9 @@ def cases(draw):
 
 
 @settings(deadline=None, max_examples=examples(80))
-@given(
-    cases(),
-    st.sampled_from([None, 1, 2, 10]),
-    st.sampled_from([0, 1 << 20]),
-    st.booleans(),
-)
+@given(cases(), st.sampled_from([None, 1, 2, 10]), st.sampled_from([0, 1 << 20]), st.booleans())
 def test_any_chunks_into_any_shards(tmp_path_factory, case, chunks, whole, aliases):
-    """With memory for some chunks, whether arrays are cut up in memory or read shard by shard."""
+    """With memory for some chunks. Arrays are split in memory, or read shard by shard."""
     values, chunk, zarr3, sharding = case
     handle = stored_array(tmp_path_factory.mktemp("any"), values, chunk, zarr3=zarr3)
     memory = memory_of(chunks, handle)
@@ -134,11 +129,7 @@ def test_any_chunks_into_any_shards(tmp_path_factory, case, chunks, whole, alias
 
 
 @settings(deadline=None, max_examples=examples(20))
-@given(
-    st.lists(cases(), min_size=2, max_size=3),
-    st.sampled_from([None, 1, 3, 50]),
-    st.booleans(),
-)
+@given(st.lists(cases(), min_size=2, max_size=3), st.sampled_from([None, 1, 3, 50]), st.booleans())
 def test_many_arrays_at_once(tmp_path_factory, some, chunks, aliases):
     folder = tmp_path_factory.mktemp("many")
     handles = [stored_array(folder, value, chunk, zarr3=zarr3) for value, chunk, zarr3, _ in some]
@@ -155,7 +146,7 @@ def test_many_arrays_at_once(tmp_path_factory, some, chunks, aliases):
 @pytest.mark.parametrize("chunks", [None, 1])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e3m4", "float32"])
 def test_every_nan_comes_through_an_accelerator(tmp_path, monkeypatch, dtype, chunks):
-    """XLA may compute narrow floats in wider ones, and NaNs lose their payloads on the way."""
+    """XLA may compute narrow floats as wider ones, where NaNs lose their payloads."""
     own_memory(monkeypatch)
     values = random((64, 40), dtype)
     handle = stored_array(tmp_path, values, (24, 40))
@@ -205,7 +196,7 @@ EIGHT = (2, 4)
 
 
 def assert_replicas_share_buffers(array):
-    """One for each shard, aligned."""
+    """There is one aligned buffer for each shard."""
     by_shard = {}
     for shard in array.addressable_shards:
         by_shard.setdefault(str(shard.index), set()).add(shard.data.unsafe_buffer_pointer())
@@ -216,7 +207,7 @@ def assert_replicas_share_buffers(array):
 
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model")])
 def test_donation_overwrites_no_replica(tmp_path, spec):
-    """Replicas share a buffer, so a step that would overwrite one of them must not do it."""
+    """Replicas share a buffer, so a donated replica must not be overwritten."""
     values = random((64, 64), "uint16").astype("float32")
     handle = stored_array(tmp_path, values, (16, 64))
     sharding = NamedSharding(layouts.mesh(EIGHT), spec)
@@ -282,7 +273,7 @@ def test_arrays_larger_than_the_memory(large, monkeypatch, dtype, memory, aliase
 
 @pytest.mark.parametrize("memory", [3 << 20, 4 << 20, 5 << 20])
 def test_arrays_are_read_while_others_are_transferred(tmp_path, monkeypatch, memory):
-    """With memory for some of them, each a chunk; transfers are pending as most reads begin."""
+    """Memory holds some of the arrays. Transfers are pending when most reads begin."""
     own_memory(monkeypatch)
     values = [random((256, 256), seed=seed) for seed in range(12)]
     handles = [stored_array(tmp_path, value, value.shape) for value in values]
@@ -311,7 +302,7 @@ INTS = ["int2", "int4", "int8", "int16", "int32", "uint8", "uint16", "uint32"]
 @pytest.mark.parametrize("target", [*INTS, "uint2", "uint4"])
 @pytest.mark.parametrize("source", [*INTS, "int64", "uint64"])
 def test_integers_that_fit_and_that_do_not(tmp_path, source, target):
-    """The whole common range fits, and one step beyond it does not."""
+    """The common range fits, and the next value does not."""
     infos = jnp.iinfo(source), jnp.iinfo(target)
     low, high = max(int(info.min) for info in infos), min(int(info.max) for info in infos)
     fitting = np.array([low, high, 0, 1, high // 2, low // 2, 0, high], "object")

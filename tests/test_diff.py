@@ -3,6 +3,7 @@
 import cmath
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -49,6 +50,21 @@ def two(tmp_path):
     return lambda *trees, **how: [
         save(tmp_path / name, tree, **how) for name, tree in zip("ab", trees, strict=True)
     ]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The first keys of the arrays that are read from now on."""
+    names, read = [], comparison.read_values
+
+    def counted(groups, *arguments):
+        names.extend(handle.path[0] for group in groups for handle in group)
+        return read(groups, *arguments)
+
+    for name in ("comparison", "values"):
+        module = importlib.import_module(f"reshard.verify.{name}")
+        monkeypatch.setattr(module, "read_values", counted)
+    return names
 
 
 def told(diff, *lines):
@@ -268,7 +284,7 @@ def test_two_are_equal_only_if_all_contents_were_compared(two):
     assert (differs.equal, bool(differs), differs.not_compared) == (False, False, 2)
 
 
-def test_contents_without_digests_on_both_sides_are_read(two, monkeypatch):
+def test_contents_without_digests_on_both_sides_are_read(two, taken):
     rng = np.random.default_rng(3)
     one = {name: layouts.random_array(rng, (3, 5)) for name in ("both", "first", "neither")}
     one["cast"] = rng.standard_normal((3, 5)).astype("f4")
@@ -276,14 +292,6 @@ def test_contents_without_digests_on_both_sides_are_read(two, monkeypatch):
     a, b = two(one | old, one | {"cast": one["cast"].astype("f8"), "r": old["p"], "s": old["q"]})
     record(a, {name: leaf for name, leaf in (one | old).items() if name not in ("neither", "q")})
     record(b, {"both": one["both"], "r": old["p"]})
-    taken = []
-    read = comparison.read_values
-
-    def counted(groups, *arguments, **named):
-        taken.extend(handle.path[0] for group in groups for handle in group)
-        return read(groups, *arguments, **named)
-
-    monkeypatch.setattr(comparison, "read_values", counted)
     diff = reshard.diff(a, b)
     assert diff.report() == told(
         diff,
@@ -769,28 +777,20 @@ def test_values_are_compared_whatever_is_on_record(two):
 # What cannot be read.
 
 
-def test_arrays_that_cannot_be_read_are_told_with_their_side(two, monkeypatch):
+def test_arrays_that_cannot_be_read_are_told_with_their_side(two, taken):
     """Together, and without reading anything again."""
     tree = {name: np.arange(8, dtype="f4") + i for i, name in enumerate(("w", "x", "y", "z", "ok"))}
     moved = {name: leaf for name, leaf in tree.items() if name != "z"} | {"new": tree["z"]}
     a, b = two(tree, moved, use_ocdbt=False)
     for path in (a / "w", a / "x", b / "x", b / "y", b / "new"):
         (path / "0").write_bytes(b"garbage")
-    taken = []
-    read = comparison.read_values
-
-    def counted(groups, *arguments, **named):
-        taken.extend(handle.path for group in groups for handle in group)
-        return read(groups, *arguments, **named)
-
-    monkeypatch.setattr(comparison, "read_values", counted)
     with pytest.raises(reshard.CorruptCheckpointError) as error:
         reshard.diff(a, b, values=True)
     assert error.value.summary == f"arrays cannot be read; A is `{a}`, B is `{b}`"
     starts = [problem.partition(" cannot be read: ")[0] for problem in error.value.problems]
     leaves = ("A: w", "A: x", "B: x", "B: y", "B: new")
     assert starts == [f"{leaf}: its stored bytes" for leaf in leaves]
-    assert sorted(taken) == sorted((name,) for name in (*tree, *moved))
+    assert sorted(taken) == sorted((*tree, *moved))
     assert reshard.diff(a, b, values=True, select="ok").equal
 
 

@@ -1,5 +1,5 @@
-"""README and topics say what happens: their commands, their Python and the examples in docstrings
-run, each document in a copy of its own of what the demonstrations leave."""
+"""The commands and the Python of README and topics run, and print what they show. Examples in
+docstrings run, too. Each document has its own copy of the demonstrations' files."""
 
 import contextlib
 import doctest
@@ -75,9 +75,9 @@ def with_blocks_of(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
-    """What the examples start from: the documents' directory -> the test's."""
+    """The files of the demonstrations: the documents' directory -> the test's."""
     made = {}
-    jax.devices()  # the examples ask for eight, and get those that there are
+    jax.devices()  # before the examples set a number of devices
     with pytest.MonkeyPatch.context() as patch:
         for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
             patch.setenv(name, os.environ[name])
@@ -92,7 +92,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
 
 @pytest.fixture
 def at(demos, tmp_path):
-    """A place -> this test's copy of what is there."""
+    """A place -> this test's copy of it."""
 
     def get(place: str) -> pathlib.Path:
         copy = tmp_path / pathlib.Path(place).name
@@ -104,7 +104,7 @@ def at(demos, tmp_path):
 
 
 def shown(command: str, directory: pathlib.Path) -> str:
-    """What a line shows, stderr included. What the shell has to be asked is asked the shell."""
+    """The output of a command line, with stderr. A shell runs lines with a pipe."""
     program, *words = shlex.split(command)
     if program == "reshard" and "|" not in words:
         _, out, err = in_process.command(words)
@@ -116,8 +116,8 @@ def shown(command: str, directory: pathlib.Path) -> str:
 
 
 def without_stored_bytes(output: str) -> str:
-    """Orbax deals chunks out to data files in an order of its own, so what can be shared, and with
-    it what is copied, differs from one save to the next."""
+    """Orbax distributes chunks to data files in any order, so the hard-linked bytes differ from one
+    save to the next."""
     output = re.sub(r"(, and|,| and) shares? [\d.]+ \wi?B( with SRC)?", "", output)
     output = re.sub(r"\d+ data files?|^orbax +[\d.]+", "*", output, flags=re.MULTILINE)
     return re.sub(r"^(read|write|memory)( +)[\d.]+ \wi?B", r"\1\2*", output, flags=re.MULTILINE)
@@ -143,8 +143,8 @@ def test_console_blocks_show_what_the_commands_print(name, at, request):
 
 
 def python(name: str, at) -> dict[str, Any]:
-    """Runs the Python of a document, and compares what it prints with the next block of the
-    section, if that has no language; its names afterwards."""
+    """Runs the Python of a document and returns its names. The output must equal the next block of
+    the section, if that block has no language."""
     names: dict[str, Any] = {}
     fenced = blocks(name)
     for block, after in zip(fenced, [*fenced[1:], None], strict=True):
@@ -212,7 +212,7 @@ def test_python_blocks_have_tests():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """What the examples in docstrings start from: `run/1000`, two layers on a 2x4 mesh."""
+    """The files for examples in docstrings: `run/1000`, two layers on a 2x4 mesh."""
     rng = np.random.default_rng(0)
 
     def array(*shape: int) -> jax.Array:
@@ -241,15 +241,15 @@ def test_the_example_of_a_docstring(name, small, tmp_path):
     assert told.getvalue() == ""
 
 
-def test_the_demonstrations_leave_this_process_as_it_is(demos):
-    """And their rules and map are those of the topics."""
+def test_the_demonstrations_do_not_change_this_process(demos):
+    """Their rules and map are those of the topics."""
     assert len(jax.devices()) == 16
     assert "device_count=16" in os.environ["XLA_FLAGS"]
     assert texts("meshes", "toml") == [(demos["/tmp/demo"] / "rules.toml").read_text()]
     assert texts("conversion", "toml") == [(demos["/tmp/lm"] / "map.toml").read_text()]
 
 
-def test_the_rules_for_whole_modules_are_some(tmp_path):
+def test_the_rules_for_whole_modules_work(tmp_path):
     computed, text = texts("maps", "toml")
     numbers = {"hidden_size": 16, "num_attention_heads": 4, "vocab_size": 32000}
     assert len(map_of(tomllib.loads(computed), "map.toml", numbers).rules) == 2
@@ -274,7 +274,7 @@ def test_shell_blocks_are_for_a_fresh_clone():
     assert (ROOT / "examples" / "quickstart.py").is_file()
 
 
-def test_the_readme_is_two_screens_that_lead_to_every_topic():
+def test_the_readme_is_short_and_names_every_topic():
     assert len(README.splitlines()) <= 250
     assert len(README.encode()) <= 8_500
     assert "Usage:" not in README

@@ -92,7 +92,7 @@ def test_the_document_of_a_whole_item_with_digests(copy):
     [tree] = document["trees"]
     why = [
         "collections are at the top: `params`",
-        "`params/Dense_0` has a name as Linen gives them",
+        "`params/Dense_0` has a name that Linen generates",
     ]
     assert tree == {
         "path": str(item),
@@ -222,7 +222,7 @@ FOREIGN = {
 }
 
 
-def test_what_is_no_checkpoint(tmp_path):
+def test_paths_that_are_not_checkpoints(tmp_path):
     folder = tmp_path.resolve()
     (folder / "weights").mkdir()
     for name, (data, what) in FOREIGN.items():

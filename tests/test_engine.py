@@ -466,46 +466,6 @@ def test_a_job_reads_ahead_while_it_writes(columns, tmp_path, monkeypatch, memor
     assert done == sorted(done) and max(np.diff(done)) < whole / 2
 
 
-@pytest.mark.parametrize("large", [0, 5, 11])
-def test_copying_reads_the_next_batch_before_one_is_written(monkeypatch, tmp_path, large):
-    """Batches of two values, but for one that takes all of the limiter."""
-    begun, waited = [], []
-
-    class Source:
-        def read(self, key):
-            begun.append(key)
-            promise, future = ts.Promise.new()
-            promise.set_result(ts.KvStore.ReadResult("value", f"value of {key}".encode()))
-            return future
-
-    def checked(future, what):
-        if "the stored value" in what:
-            waited.append(len(begun))
-        return future.result()
-
-    monkeypatch.setattr(stream, "checked", checked)
-    seen = Watched(monkeypatch)
-    store = ts.KvStore.open("memory://").result()
-    target = types.SimpleNamespace(
-        directory=tmp_path, begin=lambda _: (ts.Transaction(), store), committed=lambda: None
-    )
-    sizes = [100 if number == large else 10 for number in range(12)]
-    values = [(Source(), str(number), f"n{number}", size) for number, size in enumerate(sizes)]
-    told = []
-    with MemoryLimiter(160) as limiter:
-        stream.copy_chunks(values, target, limiter, told.append)
-    assert seen.peak == 200 and seen.used == 0
-    assert sum(told) == sum(sizes)
-    assert begun == list(map(str, range(12)))
-    assert {key: store[key] for key in store.list().result()} == {
-        f"n{number}".encode(): f"value of {number}".encode() for number in range(12)
-    }
-    ahead = [count - number - 1 for number, count in enumerate(waited)]
-    # Nothing is begun beside what takes it all.
-    assert max(ahead[: large or 1]) <= 3
-    assert sum(count > 1 for count in ahead) >= 6
-
-
 @pytest.mark.parametrize("failing", [0, 1, 3])
 def test_a_batch_that_cannot_be_written_fails_its_share(columns, tmp_path, monkeypatch, failing):
     """Although those after it have been."""

@@ -1,4 +1,4 @@
-"""The examples run, some of them in a process of their own."""
+"""The examples run, some of them in a separate process."""
 
 import functools
 import importlib
@@ -24,7 +24,7 @@ on_meshes = pytest.mark.parametrize(("first", "second", "alone"), MESHES)
 
 
 def run(name: str, *arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    """An example as a user runs it, without what `conftest.py` has set."""
+    """An example as a user runs it, without the settings of `conftest.py`."""
     ours = ("XLA_FLAGS", "JAX_PLATFORMS")
     return subprocess.run(
         [sys.executable, EXAMPLES / f"{name}.py", *arguments],
@@ -56,7 +56,7 @@ def test_quickstart_restores_every_bit(alone, tmp_path, monkeypatch, capfd):
         printed = capfd.readouterr().out
     first, *_, last = printed.splitlines()
     assert first == "Orbax saved 8 arrays on a 2x4 mesh."
-    assert last == "Orbax restored 8 arrays on 1x8, with a target and without: every bit is equal."
+    assert last == "Orbax restored 8 arrays on 1x8, with and without a target. Every bit is equal."
     for row in ("| 0,4 | 1,5 | 2,6 | 3,7 |", "| 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |"):
         line = re.sub("[^|]", "-", row).replace("|", "+")
         assert f"\n{line}\n{row}\n{line}\n" in printed
@@ -71,12 +71,12 @@ def test_quickstart_keeps_a_directory_that_is_in_use(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
-# What the examples of a model of one's own print
+# The output of the examples with the user's own model
 
 
 @pytest.fixture
 def ran_on(tmp_path, monkeypatch, capsys):
-    """What an example printed, less the difference that another order of sums makes."""
+    """The output of an example, without the difference from another order of sums."""
 
     def get(name: str, first: str, second: str, alone: bool) -> str:
         given = () if (first, second) == ("2x4", "1x8") else (first, second)

@@ -150,7 +150,7 @@ class Elsewhere(concurrent.futures.Executor):
 RELEASE = (
     Elsewhere(release="0.0"),
     "the executor's workers have another version of reshard\n"
-    f"  there it is 0.0, here it is {run._release(())}",
+    f"  the workers have 0.0, this process has {run._release(())}",
 )
 BROKEN = (
     Elsewhere(error=concurrent.futures.BrokenExecutor("all are gone")),

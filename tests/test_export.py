@@ -277,7 +277,7 @@ def test_a_killed_job_is_resumed(source, tmp_path):
     with layouts.killed_at_the_end():
         reshard.export(ckpt, out, **sizes)
     text = refused(DestinationExistsError, reshard.export, ckpt, out, **sizes)
-    assert text.startswith("a stopped job left finished parts")
+    assert text.startswith("a stopped job left finished shares")
     file = next(tmp_path.rglob("ocdbt.process_*/model-00002-of-*"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -340,7 +340,7 @@ def test_unlike_a_directory(source, tree, model, tmp_path, whole):
     ckpt = reshard.open(source)
     text = refused(TreeMismatchError, reshard.export, ckpt, tmp_path / "out", like=folder)
     lines = text.partition("\n\n")[0].split("\n")
-    assert lines[0] == f"the tensors are not those of `{folder}`"
+    assert lines[0] == f"the tensors differ from those of `{folder}`"
     assert sorted(lines[1:]) == sorted(
         [
             f"  missing: lost: `{folder}` has it",

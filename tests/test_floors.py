@@ -1,5 +1,5 @@
 """The oldest releases that are declared are those that the tests are run with, and the README's;
-what they lack is told with the release that has it."""
+errors name the release that has a missing feature."""
 
 import importlib.metadata
 import json
@@ -27,7 +27,7 @@ def test_the_floors_that_are_declared_are_tested():
     assert tested == FLOORS | dict(line.split(">=") for line in optax)
 
 
-def test_the_readme_says_which_they_are():
+def test_the_readme_names_the_floors():
     names = {"JAX": "jax", "Flax": "flax", "Orbax": "orbax-checkpoint"}
     names |= {"TensorStore": "tensorstore"}
     python = PROJECT["requires-python"].removeprefix(">=")
@@ -39,7 +39,7 @@ def test_the_readme_says_which_they_are():
 @pytest.mark.parametrize(
     ("dtype", "release"), [("float4_e2m1fn", "0.1.80"), ("float8_e8m0fnu", "0.1.85")]
 )
-def test_a_dtype_that_an_older_tensorstore_lacks_is_told_with_the_release(dtype, release, data):
+def test_a_dtype_that_needs_a_newer_tensorstore(dtype, release, data):
     document = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": dtype, "fill_value": None}
     document = json.dumps(document | {"compressor": None, "order": "C", "filters": None}).encode()
     ckpt = reshard.open(data / "orbax-0.4.4" / "default")
@@ -63,7 +63,7 @@ def test_a_dtype_that_no_tensorstore_has(data):
     )
 
 
-def test_databases_are_read_as_an_older_tensorstore_has_to(monkeypatch, data):
+def test_databases_are_read_with_an_older_tensorstore(monkeypatch, data):
     path = data / "orbax-0.4.4" / "default"
     found = reshard.digest(path)
     monkeypatch.setattr(compat, "older", lambda package, release: "0.1.77")

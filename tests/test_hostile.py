@@ -1,4 +1,4 @@
-"""Checkpoints from strangers: whatever is in them, a clear error, and nothing else."""
+"""Untrusted checkpoints: whatever they contain, the result is a clear error, and nothing else."""
 
 import ast
 import functools
@@ -48,14 +48,14 @@ def base(tmp_path_factory):
 
 
 def edit(file: pathlib.Path, change: Callable[[Json], Any]) -> None:
-    """A JSON document, changed in place."""
+    """Changes a JSON document in place."""
     document = json.loads(file.read_bytes())
     change(document)
     file.write_bytes(json.dumps(document).encode())
 
 
 def edit_text(file: pathlib.Path, old: str, new: str | bytes) -> None:
-    """The first such text of a file."""
+    """Replaces the first occurrence of a text in a file."""
     new = new if isinstance(new, bytes) else new.encode()
     data = file.read_bytes()
     assert old.encode() in data
@@ -63,12 +63,12 @@ def edit_text(file: pathlib.Path, old: str, new: str | bytes) -> None:
 
 
 def put_in(file: pathlib.Path, text: str) -> None:
-    """One more value in the document of the tree."""
+    """Adds a value to the tree document."""
     edit_text(file, '"tree_metadata"', f'"note": {text}, "tree_metadata"')
 
 
 def edit_array(path: pathlib.Path, name: str, **entries: Any) -> None:
-    """The zarr metadata of an array, in plain files or in a database; an entry of None goes."""
+    """Changes the zarr metadata of an array, in files or in a database. None removes a key."""
 
     def changed(document: Json) -> Json:
         document |= entries
@@ -85,7 +85,7 @@ def edit_array(path: pathlib.Path, name: str, **entries: Any) -> None:
 
 
 def edit_sharding(path: pathlib.Path, **entries: Any) -> None:
-    """The sharding of the array `w`."""
+    """Changes the sharding of the array `w`."""
 
     def change(document: Json) -> None:
         document["dw=="] = json.dumps(json.loads(document["dw=="]) | entries)
@@ -168,7 +168,7 @@ def plant(path: pathlib.Path, nodes: Sequence[bytes], height: int, file: str = "
 
 
 def plant_value(path: pathlib.Path, key: bytes, file: str, place: Place) -> None:
-    """A database that is as it was, but for one value, which is elsewhere."""
+    """Changes the place of one value of a database."""
     store = fuzz.database(path)
     values = {key: store.read(key).result().value for key in store.list().result()}
     plant(path, [leaf(file, {**values, key: place})], 0)
@@ -181,7 +181,7 @@ def zstd_zeros(total: int) -> bytes:
 
 
 def long_keys(count: int, *, compression: int = 0) -> bytes:
-    """A leaf node of keys of 60 kB, each of which shares all but its end with the one before."""
+    """A leaf node of keys of 60 kB. Each shares all but its end with the one before."""
     shared = 60_000
     body = varint(0) + varint(count) + varints([0] + [shared] * (count - 2))
     body += varints([1, shared + 3] + [3] * (count - 2))
@@ -196,8 +196,7 @@ Corrupt, Format = reshard.CorruptCheckpointError, reshard.CheckpointFormatError
 
 
 class Fault(NamedTuple):
-    """What opening a checkpoint says, where `PATH` stands for it; what has been done to one of
-    `fuzz.FORMATS`; and what is raised."""
+    """The error for a damaged checkpoint of one of `fuzz.FORMATS`. `PATH` stands for its path."""
 
     text: str
     damage: Callable[[pathlib.Path], Any]
@@ -222,7 +221,7 @@ def replace_by_directory(file: pathlib.Path) -> None:
 
 
 def outside(path: pathlib.Path) -> pathlib.Path:
-    """A file of somebody's, beside the checkpoint."""
+    """A file outside the checkpoint."""
     secret = path.parent / "secret"
     secret.write_bytes(b"s" * 4096)
     return secret
@@ -275,7 +274,7 @@ def not_json(text: str, change: Callable[[pathlib.Path], Any]) -> Fault:
 
 
 def named(text: str, *keys: str, form: str = "zarr2-ocdbt", kind: str = "None") -> Fault:
-    """One more leaf in the tree, which cannot be there."""
+    """An impossible leaf in the tree."""
     text = f"`PATH/{TREE}` describes no tree\n  {text}"
     return Fault(text, lambda p: add_leaf(p, *keys, kind=kind), form)
 
@@ -310,7 +309,7 @@ def elsewhere(
     error: type[reshard.ReshardError] = Corrupt,
     place: Sequence[int] = (0, 96),
 ) -> Fault:
-    """A chunk of `w` whose bytes are in another file, which is made first."""
+    """A chunk of `w` that lies in another file."""
 
     def damage(path: pathlib.Path) -> None:
         make(path)
@@ -373,7 +372,7 @@ FAULTS = [
     array("chunks of [1048576, 1048576] are larger than the array, [8, 12]", chunks=[2**20, 2**20]),
     array(f'{MEMBER}"chunks": {IN_RANGE}', chunks=[0, 6]),
     array(f'{MEMBER}"dtype": Unsupported zarr dtype: "|O"', dtype="|O", filters=[{"id": "pickle"}]),
-    # TensorStore makes one up; but what Orbax writes has one.
+    # TensorStore would choose one, but Orbax always writes one.
     array("it has no chunk shape", chunks=None),
     array("it has no chunk shape", "zarr3-files", chunk_grid=None),
     array("its dtype has no name", dtype=[["a", "<f4"]]),
@@ -468,7 +467,7 @@ FAULTS = [
 
 
 def ours(job: Callable[[], Any], error: type[Exception] | None = None) -> str:
-    """That a job is refused, in a short time; what is said."""
+    """The text of the error that a job raises, within a short time."""
     with fuzz_jobs.limited("it", 5), pytest.raises(reshard.ReshardError) as caught:
         job()
     assert error in (None, type(caught.value))
@@ -481,8 +480,7 @@ def command(*words: object) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.text.split("\n")[-1][:80])
 def test_faults(tmp_path, base, fault):
-    """Opening says what is wrong, and so do the commands; nothing is written, nor are what was
-    opened and what is beside it changed."""
+    """`open`, `restore` and the commands raise the same error, and change and write nothing."""
     path = copied(base, fault.form, tmp_path / "saved")
     fault.damage(path)
     text = fault.text.replace("PATH", str(path)).replace("PARENT", str(tmp_path))
@@ -510,7 +508,7 @@ CHUNKS = {
 
 
 @pytest.mark.parametrize("kind", CHUNKS)
-def test_chunks_that_decode_to_something_else(tmp_path, base, kind):
+def test_chunks_of_the_wrong_size(tmp_path, base, kind):
     path = copied(base, "zarr2-files", tmp_path / "saved")
     edit_array(path, "w", compressor={"id": "zlib", "level": 1})
     data, words = CHUNKS[kind]
@@ -530,7 +528,7 @@ def test_chunks_that_decode_to_something_else(tmp_path, base, kind):
 
 
 def test_a_sharding_that_does_not_divide(tmp_path, base):
-    """It is no matter to who lays the array out anew."""
+    """It does not matter if the array is put on another mesh."""
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     edit_sharding(path, shape=[16, 1], device_mesh=None)
     ckpt, out = reshard.open(path), tmp_path / "out"
@@ -553,7 +551,7 @@ def test_keys_of_an_unknown_kind(tmp_path, base):
     assert said.split("\n")[0] == text
 
 
-def test_arrays_of_absent_chunks_that_nothing_could_hold(tmp_path, base):
+def test_huge_arrays_of_absent_chunks(tmp_path, base):
     """A chunk that is absent holds zeros in some checkpoints: then nothing speaks against tebibytes
     of them but the room that they need."""
     path = copied(base, "zarr2-files", tmp_path / "saved")
@@ -570,7 +568,7 @@ def test_arrays_of_absent_chunks_that_nothing_could_hold(tmp_path, base):
     assert said == "large: not enough memory for its 16.00 TiB"
 
 
-def test_what_is_beside_the_arrays_and_no_file(tmp_path, base):
+def test_links_and_pipes_among_the_siblings(tmp_path, base):
     """Links, pipes and endless directories are not copied."""
     for name, add in {
         "link": lambda path: path.symlink_to("/etc/hostname"),
@@ -589,7 +587,7 @@ def test_what_is_beside_the_arrays_and_no_file(tmp_path, base):
 
 
 @pytest.mark.parametrize("levels", [150, 1500, 3000])
-def test_endless_directories(tmp_path, base, levels):
+def test_deep_directories(tmp_path, base, levels):
     """More than anybody means, than Python's stack holds, than a path can name."""
     path = copied(base, "zarr2-files", tmp_path / "saved")
     out = tmp_path / "out"
@@ -626,14 +624,14 @@ def test_opening_a_symbolic_link(tmp_path, base):
 
 
 @pytest.mark.parametrize("what", ["pipe", "socket"])
-def test_opening_what_is_no_directory(tmp_path, what):
+def test_opening_a_pipe_or_a_socket(tmp_path, what):
     path = tmp_path / what
     os.mknod(path, (stat.S_IFIFO if what == "pipe" else stat.S_IFSOCK) | 0o600)
     text = f"`{path}` is a file, not a checkpoint directory"
     assert ours(lambda: reshard.open(path), Format) == text
 
 
-def test_files_that_are_no_chunks_are_left_out(tmp_path, base):
+def test_stray_files_are_ignored(tmp_path, base):
     """Nobody reads them, so they neither stand for a missing chunk nor are carried over."""
     for form, chunk in (("zarr2-files", "1.1"), ("zarr3-files", "c/1/1")):
         path = copied(base, form, tmp_path / form)
@@ -655,7 +653,7 @@ def test_files_that_are_no_chunks_are_left_out(tmp_path, base):
         assert ours(lambda ckpt=ckpt: reshard.save(ckpt, tmp_path / "o"), Corrupt) == text
 
 
-def test_renaming_out_of_the_destination(tmp_path, base):
+def test_renames_to_paths_outside_the_destination(tmp_path, base):
     for form in ("zarr2-ocdbt", "zarr2-files"):
         ckpt = reshard.rename(reshard.open(base(form)), [(r"^w$", '"../../evil"')])
         saves = functools.partial(reshard.save, ckpt, tmp_path / "out")
@@ -665,7 +663,7 @@ def test_renaming_out_of_the_destination(tmp_path, base):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_that_a_terminal_would_act_on_and_long_ones(tmp_path, base):
+def test_control_characters_and_long_names(tmp_path, base):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     add_leaf(path, "\x1b[2J\x9b\u202e\U000e0001")
     add_leaf(path, "x" * 4000, name="long")
@@ -758,14 +756,14 @@ def test_no_code_is_run(tmp_path, base):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["moved", "saved"]
 
 
-def test_nothing_unpickles_or_evaluates():
-    """No module of the package has the means, but those that a process of its own tells what the
-    model of a checkpoint is, or what a part of a job has come to: of no file."""
+def test_no_module_unpickles_or_evaluates():
+    """No module can, except the two that exchange pickles with processes of their own, and the one
+    that evaluates expressions in files of this package."""
     root = pathlib.Path(reshard.__file__).parent
     banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     means = {"eval", "exec", "compile", "__import__"}
-    engine = root / "engine" / "run.py"
-    for file in set(root.rglob("*.py")) - {root / "cli" / "subprocess_model.py", engine}:
+    names = ("cli/subprocess_model.py", "engine/run.py", "convert/ready_maps.py")
+    for file in set(root.rglob("*.py")) - {root / name for name in names}:
         text = file.read_text()
         if not re.search("|".join(banned | means), text):
             continue
@@ -785,7 +783,7 @@ def test_nothing_unpickles_or_evaluates():
     st.sampled_from([500, 100_000_000]),
 )
 @settings(max_examples=examples(30), deadline=None)
-def test_what_a_node_takes_is_bounded(values, compression, node_bytes):
+def test_the_bound_of_decoded_nodes(values, compression, node_bytes):
     """The bound holds for genuine databases, and is not far off."""
     context = ts.Context()
     base = {"driver": "memory", "path": "saved/"}
@@ -814,7 +812,7 @@ def test_what_a_node_takes_is_bounded(values, compression, node_bytes):
 
 
 @pytest.mark.parametrize("instead", [pathlib.Path.unlink, replace_by_directory])
-def test_data_files_that_are_gone(tmp_path, base, instead):
+def test_missing_data_files(tmp_path, base, instead):
     """Found by fuzzing: the size of a data file that is to be shared was taken for granted."""
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     ckpt = reshard.open(path)
@@ -887,8 +885,8 @@ TOML = {
 
 
 @pytest.mark.parametrize(("why", "text"), [(why, text) for why in TOML for text in TOML[why]])
-def test_toml_that_is_refused(tmp_path, base, why, text):
-    """By both readers of such files."""
+def test_refused_toml(tmp_path, base, why, text):
+    """By the readers of map files and of rule files."""
     file, path = tmp_path / "file.toml", base("linen")
     file.write_text(text)
     told = ours(lambda: reshard.to_nnx(path, map_file=file), reshard.ArgumentError)
@@ -951,7 +949,7 @@ MAKING = [
 
 
 @pytest.mark.parametrize(("rule", "why"), MAKING)
-def test_rules_that_make_what_no_array_can_be(tmp_path, base, rule, why):
+def test_rules_for_impossible_arrays(tmp_path, base, rule, why):
     base("zarr2-files")
     error = reshard.ArgumentError if "`reshape`" in why else reshard.TreeMismatchError
     told = ours(lambda: reshard.save(by_map(base, tmp_path, rule), tmp_path / "out"), error)
@@ -959,7 +957,7 @@ def test_rules_that_make_what_no_array_can_be(tmp_path, base, rule, why):
     assert not (tmp_path / "out").exists()
 
 
-def test_more_chunks_than_could_be_opened_again(tmp_path, base):
+def test_too_many_chunks(tmp_path, base):
     path = copied(base, "zarr2-files", tmp_path / "saved")
     edit(path / TREE, lambda d: d.update(store_array_data_equal_to_fill_value=False))
     edit_array(path, "large", shape=[4099, 4099])
@@ -973,7 +971,7 @@ def test_more_chunks_than_could_be_opened_again(tmp_path, base):
 
 
 def test_reshapes_with_many_axes_before_and_after():
-    """TensorStore has views of 32 axes, and what is between is one as well."""
+    """TensorStore's views have at most 32 axes, also the intermediate ones."""
     x = np.arange(64)
     for before, after in [
         ((2, *[1] * 20, 32), (32, *[1] * 20, 2)),
@@ -986,8 +984,8 @@ def test_reshapes_with_many_axes_before_and_after():
 
 
 @pytest.mark.parametrize("custom", ["text", 3, 0.5, ["note"], [["note", 1]], True])
-def test_custom_metadata_that_are_none(tmp_path, base, custom):
-    """Of a conversion there is a record in them; what else is there is carried on."""
+def test_custom_metadata_that_are_not_an_object(tmp_path, base, custom):
+    """They hold the record of a conversion. Other values are copied."""
     path = copied(base, "linen", tmp_path / "linen")
     edit(path / TREE, lambda document: document.update(custom_metadata=custom))
     told = ours(lambda: reshard.to_nnx(path, fuzz_jobs.nnx_training), Corrupt)
@@ -1001,7 +999,7 @@ def operation(**fields: Any) -> Callable[[Json], Any]:
 
 
 def kind(**fields: Any) -> Callable[[Json], Any]:
-    """Another kind of the first leaf of a record, `step`, which is a number."""
+    """Changes the kind of the first leaf of a record, the number `step`."""
     return lambda record: record["leaves"][0][1].update(fields)
 
 
@@ -1010,7 +1008,7 @@ def one_more(*keys: Any) -> Callable[[Json], Any]:
     return lambda record: record["leaves"].append([list(keys), "None"])
 
 
-# What is said of a record, and what has been done to it.
+# The problem of a damaged record, and the damage.
 RECORDED: dict[str, Callable[[Json], Any]] = {
     "its containers are not JSON: {'a': 1}": lambda record: record.update(containers={"a": 1}),
     "its containers are not JSON: 'x'": lambda record: record.update(containers="x"),
@@ -1050,20 +1048,20 @@ NO_RECORD = (
 
 
 def refused_record(base, tmp_path: pathlib.Path, change: Callable[[Json], Any]) -> str:
-    """What is said when a checkpoint goes back to Linen by a record that has been changed."""
+    """The error when a checkpoint is converted back to Linen by a damaged record."""
     path = copied(base, "nnx", tmp_path / "nnx")
     edit(path / TREE, lambda document: change(document["custom_metadata"]["reshard.linen"]))
     return ours(lambda: reshard.to_linen(path), reshard.TreeMismatchError)
 
 
 @pytest.mark.parametrize("problem", RECORDED)
-def test_records_of_conversions_that_are_none(tmp_path, base, problem):
+def test_damaged_records_of_conversions(tmp_path, base, problem):
     told = refused_record(base, tmp_path, RECORDED[problem])
     assert told == NO_RECORD.replace("PROBLEM", problem)
 
 
-def test_values_that_are_not_those_of_a_record(tmp_path, base):
-    """Step counters may have another dtype, of integers; what was zero is zero."""
+def test_values_that_contradict_the_record(tmp_path, base):
+    """Step counters may have another integer dtype. Zeros must stay zeros."""
 
     def change(record: Json) -> None:
         kind(dtype="bool")(record)
@@ -1079,7 +1077,7 @@ def test_values_that_are_not_those_of_a_record(tmp_path, base):
     )
 
 
-def test_zeros_of_a_record_that_nothing_could_hold(tmp_path, base):
+def test_huge_zeros_in_a_record(tmp_path, base):
     shape = [1 << 40, 1 << 20]
 
     def change(record: Json) -> None:
@@ -1101,7 +1099,7 @@ def test_digests_of_files_with_long_names(tmp_path, base):
 
 
 @pytest.mark.parametrize("what", ["link", "pipe"])
-def test_what_is_where_a_record_is_begun(tmp_path, base, what):
+def test_links_and_pipes_in_place_of_a_temporary_record(tmp_path, base, what):
     """A link in a stranger's checkpoint is not written through, and a pipe not waited for."""
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     begun = path / "reshard_digests.json.tmp"
@@ -1114,7 +1112,7 @@ def test_what_is_where_a_record_is_begun(tmp_path, base, what):
     assert not begun.exists()
 
 
-@pytest.mark.parametrize("name", ["rest.json", "0.json", "0._METADATA", "0._sharding"])
+@pytest.mark.parametrize("name", ["unshared.json", "0.json", "0._METADATA", "0._sharding"])
 @pytest.mark.parametrize("what", ["link", "pipe"])
 def test_unfinished_jobs_with_links_and_pipes(tmp_path, base, what, name):
     """Their parts are written again: nothing outside is written, and nothing waited for."""
@@ -1129,7 +1127,7 @@ def test_unfinished_jobs_with_links_and_pipes(tmp_path, base, what, name):
     assert reshard.diff(base("recorded"), tmp_path / "out", values=True).equal
 
 
-def test_documents_of_a_job_in_each_others_place(tmp_path, base):
+def test_exchanged_documents_of_a_job(tmp_path, base):
     left = fuzz_jobs.stopped(base("recorded"), tmp_path / "out")
     [one], [other] = left.rglob("0.json"), left.rglob("1.json")
     shutil.copyfile(one, other)
@@ -1139,7 +1137,7 @@ def test_documents_of_a_job_in_each_others_place(tmp_path, base):
     assert told.startswith(f"`{other}` is damaged\n\nhint: rm '{other}'")
 
 
-def test_a_document_of_a_job_that_is_huge(tmp_path, base):
+def test_a_huge_document_of_a_job(tmp_path, base):
     left = fuzz_jobs.stopped(base("recorded"), tmp_path / "out")
     (file,) = left.rglob("0.json")
     os.truncate(file, 1 << 40)
@@ -1154,7 +1152,7 @@ def test_a_document_of_a_job_that_is_huge(tmp_path, base):
     assert told.startswith(f"`{file}` is damaged\n\nhint: rm '{file}'")
 
 
-def test_a_document_of_the_tree_with_another_bit(tmp_path, base):
+def test_a_flipped_bit_in_a_staged_document(tmp_path, base):
     left = fuzz_jobs.stopped(base("recorded"), tmp_path / "out")
     (file,) = left.rglob("0._sharding")
     flip(file)

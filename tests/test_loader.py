@@ -1,4 +1,4 @@
-"""Opening every layout, and what is said about a path that is not a whole checkpoint."""
+"""Opening every layout, and the errors for paths that are not complete checkpoints."""
 
 import functools
 import json
@@ -189,7 +189,7 @@ uncommitted = functools.partial(fails, reshard.UncommittedCheckpointError, Value
 corrupt = functools.partial(fails, reshard.CorruptCheckpointError, ValueError)
 
 
-def test_steps_and_items_that_are_not_there(saved, two_trees):
+def test_missing_steps_and_items(saved, two_trees):
     text = f"`{two_trees}/7` has no item 'opt'\n\nhint: its items: config, ema, params"
     not_found(text, two_trees, item="opt")
     text = f"item 'config' of `{two_trees}/7` holds no arrays\n\n"
@@ -207,13 +207,13 @@ def test_steps_and_items_that_are_not_there(saved, two_trees):
 
 
 def deleted(step, item):
-    """What is said of an item whose deletion has not ended, and how to end it."""
-    what = "`_CHECKPOINT_DELETION` beside it records an unfinished deletion"
+    """The error for an item with an unfinished deletion, and the hint that finishes it."""
+    what = "`_CHECKPOINT_DELETION` next to it records an unfinished deletion"
     call = f'orbax.checkpoint.experimental.v1.delete("{step}", checkpointable_name="{item}")'
     return f"`{step}/{item}` is being deleted: {what}\n\n", f"hint: {call} finishes the deletion"
 
 
-def test_an_item_whose_deletion_has_not_ended(two_trees, tmp_path):
+def test_an_item_with_an_unfinished_deletion(two_trees, tmp_path):
     run = pathlib.Path(shutil.copytree(two_trees, tmp_path / "run"))
     layouts.record_deletion(run / "7", "ema")
     text, end = deleted(run / "7", "ema")
@@ -239,7 +239,7 @@ def test_the_only_tree_is_being_deleted(copy):
 
 
 @pytest.mark.skipif(not hasattr(v1.v1, "delete"), reason="Orbax has no partial deletions yet")
-def test_orbax_ends_a_deletion_as_the_hint_says(tmp_path):
+def test_the_hint_finishes_a_deletion(tmp_path):
     path = tmp_path / "saved"
     trees = {name: {"w": layouts.random((4, 6), seed=seed)} for seed, name in enumerate("ab")}
     v1.v1.save_checkpointables(path, trees)
@@ -253,7 +253,7 @@ def test_orbax_ends_a_deletion_as_the_hint_says(tmp_path):
 
 
 @pytest.mark.parametrize("record", [{}, {"checkpointable_name": 3}, {"checkpointable_name": ""}])
-def test_a_record_of_a_deletion_that_names_no_item(copy, record):
+def test_a_deletion_record_without_an_item(copy, record):
     path = copy("items")
     (path / "3" / "_CHECKPOINT_DELETION").write_text(json.dumps(record))
     text = f"`{path}/3/_CHECKPOINT_DELETION` does not name the deleted item"
@@ -261,7 +261,7 @@ def test_a_record_of_a_deletion_that_names_no_item(copy, record):
         corrupt(text, place)
 
 
-def test_nothing_there(tmp_path):
+def test_missing_paths_and_unsupported_urls(tmp_path):
     (tmp_path / "run" / "a").mkdir(parents=True)
     (tmp_path / "run" / "b").mkdir()
     missing = tmp_path / "run" / "c"
@@ -292,7 +292,7 @@ FILES = [
 
 @pytest.mark.every_combination
 @pytest.mark.parametrize(("name", "data", "what"), FILES)
-def test_files_that_are_no_directories(tmp_path, name, data, what):
+def test_unsupported_files(tmp_path, name, data, what):
     (tmp_path / name).write_bytes(data)
     not_a_format(f"`{tmp_path / name}` is {what}", tmp_path / name)
 
@@ -311,7 +311,7 @@ def test_a_tree_without_its_arrays(data):
     path = data / "orbax-0.2.7" / "ocdbt_False"
     not_a_format(
         f"`{path}/checkpoint` holds a tree whose arrays are in other files. Orbax 0.2 and "
-        "Flax wrote such files, which are recognised but not read\n\n"
+        "Flax wrote such files, which `reshard` does not read\n\n"
         "hint: restore it with the program that saved it, and save it with Orbax",
         path,
     )
@@ -341,7 +341,7 @@ NO_TIME = "was never committed: its _CHECKPOINT_METADATA has no commit time\n\n"
 
 
 @pytest.mark.parametrize("layout", ["standalone", "step", "v1"])
-def test_what_was_never_committed(copy, layout):
+def test_uncommitted_checkpoints(copy, layout):
     path = copy(layout, "100.orbax-checkpoint-tmp")
     name = "its name is that of a checkpoint in progress"
     uncommitted(f"`{path}` was never committed: {name}\n\n{STOPPED}", path)
@@ -355,7 +355,7 @@ def test_what_was_never_committed(copy, layout):
     uncommitted(f"`{path}` {NO_TIME}", path)
 
 
-def test_an_uncommitted_step_is_passed_over(copy):
+def test_an_uncommitted_step_is_ignored(copy):
     path = copy("manager")
     uncommit(path / "20")
     shutil.copytree(path / "3", path / "30.orbax-checkpoint-tmp")
@@ -379,15 +379,15 @@ def test_only_uncommitted_steps(copy):
     )
 
 
-def test_a_missing_marker_says_nothing(copy):
+def test_on_a_disk_no_marker_is_needed(copy):
     path = copy("standalone")
     (path / "commit_success.txt").unlink(missing_ok=True)  # of Orbax 0.12.3 and newer
     assert len(reshard.open(path)) == len(reshard.open(copy("standalone", "whole")))
 
 
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-files", "bare"])
-def test_half_written_without_a_tree(copy, layout):
-    """Beside which a pickle may be."""
+def test_a_missing_tree_document(copy, layout):
+    """Also next to a pickle."""
     path = copy(layout)
     (path / "_METADATA").unlink()
     for _ in range(2):
@@ -397,7 +397,7 @@ def test_half_written_without_a_tree(copy, layout):
         (path / "checkpoint").write_bytes(PICKLED[-1])
 
 
-def test_half_written_without_a_manifest(copy):
+def test_a_missing_manifest(copy):
     path = copy("standalone")
     if "use_ocdbt" not in json.loads((path / "_METADATA").read_text()):
         pytest.skip("older releases of Orbax do not note it")
@@ -448,7 +448,7 @@ def test_missing_arrays_and_strings(copy, layout):
     ]
 
 
-def test_a_document_that_is_no_object(copy):
+def test_a_document_that_is_not_an_object(copy):
     path = copy("standalone")
     (path / "_METADATA").write_text("[]")
     corrupt(f"`{path}/_METADATA` is not a JSON object", path)
@@ -531,7 +531,7 @@ def never_merged(
 @pytest.mark.sampled
 @pytest.mark.parametrize("writers", [1, 3])
 @pytest.mark.parametrize("layout", ["standalone", "zarr3-ocdbt"])
-def test_a_never_merged_store_of_several_processes(saved, tmp_path, layout, writers):
+def test_unmerged_databases_of_several_processes(saved, tmp_path, layout, writers):
     source = saved(layout)
     path = never_merged(source.path, tmp_path / "unmerged", 3, writers)
     ckpt = reshard.open(path)

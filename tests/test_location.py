@@ -1,4 +1,4 @@
-"""Locations: what text and paths become, what is found there, and checkpoints that travel."""
+"""Locations: text, paths and URLs, listings of a disk, and other systems than Linux."""
 
 import ctypes
 import os
@@ -95,19 +95,18 @@ REFUSED = {
     ),
     **dict.fromkeys(
         ["s3:/bucket/run", "gs:/bucket", *map(pathlib.Path, ["gs://bucket/a", "s3://bucket/a"])],
-        "`{0}` looks like a URL, but is not one\n\n"
-        "hint: {1}://{2}, as text\nhint: ./{0}, if it is a path",
+        "`{0}` is not a valid URL\n\nhint: {1}://{2}, as text\nhint: ./{0}, if it is a path",
     ),
-    "S3://bucket/Run": "`S3://bucket/Run` looks like a URL, but is not one\n\n"
+    "S3://bucket/Run": "`S3://bucket/Run` is not a valid URL\n\n"
     "hint: s3://bucket/Run, as text\nhint: ./S3://bucket/Run, if it is a path",
-    "file:/runs/1": "`file:/runs/1` looks like a URL, but is not one\n\n"
+    "file:/runs/1": "`file:/runs/1` is not a valid URL\n\n"
     "hint: file:///runs/1, as text\nhint: ./file:/runs/1, if it is a path",
 }
 
 
 @since("tensorstore", "0.1.81")
 @pytest.mark.parametrize("form", REFUSED, ids=repr)
-def test_what_is_no_location(form):
+def test_invalid_locations(form):
     """The hints are locations."""
     scheme, _, rest = str(form).partition(":")
     text = REFUSED[form].format(form, scheme, rest.removeprefix("/"))
@@ -128,7 +127,7 @@ def test_a_path_that_looks_like_a_url(saved, tmp_path):
         assert not (tmp_path / "gs:").exists()
 
 
-def test_all_that_is_below_a_directory(tmp_path):
+def test_walk(tmp_path):
     for name in ("b/c/d", "a", "b/e", "f"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,8 +149,8 @@ def test_all_that_is_below_a_directory(tmp_path):
         list((place / "none").checked_walk())
 
 
-def test_without_what_only_linux_has(saved, tmp_path, monkeypatch):
-    """As on macOS: no such calls in the library of C or in `os`, and no `/proc`."""
+def test_without_system_calls_of_linux(saved, tmp_path, monkeypatch):
+    """As on macOS: without these calls in the C library and in `os`, and without `/proc`."""
 
     class Libc:
         """A library of C without the calls of Linux: `syncfs`, `sync_file_range`, `mallopt`."""

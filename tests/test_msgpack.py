@@ -11,7 +11,6 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import layouts
-import ml_dtypes
 import msgpack
 import numpy as np
 import optax
@@ -23,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import reshard_in, shown
 from layouts import refused
+from test_safetensors import random_bits
 
 import reshard
 from reshard.errors import (
@@ -36,13 +36,6 @@ from reshard.errors import (
 DTYPES = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
 DTYPES = f"{DTYPES} complex64 complex128 float8_e4m3fn float8_e5m2".split()
 pack = flax.serialization.msgpack_serialize
-
-
-def random_bits(shape, dtype, seed=0):
-    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    bits = np.random.default_rng(seed).bytes(int(np.prod(shape)) * dtype.itemsize)
-    values = np.frombuffer(bits, "u1")
-    return (values % 2 if dtype.name == "bool" else values).view(dtype).reshape(shape)
 
 
 class Model(nn.Module):
@@ -64,7 +57,7 @@ def train_state(seed=0):
 
 
 def leaves(tree):
-    """Path, of texts, -> leaf, of what Flax restores."""
+    """Path of strings -> leaf, of a tree that Flax restored."""
     found = {}
     for path, leaf in jax.tree.flatten_with_path(
         tree, is_leaf=lambda x: x is None or (isinstance(x, dict | list) and not x)
@@ -74,7 +67,7 @@ def leaves(tree):
 
 
 def assert_read(ckpt, tree):
-    """Each leaf is what Flax restores, to the bit."""
+    """Each leaf equals the one that Flax restores, bit for bit."""
     expected = leaves(tree)
     assert {tuple(map(str, path)) for path in ckpt} == expected.keys()
     for path, leaf in ckpt.items():
@@ -94,7 +87,7 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def tree(small_chunks):
-    """All that Flax writes: `rows` and `column` in parts whose seams cut rows and chunks."""
+    """All kinds of leaves. `rows` and `column` have parts that end within rows and chunks."""
     arrays = {dtype: random_bits((3, 5), dtype, n) for n, dtype in enumerate(DTYPES)}
     numbers = {"step": 5, "big": 2**63 + 1, "small": -(2**40), "rate": 2.5, "flag": True}
     others = {"none": None, "text": "abc", "complex": 1 - 2j, "scalar": np.float32(3), "dict": {}}
@@ -190,7 +183,7 @@ def test_a_train_state_is_restored(tmp_path, form):
 
 
 @pytest.mark.parametrize("version", ["orbax-0.2.7", "orbax-0.4.4", "orbax-0.4.4-b"])
-def test_values_that_orbax_aggregated(data, version):
+def test_aggregate_files_of_orbax(data, version):
     path = data / version / "aggregate"
     with ocp.PyTreeCheckpointer() as checkpointer:
         assert_read(reshard.open(path), checkpointer.restore(path))
@@ -325,7 +318,7 @@ def test_a_wrong_file(tmp_path, name):
     assert re.search(text, said), said
 
 
-def test_all_arrays_that_are_wrong_are_named(tmp_path):
+def test_all_wrong_arrays_are_listed(tmp_path):
     path = tmp_path / "x.msgpack"
     arrays = {"a": ext(1, [3], "int8", b"12"), "b": ext(3, [], "int8", b"1"), "c": ext(7, 1)}
     path.write_bytes(msgpack.packb(arrays))

@@ -1,4 +1,4 @@
-"""Optimizer state and its parameters: what optax itself says of whose and over which axes it is."""
+"""Optimizer state and its parameters, against optax."""
 
 import itertools
 
@@ -15,7 +15,7 @@ from sampling import EXHAUSTIVE
 
 from reshard.sharding.optimizer_state import Parameters, matching_part
 
-# Whose a leaf is
+# The parameter of a leaf
 
 OPTIMIZERS = {
     **optimizers.OPTIMIZERS,
@@ -44,7 +44,7 @@ TREES = {
 
 
 def parameters(shapes, larger=None):
-    """Abstract parameters; the one with the number `larger` is larger than it should be."""
+    """Abstract parameters. The one with the number `larger` has a larger shape."""
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda value: isinstance(value, tuple))
     sizes = [tuple(size + 3 * (i == larger) for size in shape) for i, shape in enumerate(leaves)]
     return jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(size, "float32") for size in sizes])
@@ -58,7 +58,7 @@ def shapes_of(tx, params):
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_moment_belongs_to_the_parameter_that_optax_made_it_from(name, tree):
-    """It is larger if that parameter is."""
+    """A moment grows with its parameter."""
     tx, shapes = OPTIMIZERS[name], TREES[tree]
     as_it_is = shapes_of(tx, parameters(shapes))
     count = len(jax.tree.leaves(parameters(shapes)))
@@ -101,7 +101,7 @@ def test_the_longest_ending_decides_and_then_the_shortest_path():
     assert found.followed_by(others[1]) == [("fast", "b")]
 
 
-# Which part of a spec is a leaf's own
+# The part of a spec that fits a leaf
 
 AXES = tuple((axis,) for axis in "abcde")
 

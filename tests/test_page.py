@@ -1,5 +1,4 @@
-"""The page: what it says is what the plan has, nothing in a checkpoint becomes markup, and it works
-in a browser."""
+"""Pages have the numbers of the plan, names never become markup, and pages work in a browser."""
 
 import base64
 import hashlib
@@ -113,7 +112,7 @@ def paths(data):
 
 
 def fabricated(leaves, devices, layers=100):
-    """The document of a plan of so many leaves."""
+    """The document of a plan with this number of leaves."""
     sizes = {"data": devices // 8, "model": 8}
     saved = {"mesh": sizes, "spec": [[], ["model"]], "chunk_shape": [64, 64]}
     amplification = {"before": 2.0, "after": 1.0}
@@ -142,7 +141,7 @@ def fabricated(leaves, devices, layers=100):
     }
 
 
-def test_the_answers_of_a_plan(planned, run):
+def test_facts_of_a_plan(planned, run):
     found = page_of(planned.document())
     laid_out = [array for array in planned.arrays if array.layout.path not in WITHOUT_MESH]
     nbytes = sum(array.decoded_bytes for array in laid_out)
@@ -152,7 +151,7 @@ def test_the_answers_of_a_plan(planned, run):
     )
     assert before > after == 1.0
     arrays = len(planned.arrays)
-    moved = sum(array.moved for array in planned.arrays)
+    moved = sum(array.verbatim for array in planned.arrays)
     assert 0 < moved < arrays
     assert found.title == f"{run}/run/1 → {run}/out"
     counts = f"{arrays - moved} rewritten, {moved} copied verbatim."
@@ -201,20 +200,20 @@ def test_the_answers_of_a_plan(planned, run):
 
 
 @pytest.mark.parametrize(("leaves", "tone"), [(1, ""), (2, "warn"), (10, "warn"), (11, "bad")])
-def test_replicated_leaves_are_a_share_of_what_a_device_holds(leaves, tone):
+def test_replication_is_a_share_of_the_bytes_per_device(leaves, tone):
     document = fabricated(leaves + 11 * 8, 8)
     for array in document["arrays"][:leaves]:
         array["spec"] = [[], []]
     for array in document["arrays"]:
         array["shape"] = [64, 64]
-    # Each of the others is cut into eight parts.
+    # All other leaves have eight shards.
     share = leaves / (leaves + 11)
     found = page_of(document).facts[2]
     assert (found.answer, found.tone) == (f"{share:.0%} of the bytes", tone)
     assert page_of(document).data["replicated"] == tone
 
 
-def test_levels_that_are_alike_are_one_as_in_the_terminal():
+def test_alike_levels_are_folded_as_in_the_terminal():
     document = fabricated(120, 8, layers=12)
     for array in document["arrays"]:
         array["shape"] = [64, 64]
@@ -230,7 +229,7 @@ def test_levels_that_are_alike_are_one_as_in_the_terminal():
     assert {name.partition("{")[0] for name in folded} == {"module_"}
     above = [row.name.partition("/")[0] for row in outline(document["arrays"]) if row.depth == 1]
     assert above == ["layer_{0..4,6..11}", "layer_5"]
-    # They are in the order of their numbers, whatever that of the document is.
+    # Layers are sorted by their numbers, not as in the document.
     keys = [path.split("/")[1] for path in paths(data)]
     assert [*dict.fromkeys(keys)] == [f"layer_{i}" for i in range(12)]
 
@@ -253,7 +252,7 @@ def test_the_document_of_a_plan_has_both_layouts(planned):
     assert document["device_ids"] == [[3, 2, 1, 0, 7, 6, 5, 4], [0, 1, 2, 3, 4, 5, 6, 7]]
 
 
-def test_what_is_embedded_is_what_the_plan_has(planned):
+def test_the_embedded_data_is_that_of_the_plan(planned):
     data = embedded(to_html(planned))
     assert paths(data) == [format_path(array.layout.path) for array in planned.arrays]
     for (_, _, layout), array in zip(data["leaves"], planned.arrays, strict=True):
@@ -261,7 +260,7 @@ def test_what_is_embedded_is_what_the_plan_has(planned):
         _, load, moved, _, sides = data["kinds"][kind]
         assert (tuple(shape), nbytes) == (array.layout.shape, array.decoded_bytes)
         known = None if array.layout.path in WITHOUT_MESH else list(array.amplification)
-        assert (load, moved) == (known, array.moved)
+        assert (load, moved) == (known, array.verbatim)
         assert [data["placed"][side][2] for side in sides] == [
             list(array.layout.source_chunk),
             list(array.chunk),
@@ -283,7 +282,7 @@ def test_bytes_before_a_cast_are_those_of_the_saved_dtype(ckpt, run):
     assert tuple(sum(parts) for ((_, parts),) in held) == planned.bytes_per_device
 
 
-def test_layouts_are_written_once_however_many_devices_there_are():
+def test_the_size_of_a_page_does_not_grow_with_devices():
     sizes = {devices: len(page(fabricated(2_000, devices))) for devices in (64, 65_536)}
     assert max(sizes.values()) < 400_000
     assert abs(sizes[65_536] - sizes[64]) < 1_000
@@ -298,7 +297,7 @@ def hostile(folder):
 
 
 def named_badly(names):
-    """The document of a checkpoint with such names, whether they can be saved or not."""
+    """The document of a checkpoint with these names, even if they cannot be saved."""
     leaf = {"type": "jax.Array", "shape": [4], "dtype": "float32", "bytes": 16}
     laid_out = {"chunk_shape": [4], "mesh": {HOSTILE[0]: 2}, "spec": [[HOSTILE[0]]]}
     return {
@@ -312,7 +311,7 @@ def named_badly(names):
     }
 
 
-def test_nothing_in_a_name_becomes_markup():
+def test_names_never_become_markup():
     text = page(named_badly(HOSTILE))
     tags, plain = (
         [tag for tag, _ in Reader(each).tags if tag not in ("p", "wbr")]
@@ -327,7 +326,7 @@ def test_nothing_in_a_name_becomes_markup():
         assert character not in text
 
 
-def test_a_page_has_no_other_source():
+def test_a_page_loads_no_other_file():
     text = page(fabricated(5, 8))
     (policy,) = [each["content"] for _, each in Reader(text).tags if "http-equiv" in each]
     hashes = {}
@@ -347,7 +346,7 @@ def test_a_page_has_no_other_source():
     }
 
 
-def test_what_is_not_known_is_not_1(ckpt, run):
+def test_unknown_values(ckpt, run):
     without = reshard.select(ckpt, ["rate", "table"])
     found = page_of(without.document())
     assert [fact.answer for fact in found.facts] == ["not known"] * 3
@@ -366,13 +365,13 @@ def test_what_is_not_known_is_not_1(ckpt, run):
     answers = [fact.answer for fact in compared.facts]
     assert answers == ["not known", "nothing found", "0 arrays, by recorded digests"]
     assert compared.data["histograms"] is None
-    # Two meshes of one shape have no ids.
+    # Device ids of two meshes of one shape are unknown.
     document = fabricated(1, 8)
     document |= {"meshes": document["meshes"] * 2, "device_ids": [[7, 6, 5, 4, 3, 2, 1, 0], None]}
     assert page_of(document).data["meshes"][0]["ids"] is False
 
 
-def test_a_diff_has_histograms_of_what_was_compared(ckpt, tmp_path):
+def test_histograms_of_a_diff(ckpt, tmp_path):
     changed = reshard.cast(ckpt, "bfloat16", "params/**")
     found = reshard.diff(ckpt, changed, values=True)
     document = found.document()
@@ -392,7 +391,7 @@ def test_a_diff_has_histograms_of_what_was_compared(ckpt, tmp_path):
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory):
-    """A diff of NaN, of inf, of 0 and -0, and of an array that has moved."""
+    """A diff with NaN, inf, 0 and -0, and a moved array."""
     folder = tmp_path_factory.mktemp("apart")
     rng = np.random.default_rng(11)
     x, moved = rng.normal(size=(2, 6, 5)).astype("f4")
@@ -404,7 +403,7 @@ def apart(tmp_path_factory):
     return reshard.diff(a, b, values=True)
 
 
-def test_a_diff_tells_what_has_no_size(apart, ckpt):
+def test_a_diff_counts_differences_without_a_size(apart, ckpt):
     found = page_of(apart.document())
     assert found.facts[1:] == (
         Fact(
@@ -426,18 +425,18 @@ def test_a_diff_tells_what_has_no_size(apart, ckpt):
     near = page_of(reshard.diff(ckpt, ckpt, values=True, rtol=1e-3).document())
     assert near.facts[2].answer.endswith(" arrays, |A - B| <= 0 + 0.001 * |B|, integers exactly")
     assert near.lead.endswith(" are equal within |A - B| <= 0 + 0.001 * |B|, integers exactly.")
-    # Where the gap itself is infinite nobody knows how many there are.
+    # If the largest difference is infinite, the number is unknown.
     (row,) = [each for each in apart.document()["differences"] if each["path"] == "z"]
     document = apart.document() | {"differences": [row | {"max_abs": "inf"}]}
     assert page_of(document).data["differences"][0][-1] is None
 
 
-def test_a_page_says_nothing_of_nothing(planned):
+def test_optional_texts_of_a_page(planned):
     document = planned.document()
     linked = page_of(document | {"shared_bytes": 1024}).facts[3].details
     assert linked[1:] == ("1.00 KiB are hard-linked, not copied.",)
     assert len(page_of(document | {"shared_bytes": 0}).facts[3].details) == 1
-    # Names as long as a paragraph are no headings.
+    # Long names are set smaller.
     text = page(document | {"destination": "d" * 200})
     assert '<strong class="long">1.57 times the bytes' in text
     assert '<h1 class="long">' in text
@@ -459,7 +458,7 @@ def test_a_coverage_and_an_array_have_a_page():
     assert found.lists["Problems"] == [
         "kernel  [32, 30]: dimension 1 of 30 does not divide by 4 (model)"
     ]
-    # Bytes of what does not divide are not known.
+    # The bytes of a leaf that does not divide are unknown.
     assert [layout[1] for layout in found.data["layouts"]] == [28, None]
 
 
@@ -518,7 +517,7 @@ def test_each_step_has_a_page_of_its_own(run, tmp_path):
         to_html(several)
 
 
-def test_a_plan_that_cannot_be_made_has_a_page_that_says_why(run, tmp_path):
+def test_the_page_of_a_plan_that_failed(run, tmp_path):
     file = tmp_path / "page.html"
     words = "ckpt", "run/1", "out", "--to", "1x7", "--spec", "kernel$=,model", "--dry-run"
     status, _, err = reshard_in(run, *words, "--html", file)
@@ -528,7 +527,7 @@ def test_a_plan_that_cannot_be_made_has_a_page_that_says_why(run, tmp_path):
     assert {f"params/layers/{i}/kernel" for i in range(3)} <= marked
     assert "params/embed" not in marked
     assert html.escape(err.splitlines()[1].strip()) in file.read_text()
-    # What failed is in the sentence at the top, and not one of the problems.
+    # The summary is the first sentence of the page, not one of the problems.
     title, *problems = json.loads(reshard_in(run, *words, "--json")[1])["problems"]
     text = file.read_text()
     assert f"<strong>nothing: {len(problems)} problems</strong>" in text
@@ -536,7 +535,7 @@ def test_a_plan_that_cannot_be_made_has_a_page_that_says_why(run, tmp_path):
     assert html.escape(f"The plan could not be made: {title}") in text
 
 
-def test_only_a_page_is_replaced(run, tmp_path):
+def test_html_replaces_only_a_page(run, tmp_path):
     file = tmp_path / "page.html"
     words = "inspect", "run/1", "--filter", "rate", "--html", file
     for earlier in (f"{MARK} an older one", ""):
@@ -558,7 +557,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("command", JOBS)
-def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch, command):
+def test_a_wrong_file_is_an_error_before_the_work(run, tmp_path, monkeypatch, command):
     def told(file):
         err = refused(run, *JOBS[command], "--html", file)
         return err.removeprefix(f"Error: --html {file}: ").splitlines()[0]
@@ -573,7 +572,7 @@ def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch
         assert told(folder / "page.html") == said
     for file in (tmp_path / "folder", "/dev/null"):
         assert told(file) == "it is not a file"
-    # A page inside of a checkpoint would be damage to it.
+    # A page inside a checkpoint would damage the checkpoint.
     (tmp_path / "link").symlink_to(run / "run")
     for file in (run / "run" / "1" / "page.html", tmp_path / "link" / "1" / "x.html"):
         assert told(file) == f"it would be inside the checkpoint {run / 'run' / '1'}"
@@ -585,7 +584,7 @@ def test_where_no_page_can_be_is_told_before_the_work(run, tmp_path, monkeypatch
         out.rmdir()
 
 
-def test_a_page_that_cannot_be_written_at_last_is_an_error(run, tmp_path, monkeypatch):
+def test_a_page_that_cannot_be_written_is_an_error(run, tmp_path, monkeypatch):
     file = tmp_path / "page.html"
     file.write_text(f"{MARK} an older one")
 
@@ -599,7 +598,7 @@ def test_a_page_that_cannot_be_written_at_last_is_an_error(run, tmp_path, monkey
     assert file.read_text() == f"{MARK} an older one"
 
 
-def test_an_outline_has_what_is_alike_once():
+def test_an_outline_folds_alike_levels():
     def leaf(*keys, shape=(4,)):
         return {"keys": list(keys), "shape": list(shape), "bytes": 4 * math.prod(shape)}
 
@@ -660,7 +659,7 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
             "not known"
             if array.layout.path in WITHOUT_MESH
             else " → ".join(f"{x:.2f}" for x in array.amplification),
-            "verbatim" if array.moved else "rewritten",
+            "verbatim" if array.verbatim else "rewritten",
         ]
         for array in planned.arrays
     ]
@@ -672,18 +671,18 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     ids += "[...figure.querySelectorAll('.ids')].map((node) => node.textContent))"
     assert tab.value(ids) == [[*"32107654"], [*"01234567"]]
     assert " of data=1,model=8, id 0, keeps its shard" in tab.text("#reads")
-    # It is beside the map, in the same view.
+    # The leaf is next to the treemap, in the same view.
     box = "document.querySelector({}).getBoundingClientRect()"
     left, top = (tab.value(f"{box.format(repr('#chosen'))}.{way}") for way in ("left", "top"))
     right, bottom = (tab.value(f"{box.format(repr('#map'))}.{way}") for way in ("right", "bottom"))
     assert left >= right and top < bottom
     assert tab.value("document.querySelectorAll('#map .chosen').length") == 1
     assert "2 arrays without a mesh, 128 B, are left out." in tab.text("#devices")
-    # Groups are gone into and left, by mouse and keys.
+    # Groups are opened and closed, by mouse and keys.
     tab.click('[aria-label^="params/layers/{0..2}, group of 9 leaves"]', corner=True)
     crumbs = ".crumbs button"
     assert tab.texts(crumbs) == ["all", "params", "layers", "0"]
-    # One of the layers that are alike is shown, and any of them can be.
+    # One of the alike layers is shown, and a list chooses another.
     assert tab.texts(".crumbs option") == ["0", "1", "2"]
     tab.value(f"{PICK}('.crumbs select', 1)")
     assert tab.texts(crumbs) == ["all", "params", "layers", "1"]
@@ -712,7 +711,7 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
         assert nbytes == sorted(nbytes, reverse=way == "descending")
     assert way == "ascending"
     assert tab.complaints() == []
-    # Read amplification that the script counts is that of the planner.
+    # The script computes the planner's read amplification.
     tab = chromium.open(to_html(ckpt))
     expected = []
     for path, leaf in ckpt.items():
@@ -784,7 +783,7 @@ FIND = """
 })"""
 
 
-def test_globs_find_on_a_page_what_they_do_in_a_command(chromium):
+def test_globs_of_a_page_are_those_of_the_commands(chromium):
     leaf = {"type": "jax.Array", "shape": [4], "dtype": "float32", "bytes": 16, "chunk_shape": [4]}
     document = {"path": "run", "format": "x", "meshes": [], "device_ids": []}
     document["leaves"] = [
@@ -805,7 +804,7 @@ def test_globs_find_on_a_page_what_they_do_in_a_command(chromium):
     assert tab.complaints() == []
 
 
-def test_a_diff_in_a_browser_tells_what_has_no_size(chromium, apart, ckpt):
+def test_a_diff_in_a_browser(chromium, apart, ckpt):
     tab = chromium.open(to_html(apart))
     rows = tab.rows("differences")
     assert {row[1]: row[4:] for row in rows} == {
@@ -862,7 +861,7 @@ CONTRAST = """
 
 
 def row_of(before, after, origin, operation=None, problem=None):
-    """What becomes of a leaf, as `convert --json` has it."""
+    """A row of `convert --json`."""
     told = {"operation": operation, "origin": origin, "problem": problem}
     return {"from": before.split(), "to": after.split()} | told
 
@@ -888,7 +887,7 @@ TREES = """[...document.querySelectorAll("#conversion .pane")].map((pane) =>
         ["button", ".origin"].map((name) => item.querySelector(name).textContent)))"""
 
 
-def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned, ckpt):
+def test_a_conversion_is_two_trees(chromium, planned, ckpt):
     document = planned.document() | {"to": "nnx", "model": "lm:training", "rows": ROWS_OF_A_MAP}
     assert page_of(document).lead.startswith("Linen → NNX, lm:training. Changes the mesh of 13 ")
     assert page_of(document | {"to": "linen", "model": None}).lead.startswith("NNX → Linen. ")
@@ -900,7 +899,7 @@ def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned
     after += [["rngs/count/value", "initial"]]
     assert tab.value(TREES) == [before, after]
     assert tab.texts("#conversion .chip") == ["path1", "map2", "structure2", "dropped1", "initial1"]
-    # A click shows the leaf in the other tree, and says what is done.
+    # A click shows the leaf in the other tree, and the operation.
     tab.click("#conversion .pane button")
     assert tab.texts("#conversion .chosen-leaf") == ["b/w", "b/w/value", "w/value"]
     assert tab.text("#conversion .about") == (
@@ -912,7 +911,7 @@ def test_a_conversion_is_two_trees_with_what_decided_each_leaf(chromium, planned
     rows = [row[:2] for row in tab.rows("conversion")]
     assert rows == [["params/x + params/y", "c/xy/value"], ['params/"a/b"', "c/slash/value"]]
     assert tab.complaints() == []
-    # Leaves that are not decided are in their places, and come first in the table.
+    # Undecided leaves are in both trees, and first in the table.
     tab = chromium.open(page(ckpt.document() | REFUSED))
     assert tab.text("#conversion h2") == "3 leaves are undecided"
     origins = [row[3] for row in tab.rows("conversion")]
@@ -942,7 +941,7 @@ OPEN_LEAF = """((pane, name) => [...document.querySelectorAll("#conversion .pane
     .querySelectorAll("button.path")].find((button) => button.textContent === name).click())"""
 
 
-def test_the_rule_of_two_open_leaves_is_one_that_a_map_has(chromium, ckpt, tmp_path):
+def test_the_rule_for_two_undecided_leaves_works_in_a_map(chromium, ckpt, tmp_path):
     names = ['od.d(1)"', "it's", "b\\s{0}", "0"]
     sources, targets = (
         {(n, name): (*above(n), name) for n in range(11) for name in names}
@@ -957,7 +956,7 @@ def test_the_rule_of_two_open_leaves_is_one_that_a_map_has(chromium, ckpt, tmp_p
         rows.append(row_of("", "", "missing") | {"from": [format_path(sources[leaf])]})
         rows.append(row_of("", "", "missing") | {"to": [format_path((*targets[leaf], "value"))]})
     tab = chromium.open(page(ckpt.document() | REFUSED | {"rows": rows}))
-    # Of the layers that are alike one is shown, and a rule is for each of them.
+    # One of the alike layers is shown, and the rule is for all of them.
     for one, other in ((0, 0), (7, 7), (7, 8)):
         tab.value(f"{PICK}('.pane [aria-label=\"layer_{{0..10}}\"]', {one})")
         tab.value(f"{PICK}('.pane [aria-label=\"{{0..10}}\"]', {other})")
@@ -1008,7 +1007,7 @@ def pages(run, ckpt, planned, tmp_path_factory):
     specs = [("kernel$", P(None, "model")), ("embed", P(("data", "model")))]
     params = {"embed": jnp.zeros((64, 9)), "layer": {"kernel": jnp.zeros((8, 7))}}
     converted = planned.document() | {"to": "nnx", "model": None, "rows": ROWS_OF_A_MAP}
-    converted |= {"why": ["`params` has a name as Linen gives them"]}
+    converted |= {"why": ["`params` has a name that Linen generates"]}
     converted |= {"warnings": ["one leaf went by its order"]}
     words = "ckpt", "run/1", "out", "--to", "1x7", "--spec", "kernel$=,model", "--dry-run"
     reshard_in(run, *words, "--html", folder / "refused.html")
@@ -1055,7 +1054,7 @@ def test_names_are_shown_as_they_are_printed(chromium, pages):
     assert sorted(row[0] for row in tab.rows()) == sorted(expected)
     tab.write("#search", "onload")
     assert [row[0] for row in tab.rows()] == [expected[2]]
-    # Leaves that a problem names are marked, and found together.
+    # Leaves in a problem are marked, and a filter shows them.
     tab = chromium.open(pages["refused"])
     marked = [row[1] for row in tab.rows() if row[0]]
     assert {f"params/layers/{i}/kernel" for i in range(3)} <= {*marked}
@@ -1104,7 +1103,7 @@ def test_a_page_can_be_printed(chromium, pages):
         tab = chromium.open(pages[name], dark=True)
         dark = [{"name": "prefers-color-scheme", "value": "dark"}]
         tab.call("Emulation.setEmulatedMedia", media="print", features=dark)
-        # On paper it is light, whatever the screen is.
+        # Printed pages are light, also in dark mode.
         assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         assert tab.value(CONTRAST) == [], name
         data = base64.b64decode(tab.call("Page.printToPDF", printBackground=True)["data"])

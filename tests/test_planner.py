@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 
 def layout(shape, source_chunk, target_shard, **fields):
-    """float32 by default, read alone; what is stored is as large as what is decoded."""
+    """A layout; float32 by default, read alone, with stored chunks as large as decoded ones."""
     itemsize = fields.get("source_itemsize", 4)
     decoded = math.prod(source_chunk) * itemsize
     chunk_bytes = decoded + fields.get("largest_stored", decoded)
@@ -119,7 +119,7 @@ def jobs(draw):
 
 
 def plan_within(array, chunks, memory):
-    """The plan, with the least memory that the error names where `memory` is not enough."""
+    """The plan. If `memory` is not enough, with the least memory that the error names."""
     try:
         return plan_array(array, chunks, memory), memory
     except MemoryLimitError as error:
@@ -132,7 +132,7 @@ def plan_within(array, chunks, memory):
 
 
 def named_minimum(error):
-    """The bytes of the first hint, which are also those of the message."""
+    """The bytes of the first hint. The message names the same number."""
     hint = " is the least that rewrites it"
     hinted = re.fullmatch(rf'max_memory="(\d+)KiB"{hint}', error.hints[0])
     assert hinted is not None
@@ -147,8 +147,8 @@ def named_minimum(error):
 
 
 def memory_of(plan, box):
-    """Bytes for one box: encoded and decoded source chunks and a buffer, while it is read; and what
-    was read or encoded beside what is written, afterwards."""
+    """Bytes for one box: while it is read, encoded and decoded source chunks and a buffer;
+    afterwards, the buffer and the encoded chunks."""
     layout = plan.layout
     elements = math.prod(part.stop - part.start for part in box)
     held = elements * (layout.target_itemsize + max(layout.read_itemsize, layout.target_itemsize))
@@ -161,9 +161,9 @@ def memory_of(plan, box):
 
 @settings(deadline=None, max_examples=examples(1000))
 @given(jobs())
-def test_a_plan_is_what_is_counted(job):
-    """Boxes are whole target chunks and partition the array, none takes more than `max_memory`, or
-    than the least that is named; passes are how often a source chunk is read."""
+def test_a_plan_equals_brute_force(job):
+    """Boxes are whole target chunks and partition the array. No box needs more than `max_memory`,
+    or than the least memory that the error names. Passes count the reads of a source chunk."""
     array, chunks, memory = job
     plan, memory = plan_within(array, chunks, memory)
     # Amplification, before and after.
@@ -181,12 +181,12 @@ def test_a_plan_is_what_is_counted(job):
             assert plan.split == math.prod(array.target_shard) // math.prod(plan.chunk)
     else:
         assert divides and math.prod(plan.chunk) * array.target_itemsize <= chunks
-    assert plan.moved == (array.same_bytes and plan.chunk == array.source_chunk)
+    assert plan.verbatim == (array.same_bytes and plan.chunk == array.source_chunk)
     # Boxes and passes.
     boxes = list(plan.boxes())
     source, target = labels(array.shape, array.source_chunk), labels(array.shape, plan.chunk)
     reads = np.zeros(source.max(initial=0) + 1, int)
-    if plan.moved:
+    if plan.verbatim:
         assert (boxes, plan.passes, plan_of(plan).chunks_read) == ([], 1.0, len(reads))
         return
     covered = np.zeros(array.shape, int)
@@ -239,7 +239,7 @@ def test_keep_with_a_cast_and_too_little_memory_is_an_error():
 def test_an_array_without_elements(chunks):
     array = layout((0, 4), (1, 4), (0, 2), stored_bytes=0, largest_stored=0, same_bytes=True)
     plan = plan_array(array, chunks, 1 << 20)
-    assert (plan.chunk, plan.moved, plan.amplification) == ((1, 4), True, (1.0, 1.0))
+    assert (plan.chunk, plan.verbatim, plan.amplification) == ((1, 4), True, (1.0, 1.0))
     assert (plan.bytes_read, plan.bytes_written, plan.decoded_bytes) == (0, 0, 0)
 
 
@@ -290,15 +290,15 @@ def test_grids_that_fit_the_new_shards_are_kept(
 ):
     array = layout(shape, source_chunk, target_shard, source_shard=source_shard, same_bytes=True)
     moved = plan_array(array, "shard", 1 << 30)
-    assert (moved.moved, moved.chunk == source_chunk) == (kept, kept)
+    assert (moved.verbatim, moved.chunk == source_chunk) == (kept, kept)
     cast = plan_array(
         dataclasses.replace(array, same_bytes=False, target_itemsize=2), "shard", 1 << 30
     )
     assert cast.chunk == (source_chunk if kept else target_shard)
-    assert not cast.moved
+    assert not cast.verbatim
 
 
-def test_what_is_moved_costs_its_stored_bytes_once():
+def test_verbatim_arrays_cost_their_stored_bytes_once():
     array = layout((8, 8), (2, 4), (4, 4), stored_bytes=100, largest_stored=30, same_bytes=True)
     plan = plan_array(array, "shard", 1)
     assert (plan.bytes_read, plan.bytes_written, plan.decoded_bytes) == (100, 100, 256)
@@ -329,7 +329,7 @@ def test_a_shard_is_split_until_two_boxes_fit():
     assert array.one_pass(plan.box) == 48 * MIB + READ_OVERHEAD
 
 
-def test_where_one_pass_does_not_fit_the_factor_is_stated():
+def test_the_plan_shows_how_often_chunks_are_read():
     # Rows to columns: 8 MiB for the source chunk, and 4 MiB for all the target chunks it touches.
     array = layout((1024, 1024), (1024, 1024), (1024, 128))
     plan = plan_array(array, "shard", 10 * MIB)
@@ -339,18 +339,18 @@ def test_where_one_pass_does_not_fit_the_factor_is_stated():
     assert array.one_step(plan.box) == 9 * MIB + READ_OVERHEAD
 
 
-def test_splitting_down_to_the_grid_that_is_there_moves_it():
-    # 32 chunks a shard are too many to keep, until memory asks for chunks as small as they are.
+def test_splitting_to_the_source_grid_copies_it_verbatim():
+    # 32 chunks a shard are too many to keep, unless little memory requires chunks of that size.
     array = layout((32 * MIB,), (MIB,), (32 * MIB,), same_bytes=True)
     plan = plan_array(array, "shard", 20 * MIB)
-    assert (plan.chunk, plan.moved, plan.bytes_read) == ((MIB,), True, array.stored_bytes)
+    assert (plan.chunk, plan.verbatim, plan.bytes_read) == ((MIB,), True, array.stored_bytes)
 
 
 # Totals
 
 
 def plan_of(*arrays, files=None, **attributes):
-    """A plan of one item on a disk, of which only its arrays and shared files count."""
+    """A plan of one item on a disk, with these arrays and shared files."""
     ckpt = types.SimpleNamespace(source=types.SimpleNamespace(root=Location("/run"), number=None))
     handle = types.SimpleNamespace(
         saved_sharding=None,
@@ -384,7 +384,7 @@ def plan_of_three():
 
 
 def test_totals():
-    """They are printed, with ten splits at most."""
+    """The totals that are printed, with ten splits at most."""
     plan = plan_of_three()
     assert [array.passes for array in plan.arrays] == [1.0, 1.0, 4.0]
     assert [array.chunk for array in plan.arrays] == [(64, 8), (2, 4), (1024, 256)]
@@ -446,7 +446,7 @@ def test_bytes_per_device_are_those_of_the_device_with_the_most():
         ]
         return types.SimpleNamespace(handles=handles, arrays=chosen)
 
-    # Device 2 is on all meshes, 3 on two of them; what is on one mesh twice counts twice.
+    # Device 2 is on all meshes, 3 on two of them. A device that is on a mesh twice counts twice.
     for numbers, elements in {
         (0, 1): 8 + 12,
         (0, 1, 2): 8 + 12 + 24,
@@ -465,7 +465,7 @@ def test_format_bytes():
 
 
 def test_arrays_of_many_axes_are_split_along_the_first():
-    """Every combination of the divisors of twenty axes could not be tried."""
+    """Trying all combinations of the divisors of twenty axes would take too long."""
     array = layout((4,) * 20, (4,) * 20, (4,) * 20)
     small = plan_array(array, max_memory=1 << 50, chunks=1 << 32)
     assert (small.split, small.chunk[10:]) == (1024, (4,) * 10)
@@ -515,7 +515,7 @@ def test_devices_that_hold_replicas_cost_nothing(chunks):
     assert many_calls <= few_calls + 20  # two more axes are multiplied out
 
 
-def test_with_as_many_chunks_4096_shards_cost_what_8_do():
+def test_4096_shards_cost_as_much_as_8_with_equal_chunks():
     shape, spec = (1 << 16, 256), (("data",),)
     (few, _), few_calls = work(lambda: plan_for(Mesh(("data",), (8,)), spec, shape, 1 << 14))
     (many, _), many_calls = work(lambda: plan_for(Mesh(("data",), (4096,)), spec, shape, 1 << 14))

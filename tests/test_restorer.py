@@ -88,7 +88,7 @@ def abstract(tree, on, seed=0):
 
 
 def assert_restored(got, target, expected):
-    """The target's containers and shardings, and what was saved in them."""
+    """The result has the target's containers and shardings, and the saved values."""
     layouts.assert_same_tree(got, expected)
     assert shardings(got) == shardings(target)
     devices = [leaf for leaf in jax.tree.leaves(got) if isinstance(leaf, jax.Array)]
@@ -96,7 +96,7 @@ def assert_restored(got, target, expected):
 
 
 def assert_restores(path, expected, on, seed=0, make=abstract, **kwargs):
-    """That is what is restored, whatever the shardings of a target on that mesh."""
+    """A restore to a random target on that mesh gives these values."""
     target = make(expected, on, seed)
     assert_restored(reshard.restore(path, target, **kwargs), target, expected)
 
@@ -116,7 +116,7 @@ MESHES = {f"{a}x{b}": functools.partial(layouts.mesh, (a, b)) for a, b in SIZES}
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet():
-    """Orbax warns of what it is told to do here."""
+    """No warnings of Orbax."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
@@ -168,7 +168,7 @@ def test_paths_and_checkpoints(saved):
 @pytest.mark.parametrize("memory", [None, LITTLE])
 @pytest.mark.parametrize("layout", few(LAYOUTS, "standard", "zarr2-files", "bare", "v1", "rich"))
 def test_a_bare_mesh(saved, layout, memory):
-    """Nested dicts and lists, as Orbax gives them back without a target."""
+    """Nested dicts and lists, as Orbax restores them without a target."""
     source = saved(layout)
     on = layouts.mesh((1, 8))
     ckpt, counts = reshard.open(source.path, **source.open), []
@@ -183,7 +183,7 @@ def test_a_bare_mesh(saved, layout, memory):
 
 
 def refused(path, target, error: type[Exception] = reshard.TreeMismatchError, **kwargs):
-    """What is said of a restore that is refused."""
+    """The error of a restore."""
     return layouts.refused(error, reshard.restore, path, target, **kwargs)
 
 
@@ -247,7 +247,7 @@ def real(tree, on, seed=0):
 @pytest.mark.parametrize("on", ["1x8", "2x2x2", "16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_real_state(saved, layout, on):
-    """Its shardings are taken, and it stays as it is."""
+    """The result has its shardings. It is not changed."""
     source = saved(layout)
     target = real(source.tree, MESHES[on](), seed=len(layout))
     before = {path: bits(leaf) for path, leaf in flat(target).items()}
@@ -290,7 +290,7 @@ def new_state(on, seed=0):
 
 @pytest.mark.parametrize("save", ["v0", "v1"])
 def test_uncommitted_leaves_stay_so_and_training_goes_on(tmp_path, save):
-    """A jitted step takes the restored state: what was bound to no device may still be moved."""
+    """A jitted step takes the restored state. Uncommitted arrays stay uncommitted."""
     step = jax.jit(loss_step, donate_argnums=0)
     x = np.random.default_rng(1).standard_normal((4, 16)).astype("float32")
     state = new_state(layouts.mesh((2, 4)))
@@ -385,7 +385,7 @@ def on_device(value, dtype):
     return jax.device_put(np.asarray(value, dtype), jax.devices()[0])
 
 
-# A leaf, what is in its place in the target, and what comes of it.
+# A saved leaf, the leaf of the target, and the result.
 SCALARS: list[tuple] = [
     (-(2**40), 0, -(2**40)),
     (7, jnp.int32(0), jnp.int32(7)),
@@ -465,7 +465,7 @@ def test_boxed_or_not_on_either_side(tmp_path, save, old, new):
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_boxes_in_the_context_of_a_mesh(tmp_path, explicit):
-    """Within one, flax unboxes with a constraint, which abstract values do not take."""
+    """In a context, flax unboxes with a constraint, which abstract values do not support."""
     tree = boxed_tree()
     save_v0(tmp_path / "saved", meta.unbox(tree))
     on = layouts.mesh((1, 8), explicit=explicit)
@@ -571,7 +571,7 @@ def test_an_abstract_nnx_state(nnx_saved, name, form, save):
 @every_form
 @every_nnx
 def test_a_real_module(nnx_saved, name, form, save):
-    """It is updated in place: the same module, with the same variables, which know the same."""
+    """It is updated in place: the same module, variables and metadata."""
     path, state = nnx_saved(name, form, save)
     module = put(lazy(NNX[name]), layouts.mesh((1, 8)), seed=3)
     held, known, laid_out = variables(module), metadata(module), shardings(nnx.state(module))
@@ -587,7 +587,7 @@ def test_a_real_module(nnx_saved, name, form, save):
 @every_form
 @every_nnx
 def test_an_abstract_module(nnx_saved, name, form):
-    """A new module comes back, filled, that shares what the old one shared."""
+    """The result is a new module that shares the same variables."""
     path, state = nnx_saved(name, form, "v0")
     module, graphdef = abstract_module(NNX[name], layouts.mesh((1, 8)))
     target = leaves_by_path(module)
@@ -662,12 +662,12 @@ def test_a_module_that_was_saved_itself(tmp_path):
 BLOCK = ["linear/bias", "linear/kernel", "norm/bias", "norm/mean", "norm/scale", "norm/var"]
 
 
-# What is refused, and what is left as it is.
+# Errors, and leaves that stay as they are.
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A small checkpoint with a leaf of every kind: path, tree."""
+    """The path and tree of a small checkpoint with a leaf of every kind."""
     put = layouts.random_on(layouts.mesh((2, 4)))
     tree = {
         "params": {
@@ -685,7 +685,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def target(plain):
-    """An abstract state for it, to be changed."""
+    """An abstract state for it."""
     return abstract(plain[1], layouts.mesh((1, 8)))
 
 
@@ -696,7 +696,7 @@ TARGET_HINT = "hint: reshard.target(state, mesh=mesh, ...) gives every leaf a sh
 
 
 def test_everything_at_once(plain, target):
-    """All of it in one error, before anything is read."""
+    """One error lists all problems before any read."""
     path, _ = plain
     params = target["params"]
     target["parameters"] = {"head": params.pop("head")}
@@ -708,7 +708,7 @@ def test_everything_at_once(plain, target):
     del target["name"]
     assert refused(path, target) == (
         f"`{path}` {HEAD}: 4 missing from it, 3 that the target lacks, 1 of another kind, "
-        "1 of another shape, 1 of another dtype, 1 without a place to go\n"
+        "1 of another shape, 1 of another dtype, 1 without a usable sharding\n"
         "  extra  a Python int: missing\n"
         "  note  a Python str: missing\n"
         "  parameters/head/bias  bfloat16[32]: missing\n"
@@ -761,7 +761,7 @@ def test_a_real_state_may_keep_what_is_missing(plain):
 
 
 def test_keep(plain):
-    """What is kept is not read, whether it fits or not, and keeps its value."""
+    """Kept leaves keep their values and are not read, even if they do not fit."""
     path, tree = plain
     on = layouts.mesh((1, 8))
     target = real(tree, on)
@@ -790,7 +790,7 @@ def test_keep(plain):
 
 
 def test_keep_of_what_is_not_there_or_has_no_value(plain, target):
-    """Nothing abstract is ever returned."""
+    """No abstract leaf is returned."""
     path, tree = plain
     assert refused(path, target, keep=["params/hed/**", "step"]) == (
         "no leaf matches\n  `params/hed/**`\n\nhint: the nearest leaf is `params/head/bias`"
@@ -816,7 +816,7 @@ def test_keep_by_another_name_of_a_tied_weight(nnx_saved):
 
 @pytest.mark.parametrize("layout", ["zarr2-files", "zarr3-files"])
 def test_a_part_of_a_checkpoint(saved, layout):
-    """Nothing else is read."""
+    """Only its chunks are read."""
     source = saved(layout)
     ckpt = reshard.open(source.path)
     names = ["embed", "column"]
@@ -841,7 +841,7 @@ def test_options_that_are_unknown(plain, target):
 
 
 def frozen(module):
-    """The very arrays of a module and what is known of them, to see whether it is untouched."""
+    """The arrays of a module and their metadata, to detect any change."""
     return {
         path: (
             [(id(leaf), bits(leaf)) for leaf in jax.tree.leaves(x.get_value())],
@@ -852,7 +852,7 @@ def frozen(module):
 
 
 def corrupt(path, name):
-    """Overwrites a stored chunk; a file of a layout of plain files."""
+    """Overwrite a stored chunk."""
     (file,) = [f for f in sorted((path / name).rglob("*")) if f.is_file() and f.name[0] != "."][:1]
     file.write_bytes(b"\x55" * file.stat().st_size)
     return file
@@ -895,7 +895,7 @@ def test_chunks_that_are_missing(saved, tmp_path):
 
 
 def test_a_cast_of_the_checkpoint(plain):
-    """What `reshard.cast` says is what is restored, and is no mismatch; it is not undone."""
+    """A cast of the checkpoint is no mismatch, and is not undone."""
     path, tree = plain
     ckpt = reshard.cast(reshard.open(path), "bfloat16", "params/**")
     with pytest.raises(reshard.TreeMismatchError):
@@ -913,7 +913,7 @@ def test_a_cast_of_the_checkpoint(plain):
     layouts.assert_same_tree(got, expected)
 
 
-# Without 64 bits, and on meshes without devices.
+# Dtypes of 64 bits, and meshes without devices.
 
 
 def test_dtypes_that_jax_makes_narrower(tmp_path):
@@ -966,7 +966,7 @@ def test_an_abstract_mesh_is_the_one_in_context(plain, explicit):
     arrays = [x for x in jax.tree.leaves(target) if isinstance(x, jax.ShapeDtypeStruct)]
     assert len(arrays) == 8
     text = refused(path, target)
-    assert text.startswith(f"`{path}` {HEAD}: 8 without a place to go\n")
+    assert text.startswith(f"`{path}` {HEAD}: 8 without a usable sharding\n")
     assert text.count("its sharding is on an AbstractMesh, which has no devices") == 8
     with jax.set_mesh(on):
         got = reshard.restore(path, target)
@@ -977,7 +977,7 @@ def test_an_abstract_mesh_is_the_one_in_context(plain, explicit):
         assert refused(path, target) == text
 
 
-# What is read, and in how much memory.
+# Memory.
 
 
 def test_a_chunk_that_does_not_fit(tmp_path):
@@ -1040,7 +1040,7 @@ def test_threads_restore_at_once(saved, nnx_saved):
 
 
 def test_the_accelerators_path_inside_a_mesh_and_into_other_memory(tmp_path, monkeypatch):
-    """In pieces, as arrays go that are larger than what may be in flight."""
+    """Arrays larger than the limit are transferred in pieces."""
     on = layouts.mesh((1, 8))
     rng = np.random.default_rng(0)
     values = layouts.random_array(rng, (256, 256), "bfloat16")

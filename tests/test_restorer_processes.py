@@ -1,4 +1,4 @@
-"""The restorer in processes of its own: what interrupts them."""
+"""Interrupts of processes that restore."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ FLAGS = os.environ["XLA_FLAGS"]
 
 @pytest.fixture(scope="module", autouse=True)
 def environment():
-    """That of the processes: eight devices, and the modules beside this one."""
+    """Processes have eight devices, and the modules in this folder."""
     assert len(jax.devices()) == 16  # of this process, which asks no more
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", re.sub("device_count=16", "device_count=8", FLAGS))
@@ -90,7 +90,6 @@ FOREVER = """
     ("memory", "lines"), few(itertools.product((None, "16MiB"), (1, 3, 20)), (None, 3))
 )
 def test_an_interrupt_ends_a_process_that_restores(large, memory, lines):
-    """As it ends any other Python program, wherever it falls."""
     process = start(FOREVER, large, memory)
     try:
         for _ in range(lines):
@@ -140,5 +139,5 @@ INTERRUPTED = """
 
 
 def test_a_program_may_go_on_after_an_interrupt(large):
-    """The module that was to be filled is untouched, and is filled by the next call."""
+    """The module is unchanged. The next call updates it."""
     assert run(INTERRUPTED, large) == "right\n"

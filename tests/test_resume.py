@@ -167,7 +167,7 @@ def killed(source, out, name="reshard.writer.save:build_root", count=1, **option
 def test_only_what_is_missing_is_written(sources, expected, tmp_path, monkeypatch, kind):
     source, out = sources(kind), tmp_path / "out"
     found = killed(source, out, "reshard.writer.save:write_share", 3)
-    assert set(found) == {"rest", "0", "1"}
+    assert set(found) == {"unshared", "0", "1"}
     written = []
     write = saving.write_share
 
@@ -186,12 +186,12 @@ def test_a_job_that_was_stopped_is_refused_resumed_or_begun_anew(sources, expect
     for how in ("resume", "overwrite"):
         out = tmp_path / how / "out"
         documents = killed(source, out)
-        document = json.loads(documents["rest"].read_bytes())
+        document = json.loads(documents["unshared"].read_bytes())
         with pytest.raises(reshard.DestinationExistsError) as error:
             save(source, out)
         who = f"process {document['owner']['pid']} on {document['owner']['host']}"
         lines = str(error.value).splitlines()
-        assert lines[0] == f"a stopped job left finished parts for `{out}`"
+        assert lines[0] == f"a stopped job left finished shares of `{out}`"
         assert lines[1].startswith(f"  {who}, since {document['since']}: ")
         assert lines[-2:] == [
             "hint: resume=True continues it",
@@ -203,7 +203,7 @@ def test_a_job_that_was_stopped_is_refused_resumed_or_begun_anew(sources, expect
 
 def test_what_has_no_finished_part_is_removed_unasked(sources, expected, tmp_path):
     source, out = sources("ckpt zarr2"), tmp_path / "out"
-    assert killed(source, out, "reshard.writer.save:copy_siblings") == {}
+    assert killed(source, out, "reshard.writer.siblings:copy_siblings") == {}
     save(source, out)
     assert_whole(out, expected("ckpt zarr2"))
 
@@ -213,7 +213,7 @@ def test_another_job_that_runs_or_of_which_nobody_knows(
     sources, expected, tmp_path, monkeypatch, ended
 ):
     source, out = sources("ckpt zarr2"), tmp_path / "out"
-    killed(source, out, "reshard.writer.save:copy_siblings")
+    killed(source, out, "reshard.writer.siblings:copy_siblings")
     monkeypatch.setattr(commit, "has_ended", lambda owner: ended)
     for options in [{}, *([{"resume": True}, {"overwrite": True}] if ended is False else [])]:
         with pytest.raises(reshard.DestinationError) as error:
@@ -261,8 +261,8 @@ def test_a_job_that_fails_leaves_its_finished_shares_and_says_so(sources, expect
     [note] = stopped(source, out)
     [directory] = unfinished(out)
     found = parts(directory)
-    count = json.loads(found["rest"].read_bytes())["count"]
-    shares = set(found) - {"rest"}
+    count = json.loads(found["unshared"].read_bytes())["count"]
+    shares = set(found) - {"unshared"}
     assert 0 < len(shares) < count
     assert note == (
         f"{len(shares)} of {count} shares are complete, and stay in `{directory}`: "
@@ -358,20 +358,6 @@ def test_shares_of_different_divisions_are_not_mixed(tmp_path, monkeypatch):
     assert str(error).startswith(f"several unfinished jobs exist for `{out}`\n")
     reshard.save(source, out, resume=True, link=False)
     assert reshard.diff(source, reshard.open(out), values=True).equal
-
-
-def test_another_job_that_has_left_shares(sources, tmp_path):
-    source, out = reshard.open(sources("ckpt zarr2")), tmp_path / "out"
-    reshard.save(source, out, share=(0, 2), link=False)
-    [directory] = unfinished(out)
-    with pytest.raises(reshard.DestinationError) as error:
-        reshard.save(source, out, share=(0, 2), link=False, codec="none")
-    hint = f"rm -r '{directory}', then start again"
-    assert str(error.value).splitlines()[-1] == f"hint: {hint}"
-    subprocess.run(hint.removesuffix(", then start again"), shell=True, check=True)
-    for number in range(2):
-        reshard.save(source, out, share=(number, 2), link=False, codec="none")
-    assert reshard.commit(out)
 
 
 def test_a_directory_of_others_is_no_complete_job(sources, tmp_path):

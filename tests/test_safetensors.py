@@ -31,7 +31,7 @@ NAMES |= {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "c
 
 
 def written(path, tensors):
-    """Tensors in a file, as the format's own page says."""
+    """Writes tensors into a file, by the description of the format."""
     header, begin = {}, 0
     for name, (dtype, values) in tensors.items():
         end = begin + values.nbytes
@@ -280,7 +280,7 @@ def test_a_wrong_file(tmp_path, name):
     assert re.search(text, said)
 
 
-def test_an_index_that_says_something_else(parts, tensors):
+def test_an_index_that_contradicts_the_files(parts, tensors):
     index = parts / "model.safetensors.index.json"
     document = json.loads(index.read_text())
     first, second = [name for name, file in document["weight_map"].items() if "1-of" in file][:2]
@@ -302,7 +302,7 @@ def test_an_index_that_says_something_else(parts, tensors):
     assert said.endswith(f"  `{index}` has no `weight_map`")
 
 
-def test_a_consolidated_file_beside_its_shards(parts, tensors):
+def test_a_consolidated_file_and_its_shards(parts, tensors):
     save_file(tensors, parts / "consolidated.safetensors")
     lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
     twice = [f"  `{name}` is in `consolidated.safetensors` and in `model-0000" for name in tensors]

@@ -4,7 +4,6 @@ together at once. What comes out is what one process writes, or nothing is."""
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -13,9 +12,7 @@ import layouts
 import numpy as np
 import psutil
 import pytest
-from flax import nnx
 from jobs import RESHARD, unfinished
-from sampling import few
 from test_executors import cluster, free_port
 from test_shares_written import assert_same
 
@@ -122,24 +119,6 @@ def assert_converted(project, out="out"):
     assert reshard.digest(project / out) == reshard.digest(project / "whole")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dask", [False, True])
-def test_a_worker_that_is_killed_costs_its_share_again(project, dask):
-    """One of Dask's imports the function too."""
-    with contextlib.ExitStack() as stack:
-        options = ["--workers", "2"]
-        if dask:
-            _, address = stack.enter_context(cluster(PYTHONPATH=str(project)))
-            options = ["--dask", address]
-        process = begun("out", *options)
-        first = called(project)
-        os.kill(first, signal.SIGKILL)
-        called(project, [first])
-        (project / "gate").unlink()
-        assert reshard_ended(process) == (0, "")
-    assert_converted(project)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_job_of_workers_that_is_killed(project, number):
     """Its workers end by themselves; what is left says what to type, which is so. After an
@@ -165,7 +144,7 @@ def test_a_job_of_workers_that_is_killed(project, number):
         status, text = reshard_ended(begun("out", "--workers", "2"))
         assert (status, text.splitlines()[0]) == (
             2,
-            f"Error: a stopped job left finished parts for `{out}`",
+            f"Error: a stopped job left finished shares of `{out}`",
         )
         assert text.endswith("\nhint: --resume continues it\nhint: --overwrite starts again")
     assert reshard_ended(begun("out", "--workers", "3", "--resume")) == (0, "")
@@ -199,29 +178,6 @@ def test_shares_that_apply_a_function(project):
     assert_converted(project)
 
 
-@pytest.mark.parametrize("overwrite", few([False, True], False))
-def test_a_task_that_ends_after_the_commit_of_its_double(project, overwrite):
-    """It says so, and leaves nothing."""
-    more = ["--overwrite"] if overwrite else []
-    if overwrite:
-        shutil.copytree(project / "whole", project / "out")
-    late = [begun("out", "--shard", f"{number}/2", *more) for number in range(2)]
-    pid = called(project)
-    (number,) = [number for number, each in enumerate(late) if each.pid == pid]
-    assert reshard_ended(late[1 - number]) == (0, "")
-    os.kill(pid, signal.SIGSTOP)
-    (project / "gate").unlink()
-    assert reshard_ended(begun("out", "--shard", f"{number}/2", *more)) == (0, "")
-    assert reshard.commit(project / "out")
-    os.kill(pid, signal.SIGCONT)
-    status, text = reshard_ended(late[number])
-    assert status == 2
-    ended = f"Error: the job that writes `{project / 'out'}` has ended"
-    broken = ("Error: what was written cannot be", "Error: the destination cannot be written")
-    assert text == ended or text.startswith(broken)
-    assert_converted(project)
-
-
 @pytest.mark.exhaustive
 def test_a_dask_scheduler_that_is_started_again(project):
     """The job ends, and goes on with the new one."""
@@ -239,38 +195,3 @@ def test_a_dask_scheduler_that_is_started_again(project):
     with cluster(port, PYTHONPATH=str(project)) as (_, address):
         assert reshard_ended(begun("out", "--dask", address, "--resume")) == (0, "")
     assert_converted(project)
-
-
-# Initial values of a model.
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(300, 257, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-
-def model():
-    return Model(nnx.Rngs(3))
-
-
-@pytest.mark.parametrize("how", few(["shares", "workers"], "shares"))
-def test_initial_values_of_a_model(tmp_path, how):
-    rng = np.random.default_rng(2)
-    linear = {"kernel": rng.normal(size=(300, 257)), "bias": rng.normal(size=257)}
-    linear = {name: values.astype("f4") for name, values in linear.items()}
-    layouts.save_standard(tmp_path / "run", {"params": {"linear": linear}})
-
-    def save(out, **options):
-        ckpt = reshard.to_nnx(reshard.open(tmp_path / "run"), model, init="**/rngs/**")
-        assert any("rngs" in handle.path for handle in ckpt.arrays)
-        reshard.save(ckpt, tmp_path / out, **options)
-
-    save("whole")
-    if how == "workers":
-        save("out", workers=2)
-    else:
-        for number in (2, 0, 1):
-            save("out", share=(number, 3))
-        assert reshard.commit(tmp_path / "out")
-    assert_same(tmp_path / "out", tmp_path / "whole")

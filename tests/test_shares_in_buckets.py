@@ -72,14 +72,14 @@ def test_shares_in_a_bucket_are_what_one_process_writes(stores, jobs, monkeypatc
 
 def test_refusals_in_a_bucket(stores, jobs):
     (path, _), url = jobs("ckpt zarr2"), f"{stores.bucket('conditional')}/runs/out"
-    with pytest.raises(reshard.CheckpointNotFoundError, match=f"no shares of `{url}`"):
+    with pytest.raises(reshard.CheckpointNotFoundError, match=f"no shares exist for `{url}`"):
         reshard.commit(url)
     save(path, url, share=(1, 2))
     with pytest.raises(reshard.DestinationError, match=f"the job of `{url}` has 2 shares, not 3"):
         save(path, url, share=(1, 3))
     with pytest.raises(reshard.DestinationError, match="missing: 0\n"):
         reshard.commit(url)
-    with pytest.raises(reshard.DestinationExistsError, match="left finished parts for"):
+    with pytest.raises(reshard.DestinationExistsError, match="left finished shares of"):
         save(path, url)
     other = f"{stores.bucket('conditional')}/runs/other"
     parse_location(f"{other}/notes.txt").write(b"{}")

@@ -1,4 +1,4 @@
-"""Other items of a step, and other files: what is copied and counted."""
+"""Other items of a step, and other files: their copies, in the plan and in the progress."""
 
 import collections
 import functools
@@ -66,7 +66,7 @@ def shared(source, out):
 
 
 def copies(root, item="state"):
-    """What is carried over: everything but the marker, and what is written of the item."""
+    """The paths that are copied: all but the marker and the files of the written item."""
     kept = f"3/{item}/_CHECKPOINT_METADATA"
     found = {path for path in inodes(root) if path == kept or not path.startswith(f"3/{item}/")}
     return found - {f"3/{MARKER}"}
@@ -126,8 +126,8 @@ def test_other_items_are_copied(roots, tmp_path, name):
 
 @pytest.fixture(params=["Orbax", "one database"])
 def split(request, tmp_path, monkeypatch):
-    """A tree, and where it is saved with values and nodes in folders apart: by Orbax, which has no
-    public option for that, in databases of processes that are merged; or in one alone."""
+    """A tree, and its checkpoint, with values and nodes in separate folders: in one database, or in
+    merged ones by Orbax, which has no public option for that."""
     tree = {"w": put(np.random.default_rng(5), (96, 64), "data", "model"), "one": np.float32(0.3)}
     if request.param == "Orbax":
         make = getattr(tensorstore_utils, "OcdbtKvStoreWriteOptions", None)
@@ -190,7 +190,7 @@ def test_a_split_database_of_another_item_is_copied(root, tmp_path):
     assert_copied(root, tmp_path / "out")
 
 
-def test_what_only_looks_like_a_data_file_is_copied(root, tmp_path):
+def test_files_that_look_like_data_files_are_copied(root, tmp_path):
     """Nothing is that other jobs have left."""
     decoys = ["3/extra/d/ab12", "3/extra/manifest.ocdbt", "3/ema/d/README", "3/ema/1", "notes/d/ab"]
     decoys += ["3/extra/x/.zarray", "3/extra/x/0.0", "3/extra/y/zarr.json", "3/extra/y/c/0"]
@@ -206,7 +206,7 @@ def test_what_only_looks_like_a_data_file_is_copied(root, tmp_path):
 
 @pytest.mark.parametrize("part", ["whole", "half", "gone"])
 def test_an_item_that_is_being_deleted_is_not_copied(root, tmp_path, part):
-    """Nor what records it: the item would come back, or another one of its name would be hidden."""
+    """Nor is the record of the deletion: it would hide another item of that name."""
     layouts.record_deletion(root / "3", "ema")
     if part != "whole":
         (root / "3" / "ema" / "_METADATA").unlink()
@@ -223,7 +223,7 @@ def test_an_item_that_is_being_deleted_is_not_copied(root, tmp_path, part):
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_each_is_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded):
+def test_siblings_are_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded):
     if recorded:
         reshard.digest(reshard.open(root, item="state"), write=True)
         reads.clear()
@@ -240,7 +240,7 @@ def test_each_is_read_once_and_not_for_a_plan(root, tmp_path, reads, recorded):
     assert list(done) == sorted(done)
 
 
-def test_one_that_an_earlier_version_has_recorded(root, tmp_path):
+def test_siblings_in_the_record_of_an_earlier_version(root, tmp_path):
     """It needs to be there: `verify` compares it."""
     reshard.digest(reshard.open(root, item="state"), write=True)
     file = root / "3" / "state" / RECORD
@@ -283,7 +283,7 @@ def test_a_resumed_job_copies_none_again(root, tmp_path, reads):
 
 
 @pytest.mark.parametrize("change", [pathlib.Path.unlink, lambda file: os.truncate(file, 1)])
-def test_what_an_earlier_run_has_copied_is_copied_again(root, tmp_path, change):
+def test_damaged_copies_of_an_earlier_run_are_copied_again(root, tmp_path, change):
     """Where that is not all there; and notes that have other words, as many."""
     out = tmp_path / "out"
     staged = stopped(root, out).glob("3/state/ocdbt.process_*files/*")
@@ -307,7 +307,7 @@ BESIDE = [
 
 
 def not_resumed(root, out, **options):
-    """What is said of a job that is another one by now."""
+    """The lines of the error for a job that differs from the unfinished one."""
     with pytest.raises(reshard.DestinationError) as error:
         reshard.save(opened(root), out, resume=True, **options)
     lines = str(error.value).splitlines()
@@ -317,7 +317,7 @@ def not_resumed(root, out, **options):
 
 
 @pytest.mark.parametrize(("where", "change"), BESIDE)
-def test_something_else_in_the_source_changed_since(root, tmp_path, where, change):
+def test_resuming_after_the_source_changed(root, tmp_path, where, change):
     out = tmp_path / "new" / "out"
     kept = stopped(root, out)
     before = hashes(kept)
@@ -332,7 +332,7 @@ def test_something_else_in_the_source_changed_since(root, tmp_path, where, chang
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(("where", "change"), BESIDE)
-def test_something_else_in_the_source_changes_meanwhile(root, tmp_path, where, change, resume):
+def test_the_source_changes_during_the_job(root, tmp_path, where, change, resume):
     out, changed = tmp_path / "new" / "out", []
 
     def progress(done, whole):
@@ -345,9 +345,9 @@ def test_something_else_in_the_source_changes_meanwhile(root, tmp_path, where, c
     assert os.listdir(out.parent) == []
 
 
-def test_what_others_do_beside_the_step(root, tmp_path):
-    """A training goes on while one of its steps is taken: logs grow, and are copied once, as they
-    were; other steps come and go."""
+def test_changes_outside_the_step(root, tmp_path):
+    """A training continues while one of its steps is copied. Logs grow, and are copied as they
+    were. Other steps appear and disappear."""
     out, logs = tmp_path / "new" / "out", root / "notes" / "today"
     shutil.copytree(root / "3", root / "2")
     stopped(root, out)

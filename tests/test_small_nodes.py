@@ -35,7 +35,7 @@ def nodes(ckpt):
     return len(memory.result().list().result())
 
 
-def test_all_is_read_through_small_nodes(many, tmp_path, monkeypatch):
+def test_arrays_are_read_through_small_nodes(many, tmp_path, monkeypatch):
     """Which stay in their process; few values are read as they are."""
     path, expected = many
     before = layouts.hashes(path)
@@ -51,7 +51,7 @@ def test_all_is_read_through_small_nodes(many, tmp_path, monkeypatch):
     assert nodes(ckpt) == 0
 
 
-def test_a_database_that_is_replaced_is_still_the_one_that_was_read(many):
+def test_a_replaced_manifest_is_not_read_again(many):
     path, expected = many
     ckpt = reshard.open(path)
     assert reshard.digest(reshard.select(ckpt, "a1*")).items() < expected.items()

@@ -728,7 +728,7 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     ),
     (
         *(stack, {**ALIKE, "l.w": (1,)}, ALL, TAKEN),
-        "params/l/w, stored as `params.l.w`, as params/l.w is",
+        "params/l.w and params/l/w -> `params.l.w`",
     ),
     (
         unstack,

@@ -1,4 +1,4 @@
-"""The target builder against Flax: what it lays out, for every kind of model, mesh and rules."""
+"""The target builder against Flax, for every kind of model, mesh and rules."""
 
 import contextlib
 import functools
@@ -96,7 +96,7 @@ def train_state(model, tx, key=KEY, x=X):
 
 
 def raised(*args, error: type[Exception] = ShardingError, **kwargs):
-    """What is said of a target that cannot be."""
+    """The error of a target."""
     return layouts.refused(error, reshard.target, *args, **kwargs)
 
 
@@ -127,7 +127,7 @@ def assert_abstract_as(got, expected):
 
 
 def flax_shardings(abstract, mesh, rules=None):
-    """What Flax makes of the annotations of a Linen state; it also has some for empty boxes."""
+    """Flax's shardings of a Linen state; it also has some for empty boxes."""
     if rules is None:
         found = layouts.flat(nn.get_sharding(abstract, mesh))
     else:
@@ -177,7 +177,7 @@ def test_annotations_regexes_and_a_tree_of_specs_say_the_same(optimizer, scan):
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_of_two_parameters_that_are_split_alike_either_is_followed(apart):
-    """Of two copies with one optimizer state; of two that are split otherwise the caller says."""
+    """Two copies have one optimizer state. If their specs differ, the caller must choose."""
     tx = optax.lookahead(optax.adam(1e-3), sync_period=5, slow_step_size=0.5)
 
     def make():
@@ -283,7 +283,7 @@ def test_leaves_that_are_no_arrays_stay_as_they_are():
 
 
 def test_specs_that_are_shorter_than_the_rank():
-    """Flax's `DenseGeneral` makes a kernel flat and annotates that, whatever its own rank is."""
+    """Flax's `DenseGeneral` annotates a flattened kernel, not the kernel of its own rank."""
     init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "heads"))
     model = nn.DenseGeneral((4, 6), kernel_init=init)
     abstract = jax.eval_shape(model.init, KEY, X)
@@ -403,7 +403,7 @@ NNX_STATES = {
 
 
 def nnx_shardings(make, mesh, rules=()):
-    """What Flax makes of the annotations of an NNX state; it also has some for empty variables."""
+    """Flax's shardings of an NNX state; it also has some for empty variables."""
     with nnx.use_eager_sharding(False), logical_axis_rules(rules):
         state = nnx.state(nnx.eval_shape(make))
         found = layouts.flat(nnx.get_named_sharding(state, mesh))
@@ -456,7 +456,7 @@ def test_an_nnx_state_is_get_named_sharding_and_the_real_model(form, optimizer, 
 
 @pytest.mark.parametrize("optimizer", few(RESHAPING, "some adafactor", "lbfgs"))
 def test_nnx_optimizers_that_flax_cannot_lay_out(optimizer):
-    """The variables have names for more dimensions than they have, which Flax cannot apply."""
+    """The variables have more names than dimensions, which Flax cannot apply."""
 
     def make():
         net = Net(nnx.Rngs(0), logical_axes)
@@ -585,7 +585,7 @@ def test_a_module_an_optimizer_and_a_state_that_are_real():
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_module_that_is_abstract_already(kind):
-    """Where a mesh is set, Flax gives it shardings on that mesh."""
+    """With a mesh in context, Flax gives it shardings on that mesh."""
     with jax.set_mesh(KINDS[kind]), nnx.use_eager_sharding(False):
         abstract = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
     mesh = layouts.mesh((1, 8))
@@ -682,7 +682,7 @@ CONTEXTS = {
 
 
 def global_state():
-    """What Flax and JAX keep for a thread, and for all."""
+    """Thread-local and global state of Flax and JAX."""
     return (
         nnx.using_eager_sharding(),
         jax.sharding.get_abstract_mesh(),
@@ -693,7 +693,7 @@ def global_state():
 
 
 def plain(tree):
-    """All of a target that can be compared, whatever mesh is set."""
+    """A target in a form that compares equal in any context."""
     found = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Pytree))
     graph = None
     if any(isinstance(leaf, nnx.Pytree) for leaf in found):
@@ -707,7 +707,7 @@ def plain(tree):
 
 @functools.cache
 def outside(model):
-    """The target on a mesh of Auto axes where nothing is set, and its report."""
+    """The target on a mesh of Auto axes without a context, and its coverage."""
     make, rules = MODELS[model]
     report = reshard.coverage(make, mesh=MESH, rules=rules)
     assert (report.problems, report.hints) == ((), ())
@@ -787,7 +787,7 @@ def test_a_model_that_fails_is_run_once_in_each_context_and_its_first_error_is_t
 
 
 def test_nothing_is_computed_and_no_device_is_needed():
-    """A model that no machine could hold, on a mesh that no machine has."""
+    """A model and a mesh larger than any machine."""
     mesh = AbstractMesh((64, 64), ("data", "model"))
     init = nn.with_partitioning(nn.initializers.normal(), ("data", "model"))
     model = nn.Dense(1 << 22, kernel_init=init)
@@ -822,7 +822,7 @@ def test_a_name_without_a_rule_is_replicated_in_linen_and_an_error_in_nnx():
 
 
 def warned(*args, **kwargs):
-    """What is warned of where a target is made."""
+    """The warnings of a target."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reshard.target(*args, **kwargs)
@@ -940,8 +940,7 @@ WRONG_ARGUMENTS = [
     (
         {"model": nn.Dense(3)},
         "the Linen module Dense has no variables without inputs\n\n"
-        "hint: reshard.target(model, inputs=(x,), mesh=mesh)\n"
-        "hint: or a callable that returns variables",
+        "hint: give `inputs`, or a function that returns its variables",
     ),
     ({"inputs": (X,)}, "`inputs` are for a module or a callable, not dict"),
     (
@@ -988,10 +987,7 @@ WRONG_MODELS = [
         "axis_types=(jax.sharding.AxisType.Auto,) * 2)\n"
         "hint: jax.sharding.AbstractMesh(...)",
     ),
-    (
-        {"specs": [("w", P(P.UNCONSTRAINED))]},
-        f"not a partition spec: {P(P.UNCONSTRAINED)!r}",
-    ),
+    ({"specs": [("w", P(P.UNCONSTRAINED))]}, f"not a partition spec: {P(P.UNCONSTRAINED)!r}"),
 ]
 
 

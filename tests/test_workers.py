@@ -5,12 +5,10 @@ import concurrent.futures
 import functools
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
 import time
-import warnings
 
 import layouts
 import numpy as np
@@ -23,7 +21,6 @@ from worker_tasks import Tiny
 
 import reshard
 import reshard.cli
-from reshard.engine import run
 from reshard.engine.run import check_tasks, run_tasks, task_count
 
 
@@ -134,19 +131,6 @@ def test_each_worker_has_as_many_tasks():
     assert [task_count(nbytes, 3) for nbytes in (0, 2, 40 << 20, 1 << 40)] == [1, 2, 3, 12]
     assert [task_count(nbytes, 2) for nbytes in (170 << 20, 1 << 40)] == [4, 8]
     assert [task_count(nbytes, None) for nbytes in (170 << 20, 1 << 40)] == [5, 64]
-
-
-def test_a_worker_that_does_not_go_on_is_told_of_once(log, monkeypatch):
-    monkeypatch.setattr(run, "SILENT_SECONDS", 0.1)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        run_tasks([Tiny(0, log, "slow")], ignored, workers=1)
-    assert re.fullmatch(
-        r"task 0: its worker, process \d+, has reported nothing for 0 seconds: a batch of large "
-        r"chunks may take so long, or the worker hangs",
-        str(told[0].message),
-    )
-    assert len(told) <= 2  # while it starts, and while it sleeps
 
 
 def test_what_workers_cannot_import_is_told_before_anything_runs(log):

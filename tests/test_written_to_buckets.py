@@ -192,7 +192,7 @@ def complete(url):
 def unfinished(url):
     """What is said of a job that was stopped, less who wrote it."""
     return (
-        f"a stopped job left finished parts for `{url}`\n  WRITER\n\n"
+        f"a stopped job left finished shares of `{url}`\n  WRITER\n\n"
         "hint: resume=True continues it\nhint: overwrite=True starts again"
     )
 
@@ -267,7 +267,7 @@ def test_a_directory_that_is_swept_away_while_it_is_written(run, stores, url):
     for point, removed, text in (
         (r"process_\w+/0.json", "", short),
         (r"process_\w+/0.json", "x0/d/", short),
-        (r"process_\w+/0.json", "restxfiles/", short),
+        (r"process_\w+/0.json", "unsharedxfiles/", short),
         (RECORD, "rootx/d/", gone),
     ):
         stores.faults = [Fault(f"write .*{point}", lambda key, removed=removed: remove(removed))]
@@ -286,7 +286,7 @@ def test_a_store_that_refuses(kind, small, stores):
     url = f"{stores.bucket(kind)}/out"
     for point, there in (
         ("begun.json", None),
-        (r"rest\w+/", None),
+        (r"unshared\w+/", None),
         (SHARE, "the documents and other items are complete, and stay"),
         (f"/{RECORD}", "1 of 1 shares are complete, and stay"),
         ("/_METADATA", "1 of 1 shares are complete, and stay"),
@@ -330,7 +330,9 @@ def test_a_store_that_ignores_conditions(small, stores):
 def test_what_passes_is_tried_again(kind, small, stores):
     url = f"{stores.bucket('conditional')}/out"
     stores.faults += [Fault("(write|read|delete) ", kind) for _ in range(2)]
-    stores.faults += [Fault(f"{verb} .*/rest.json", kind) for verb in ("write", "read", "delete")]
+    stores.faults += [
+        Fault(f"{verb} .*/unshared.json", kind) for verb in ("write", "read", "delete")
+    ]
     stores.faults += [Fault("list ", kind)]
     assert_saved(url, small, stores)
 
@@ -373,20 +375,6 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
             reshard.save(on("2x4", small), url, resume=True)
         assert caught.value.hints[-1] == "overwrite=True starts again"
     assert_saved(url, small, stores, resume=True)
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("point", [*POINTS[:2], POINTS[-1]])
-def test_a_killed_job_is_begun_anew_or_completed(point, small, stores, url):
-    """By whoever comes, once it is decided."""
-    killed_at(f"write .*{point}", [str(small), url, "--to", "1x8"], stores)
-    if point == MARKER:
-        error = reshard.DestinationExistsError
-        refused(complete(url), on("2x4", small), url, error=error, overwrite=True)
-        assert values(url) == values(small)
-        assert_pruned(stores, url)
-    else:
-        assert_saved(url, small, stores, overwrite=True)
 
 
 # Two jobs, of which one stands still for a time.
@@ -495,7 +483,7 @@ def test_a_job_that_fails_deletes_only_what_it_has_written(below, run, small, st
         parse_location(f"{url}/notes.txt").write(b"kept")
         reshard.save(on("1x8", small), f"{url}/{below}")
 
-    stores.faults += [Fault("write .*restxfiles/", save)]
+    stores.faults += [Fault("write .*unsharedxfiles/", save)]
     stores.faults += [Fault("write .*/7/[^/]+/ocdbt.*_sharding", 403)]
     failed(on("1x8", run), url)
     assert stores.errors == []

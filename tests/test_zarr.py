@@ -1,4 +1,4 @@
-"""zarr metadata documents, against TensorStore and Orbax, which write them and read by them."""
+"""zarr metadata documents, compared with TensorStore's and Orbax's."""
 
 import itertools
 import json
@@ -209,8 +209,8 @@ UNMOVABLE = [
 ]
 
 
-def test_what_arrays_must_share_for_chunks_to_move():
-    """Neither the keys of chunks, nor the version of zarr, nor how a fill value of zero is said."""
+def test_when_chunks_can_be_copied_verbatim():
+    """Equal codecs. Keys, versions of zarr and spellings of a zero fill value may differ."""
     assert all(encoding(document).ignores_unit_axes for document in MOVABLE)
     assert not any(encoding(document).ignores_unit_axes for document in UNMOVABLE)
     same: dict = {}
@@ -230,7 +230,7 @@ def test_shape_grid_and_order_may_differ(document):
 
 
 @pytest.mark.parametrize("document", MOVABLE + UNMOVABLE)
-def test_a_document_made_anew_is_the_same(document):
+def test_a_document_is_reproduced(document):
     dtype = document.get("data_type") or document["dtype"].removeprefix("<")
     again = remade(document, (6, 4), (3, 4), dtype)
     if again.get("chunk_key_encoding") != document.get("chunk_key_encoding"):

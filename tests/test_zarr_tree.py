@@ -82,7 +82,7 @@ def test_in_a_bucket(stores, driver, ocdbt):
     assert_arrays(reshard.open(url))
 
 
-def test_groups_of_zarr3_are_no_arrays(tmp_path):
+def test_groups_of_zarr3_are_not_arrays(tmp_path):
     write(f"file://{tmp_path}/", "zarr3", False)
     for folder in ("", "model", "model/layers"):
         (tmp_path / folder / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
@@ -103,7 +103,7 @@ def test_both_versions_of_zarr_are_refused(tmp_path):
 
 @pytest.mark.parametrize("ocdbt", [True, False])
 @pytest.mark.parametrize("left", ["_sharding", "array_metadatas", "commit_success.txt", None])
-def test_a_damaged_item_of_orbax_is_called_that(tmp_path, ocdbt, left):
+def test_a_damaged_item_of_orbax_is_not_a_zarr_tree(tmp_path, ocdbt, left):
     """Whichever of its documents is left, or none."""
     tree = {"params": {"a": np.arange(3), "b/c": np.ones(2)}, "opt": {"d": np.ones(4)}}
     tree = tree if left else {"params": {"a": np.arange(3), "b": np.ones(2)}}

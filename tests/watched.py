@@ -1,4 +1,4 @@
-"""What jobs keep in memory, and what they read together."""
+"""The memory of jobs, and the arrays that they read together."""
 
 from reshard.engine.memory import MemoryLimiter
 from reshard.engine.read import Filled
@@ -6,12 +6,12 @@ from reshard.restore import device_reads
 
 
 def own_memory(patch):
-    """Devices are taken to have memory of their own, as accelerators have."""
+    """Make CPU devices count as accelerators."""
     patch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
 
 
 class Watched:
-    """All that is reserved and read while it is patched in.
+    """Reservations and reads while it is patched in.
 
     Attributes:
       batches: what has been read together.

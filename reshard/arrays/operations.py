@@ -628,7 +628,7 @@ class Apply:
         return [made]
 
     def inverse(self, inputs: Shapes) -> NoReturn:
-        raise TreeMismatchError(f"what `{self.name}` makes cannot be inverted")
+        raise TreeMismatchError(f"the operation `{self.name}` has no inverse")
 
     def specs(self, specs: Sequence[Spec], inputs: Shapes) -> list[Spec]:
         """An array of another shape is not partitioned."""

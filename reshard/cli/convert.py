@@ -131,7 +131,7 @@ def _draft(file: str | None) -> Iterator[None]:
         if file is not None and error.draft is not None and not pathlib.Path(file).exists():
             with open(file, "x", encoding="utf-8") as out:
                 out.write(error.draft())
-            hint = f"--map {file}, once each `TODO` in it is replaced: all else is decided there"
+            hint = f"--map {file}, after you replace each `TODO` in it"
             error.hints = (hint, *error.hints)
         elif any(row.origin == "ambiguous" for row in error.outcomes) and not any(
             hint.startswith(("map_file", "resh")) for hint in error.hints

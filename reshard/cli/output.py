@@ -13,28 +13,19 @@ _WIDEST = 200
 # Parts of hints that the tables below do not cover, as they are typed.
 _TYPED = {
     " with ": " ",
-    "`model=`": "--model",
-    "`reshard convert`": "--emit-map",
-    "`source=`": "--source-model",
     "check=...": "--inputs MODULE:NAME",
     "config=...": "--config HF_DIR",
     "drop=[...]": "--drop GLOB",
-    "init=[...]": "--init GLOB",
     "map_file=...": "--map FILE",
     "model=...": "--model MODULE:NAME",
     'rules=[("embed", "data"), ...]': '--rules FILE with `rules = [["embed", "data"], ...]`',
-    'rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]': (
-        'rules = [["embed", "data"], ["vocab", ["data", "model"]], ["kv", []]]'
-    ),
     "rules=[]": "`rules = []` in it",
     "share=(..., ...)": "--shard I/N",
-    "share=(i, n) with i in": "the array job again, of tasks",
     "source=...": "--source-model MODULE:NAME",
     "reshard.cast(ckpt, ..., ...)": "--dtype 'GLOB=DTYPE'",
     "reshard.open(path)": "reshard inspect PATH",
     "reshard.digest(path, write=True)": "reshard digest PATH --json > FILE",
     "reshard.rename(ckpt, [(..., ...)])": "--rename",
-    "reshard.target(model, inputs=(x,), mesh=mesh)": "--model MODULE:NAME of its variables",
     "reshard.to_linen(ckpt, ...)": "--to linen",
     "reshard.to_linen(path, model)": "reshard convert SRC DST --to linen --model MODULE:NAME",
     "reshard.to_nnx(ckpt, ...)": "--to nnx",
@@ -63,7 +54,7 @@ for _ in range(4):
 # What may be an argument or a call. Quoted names and values match too, so that no argument is found
 # inside them.
 _CODE = re.compile(
-    rf"`[^`]*`|share=\(i, n\) with i in| with (?=layout=)|{_TEXT}"
+    rf"`[^`]*`| with (?=layout=)|{_TEXT}"
     rf"|(?P<code>(?<![\w./,-])\w+=(?:{_TEXT}|{_BRACKETS}|True\b|\d+\b|\.\.\.)"
     rf"|(?:reshard\.\w+|(?=\([\"'])){_BRACKETS})"
 )

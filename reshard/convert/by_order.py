@@ -1,6 +1,5 @@
-"""Leaves of a conversion that only the order of modules of one class matched: a warning, and a
-record in the result and in all that is made of it, until somebody has compared outputs.
-"""
+"""Leaves that only the order of modules of one class matched: a warning, and a record in the result
+and in all checkpoints that are made of it, until the outputs of both models were compared."""
 
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
@@ -28,16 +27,19 @@ class ByOrder(NamedTuple):
 
 def by_order(model: LeafMap, to: str) -> ByOrder | None:
     """What went by order in the map of a model's leaves; None if nothing did."""
-    paths = [path for path, origin in model.origin.items() if "structure" in origin]
-    if not paths:
-        return None
-    made = model.made_of()
-    pairs = [
-        _modules(before[1:], path) if to == "nnx" else _modules(before, path[1:])
-        for path in paths
-        for before in made[path]
-    ]
-    return ByOrder(len(paths), tuple(dict.fromkeys(pairs)))
+    made, pairs = model.made_of(), {}
+    paths = _by_structure(model)
+    for path in paths:
+        for before in made[path]:
+            one, other = (before[1:], path) if to == "nnx" else (before, path[1:])
+            while one[1:] and other[1:] and one[-1] == other[-1]:  # to the outermost modules
+                one, other = one[:-1], other[:-1]
+            pairs[format_path(one), format_path(other)] = None
+    return ByOrder(len(paths), tuple(pairs)) if paths else None
+
+
+def _by_structure(model: LeafMap) -> list[Path]:
+    return [path for path, origin in model.origin.items() if "structure" in origin]
 
 
 def leaves_in(groups: Collection[Modules], leaves: Iterable[Path], api: str) -> dict[Path, Path]:
@@ -55,19 +57,10 @@ def leaves_in(groups: Collection[Modules], leaves: Iterable[Path], api: str) -> 
 
 def by_order_in(groups: Collection[Modules], model: LeafMap, to: str) -> ByOrder | None:
     """What went by order in some groups of modules; arguments as for `by_order`."""
-    if not groups:
-        return None
-    paths = [path for path, origin in model.origin.items() if "structure" in origin]
     pairs = [pair if to == "nnx" else pair[::-1] for group in groups for pair in group]
     modules = tuple((format_path(one), format_path(other)) for one, other in pairs)
-    return ByOrder(len(leaves_in(groups, paths, to)), modules)
-
-
-def _modules(before: Path, after: Path) -> tuple[str, str]:
-    """The outermost modules that two leaves are in at the same place."""
-    while before[1:] and after[1:] and before[-1] == after[-1]:
-        before, after = before[:-1], after[:-1]
-    return format_path(before), format_path(after)
+    leaves = leaves_in(groups, _by_structure(model), to)
+    return ByOrder(len(leaves), modules) if groups else None
 
 
 def both(one: ByOrder | None, other: ByOrder | None) -> ByOrder | None:

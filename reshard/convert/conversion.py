@@ -30,7 +30,7 @@ from reshard.convert.by_order import (
     with_order,
     without_notes,
 )
-from reshard.convert.decision import Decision, Outcome, decide, outcomes
+from reshard.convert.decision import Ledger, Outcome, outcomes
 from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
@@ -309,8 +309,8 @@ def conversion(
                 f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
                 "by one, or was trained on since then",
                 hints=[
-                    "model=..., the Linen model; `source=` supplies the classes of the NNX model",
-                    "map_file=..., the map that `reshard convert` wrote on the way to NNX",
+                    "model=..., the Linen model; source=... supplies the classes of the NNX model",
+                    "map_file=..., the map of the conversion to NNX",
                 ],
             )
         made, back = from_record(ckpt)
@@ -329,7 +329,8 @@ def conversion(
     left_out = (
         {} if whole is ckpt else _left_out_of(whole, ckpt, found, said, map_rules.OPPOSITE[to])
     )
-    decided = decide(ckpt, found, to, target, map_file, init, other, left_out)
+    decided = Ledger(ckpt, found, to, target, other, left_out)
+    decided.decide(map_file, init)
     lost = [path for path in whole if path not in ckpt]
     made = _made(ckpt, found, to, target, decided, model, limit, lost)
     model_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
@@ -342,7 +343,7 @@ def _made(
     layout: Layout,
     to: str,
     target: TargetTree | None,
-    decided: Decision,
+    decided: Ledger,
     model: Any,
     max_memory: int | None,
     left_out: Sequence[Path],
@@ -376,7 +377,7 @@ def _made(
         {path: made[path] for path in order}, notes=[*notes, *warnings], retyped=True
     )
     if any(leaf.key_impl for leaf in result.arrays):
-        result = result.with_source(described=True)
+        result = result.with_source(metadata_apart=True)
     default = "nnx-state" if to == "nnx" else "linen-variables"
     kind = "nnx-model" if decided.prefix else default if target is None else target.layout.kind
     if layout.api == "nnx":

@@ -28,6 +28,7 @@ from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.optimizer import (
+    Followed,
     Leaves,
     followed,
     followers,
@@ -109,20 +110,23 @@ def outcomes(
     yield from (Outcome((path,), None, "dropped") for path in found.dropped)
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """A conversion.
+# Why a leaf is not decided: a word of `Outcome.origin`, and the problem.
+_Verdict = tuple[str, str]
+_UNEXPECTED, _MISSING, _STUCK = ("unexpected", ""), ("missing", ""), ("undecided", "")
+
+
+class Ledger:
+    """A conversion while it is decided: all verdicts, and in the end the map.
 
     Attributes:
       map: from the saved leaves of the source to those of the target.
       model: that of the model's leaves, by their paths in the model.
       initial: saved paths of leaves of the target that keep the model's own initial value.
-      initial_names: the same, as the map names them, less optimizer state that does so because its
-        parameters do.
+      initial_names: the same, as a map names them, less optimizer state.
       counters: saved paths of step counters of the target -> their dtype and how they are saved.
       empty: leaves of the target that are empty containers.
-      prefix: what the target has ahead of the model's own tree.
-      notes: what the user should know.
+      prefix: where the target has the model's own tree.
+      notes: notes for the user.
       groups: the modules of one class that only order has paired.
     """
 
@@ -132,59 +136,6 @@ class Decision:
     initial_names: tuple[Path, ...]
     counters: dict[Path, tuple[np.dtype, str]]
     empty: dict[Path, Leaf]
-    prefix: Path
-    notes: tuple[str, ...]
-    groups: tuple[Modules, ...]
-
-
-@dataclasses.dataclass
-class _Part:
-    """What becomes of the model's leaves, of the optimizer's, or of copies of the parameters.
-
-    Attributes:
-      map: from the source to the target.
-      masked: leaves of the target without a value.
-      owners: the parameters that those are optimizer state of which the map drops.
-    """
-
-    map: LeafMap
-    masked: Sequence[Path] = ()
-    owners: Sequence[Path] = ()
-
-    @property
-    def made(self) -> dict[Path, Shape]:
-        """The leaves of the target that are made of some of the source, with their shapes."""
-        values = self.map.values.items()
-        return {path: value.shape for path, value in values if not isinstance(value, Zeros)}
-
-
-class _Verdict(NamedTuple):
-    """Why a leaf is not decided: as `Outcome.origin` has it, and in words."""
-
-    kind: str
-    text: str = ""
-
-
-_UNEXPECTED, _MISSING = _Verdict("unexpected"), _Verdict("missing")
-
-
-def decide(
-    ckpt: Checkpoint,
-    layout: Layout,
-    to: str,
-    target: TargetTree | None,
-    map_file: str | os.PathLike | map_rules.Map | None,
-    init: Sequence[str],
-    other: TargetTree | None,
-    left_out: Mapping[Path, ArrayHandle],
-) -> Decision:
-    """Decides a conversion. Raises TreeMismatchError: all that stands against it."""
-    return _Work(ckpt, layout, to, target, other, left_out).decided(map_file, init)
-
-
-class _Work:
-    """A conversion while it is being decided: what is known, and what has been found against it.
-    Arguments as for `decide`."""
 
     def __init__(
         self,
@@ -203,20 +154,20 @@ class _Work:
         shapes = self._shapes | {path: leaf.shape for path, leaf in left_out.items()}
         self._parameters = parameters_of(shapes, layout.api)
         self._random = random_state(leaves) | (set() if other is None else other.random_names())
-        # What is beside the model and is the same as its parameters all through, like an average.
+        # Copies of the parameters beside the model, like an average.
         self._copies = _copies_of_parameters(ckpt, layout, self._parameters)
         there = None if target is None else target.layout
-        # What the target has ahead of the model's own tree, to make place for an optimizer.
+        # The target has the model below a key if there is optimizer state that it has no place for.
         training = bool(layout.optimizer) or bool(self._copies)  # a step alone is no optimizer
         alone = there is None or not (there.optimizer or there.step or there.beside)
-        self._prefix: Path = _MODEL if to == "nnx" and training and alone else ()
+        self.prefix: Path = _MODEL if to == "nnx" and training and alone else ()
         # Where the optimizer's state is saved in the target, and copies of the parameters.
         self._state_there = {} if there is None else there.optimizer
         self._copies_there = {} if there is None else there.beside
         self._checked = {path[0] for path in self._copies_there}
         self._known = {} if target is None else parameters_of(target.shapes(), to)
-        self._notes: list[str] = []
-        self._groups: tuple[Modules, ...] = ()
+        self.notes: list[str] = []
+        self.groups: tuple[Modules, ...] = ()
         self._problems: list[str] = []
         self._hints: list[str] = []
         # Leaves and modules that structure does not decide.
@@ -226,30 +177,31 @@ class _Work:
         self._verdicts_there: dict[Path, _Verdict] = {}
         self._apart: dict[Path, Row] = {}  # those of Linen's that are some of NNX's in one array
         self._surplus: list[Path] = []  # saved paths of leaves without a place
+        self._drop_note = ""
 
-    def decided(
+    def decide(
         self, map_file: str | os.PathLike | map_rules.Map | None, init: Sequence[str]
-    ) -> Decision:
-        """Decides everything, then raises what has been found, or puts it together."""
-        model, chosen = self._model(map_file, init)
+    ) -> None:
+        """Decides everything. Raises TreeMismatchError: all problems."""
+        chosen = self._decide_model(map_file, init)
         reset = self._reset(chosen)
-        optimizer = self._optimizer(model)
-        copies = self._copied(model)
-        whole, names = self._whole(model, optimizer, copies)
-        self._check(whole, names, {*chosen, *reset})
+        optimizer = self._optimizer()
+        copies = self._copied()
+        names = self._join(optimizer, copies)
+        self._check(names, {*chosen, *reset})
         if self._problems:
-            error = self._error(self._problems, self._hints, self._outcomes(whole))
+            error = self._error(self._problems, self._hints, self._outcomes())
             if self._target is not None:
-                error.draft = functools.partial(self._draft, model.map, chosen)
+                error.draft = functools.partial(self._draft, chosen)
             raise error
-        return self._decision(whole, model, optimizer, copies, chosen, reset)
+        self._finish(optimizer, copies, chosen, reset)
 
     # The model.
 
-    def _model(
+    def _decide_model(
         self, map_file: str | os.PathLike | map_rules.Map | None, init: Sequence[str]
-    ) -> tuple[_Part, set[Path]]:
-        """What becomes of the model's leaves, and the saved paths of those that keep their initial
+    ) -> set[Path]:
+        """Decides the model's leaves. Returns the saved paths of those that keep their initial
         value."""
         target, layout = self._target, self._layout
         known = None if self._other is None else self._other.outline
@@ -262,25 +214,26 @@ class _Work:
         self._problems += said.problems
         self._hints += said.hints
         self._open |= dict.fromkeys(said.unexpected, _UNEXPECTED)
-        self._notes += said.notes
+        self.notes += said.notes
         initial = self._initial([*said.initial, *init], said.optional)
         if target_side is None or target is None:
-            return _Part(said.map), initial
+            self.model = said.map
+            return initial
         own = [path for path, saved in target.layout.model.items() if saved in initial]
-        model, found = model_map(said, source_side, target_side, own)
+        self.model, found = model_map(said, source_side, target_side, own)
         if found.abstentions and rules is None:
-            placed = len(model.values.keys() & target_side.shapes.keys())
+            placed = len(self.model.values.keys() & target_side.shapes.keys())
             level = level_above(source_side, target_side, own, placed)
             if level is not None:
                 problem, hints = level
                 raise self._error([problem], hints)
-        self._notes += shown_once(
+        self.notes += shown_once(
             f"{listed(one)} were matched to {listed(other)} by number"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
         )
         self._undecided(found, said, source_side, target_side)
-        self._groups = tuple(group for group in found.groups if group not in found.numbered)
-        return _Part(model), initial
+        self.groups = tuple(group for group in found.groups if group not in found.numbered)
+        return initial
 
     def _initial(self, globs: Sequence[str], optional: Sequence[str]) -> set[Path]:
         """Saved paths of the leaves of the target that globs name, by their path in the model or in
@@ -296,7 +249,7 @@ class _Work:
         named = named_in(namespaces, globs)
         if may := named_in(namespaces, (), optional) - named:
             told = listed(sorted(may))
-            self._notes.append(f"the model's own initial value, as `optional` says: {told}")
+            self.notes.append(f"the model's own initial value, as `optional` says: {told}")
         return named | may
 
     def _undecided(
@@ -312,13 +265,14 @@ class _Work:
             kind = "ambiguous"
             if not (entry.linen and entry.nnx):  # there is nothing that it may be
                 kind = "unexpected" if bool(entry.linen) == (self._to == "nnx") else "missing"
-            why = _Verdict(kind, str(entry))
+            why = (kind, str(entry))
             self._open |= dict.fromkeys((*entry.linen, *entry.nnx), why)
         for entry in found.mismatches:
-            why = _Verdict("mismatch", entry.told(self._to))
+            why = ("mismatch", entry.told(self._to))
             self._open |= dict.fromkeys((*(leaf.path for leaf in entry.linen), entry.nnx.path), why)
         known, saved = self._other is not None, self._layout.model
-        self._hints += hints_for(found.abstentions, said, source, target, known, saved)
+        if found.abstentions:
+            self._hints += hints_for(found.abstentions, said, source, target, known, saved)
 
     # What follows the model.
 
@@ -339,19 +293,18 @@ class _Work:
             if self._target.layout.model[owner] in initial
         }
 
-    def _optimizer(self, model: _Part) -> _Part:
+    def _optimizer(self) -> Followed:
         """What becomes of the optimizer's leaves: they follow the model's."""
         leaves = {
             path: (leaf.shape, leaf.dtype) if (leaf := self._arrays.get(saved)) else None
             for path, saved in self._layout.optimizer.items()
         }
-        part, problems = self._following(model, leaves, self._state_there)
-        if problems:
-            stuck = _Verdict("undecided")
-            self._verdicts |= dict.fromkeys(self._layout.optimizer.values(), stuck)
-            there = (self._prefix + saved for saved in self._state_there.values())
-            self._verdicts_there |= dict.fromkeys(there, stuck)
-            self._problems += [f"opt_state/{text}" for text in problems]
+        part = self._following(leaves, self._state_there)
+        if part.problems:
+            self._verdicts |= dict.fromkeys(self._layout.optimizer.values(), _STUCK)
+            there = (self.prefix + saved for saved in self._state_there.values())
+            self._verdicts_there |= dict.fromkeys(there, _STUCK)
+            self._problems += [f"opt_state/{text}" for text in part.problems]
             self._hints.append(self._start_anew())
         return part
 
@@ -369,49 +322,45 @@ class _Work:
         end = " resets that state" if there else " leaves that state out"
         return " with ".join(given) + end
 
-    def _copied(self, model: _Part) -> _Part:
+    def _copied(self) -> Followed:
         """What becomes of copies of the parameters: they follow the model's leaves."""
         arrays = {path: self._arrays[saved] for path, saved in self._copies.items()}
         leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
-        part, problems = self._following(model, leaves, self._copies_there, leaves)
-        self._problems += problems
+        part = self._following(leaves, self._copies_there, leaves)
+        self._problems += part.problems
         return part
 
     def _following(
-        self,
-        model: _Part,
-        leaves: Leaves,
-        there: Mapping[Path, Path],
-        beside: Collection[Path] = (),
-    ) -> tuple[_Part, Sequence[str]]:
-        """What becomes of leaves that follow the model's, and why they cannot. `there`: their paths
-        in the target -> saved paths; `leaves` and `beside` as for `followed`."""
+        self, leaves: Leaves, there: Mapping[Path, Path], beside: Collection[Path] = ()
+    ) -> Followed:
+        """What becomes of leaves that follow the model's. `there`: their paths in the target ->
+        saved paths; `leaves` and `beside` as for `followed`."""
         if not leaves and not there:
-            return _Part(LeafMap({})), ()
-        parameters = self._parameters
+            return Followed(LeafMap({}), {}, ())
+        model, parameters = self.model, self._parameters
         owners = followers(parameters, leaves)
-        unused, zero = {*model.map.dropped, *self._left_out}, model.map.must_be_zero.keys()
+        unused, zero = {*model.dropped, *self._left_out}, model.must_be_zero.keys()
         gone = unused | zero
         rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
         kept = {path: shape for path, shape in parameters.items() if path not in gone}
         fewer = bool((gone & parameters.keys()) - self._random)
         random = set() if self._target is None else self._target.random_names()
-        more = bool(self._known.keys() - model.made.keys() - random)  # parameters made of none
+        more = bool(self._known.keys() - _made(model).keys() - random)  # parameters made of none
         mirrors = mirrored(self._known, there)
         # The collection of the parameters, if what follows them is without that key in the target.
         ahead: Path = ("params",) if beside and not mirrors else ()
         if self._to == "linen" and any(len(p) - len(root) < len(own) for p, own, root in mirrors):
             ahead = ("params",)
         ahead = () if self._to == "nnx" else ahead
-        found = followed(model.map, kept, rest, ahead, fewer or more, beside)
+        found = followed(model, kept, rest, ahead, fewer or more, beside)
         if found.problems:
-            return _Part(LeafMap({})), found.problems
+            return Followed(LeafMap({}), {}, found.problems)
         arrays = {path: leaf[0] for path, leaf in rest.items() if leaf}
         whole = renaming({path: path for path in arrays}, arrays).then(found.map)
         values = dict(whole.values)
         for path, owner, _ in mirrors:
             assert self._target is not None
-            leaf, value = self._target.leaves[there[path]], model.map.values.get(owner)
+            leaf, value = self._target.leaves[there[path]], model.values.get(owner)
             if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
                 if value.fill is not None:  # by a rule: its state is not known
                     continue
@@ -421,23 +370,24 @@ class _Work:
             for path, owner in owners.items()
             if owner in zero and (leaf := leaves[path]) is not None
         }
-        dropped = [path for path, owner in owners.items() if owner in unused]
-        return _Part(
-            LeafMap(values, whole.origin, tuple(dropped), {**whole.must_be_zero, **zeros}),
-            list(found.placeholders),
-            list(dict.fromkeys(owners[path] for path in dropped)),
-        ), ()
+        dropped = tuple(path for path, owner in owners.items() if owner in unused)
+        if dropped and not beside:
+            told = listed(list(dict.fromkeys(owners[path] for path in dropped)))
+            text = f"{len(dropped)} leaves of optimizer state are dropped with their parameters"
+            self._drop_note = f"{text}: {told}"
+        found_map = LeafMap(values, whole.origin, dropped, {**whole.must_be_zero, **zeros})
+        return dataclasses.replace(found, map=found_map)
 
     # Where leaves are saved in the target: None if there is no place for them.
 
     def _model_place(self, path: Path) -> Path | None:
         if self._target is not None:
             saved = self._target.layout.model.get(path)
-            return None if saved is None else self._prefix + saved
-        return (*self._prefix, *path, "value") if self._to == "nnx" else path
+            return None if saved is None else self.prefix + saved
+        return (*self.prefix, *path, "value") if self._to == "nnx" else path
 
     def _state_place(self, path: Path) -> Path | None:
-        if self._target is not None and not self._prefix:
+        if self._target is not None and not self.prefix:
             saved = self._state_there.get(path)
             return saved if saved and isinstance(self._target.leaves[saved], TargetLeaf) else None
         return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
@@ -445,7 +395,7 @@ class _Work:
     def _masked_place(self, path: Path) -> Path | None:
         """Of a leaf of the optimizer's state without a value, which only NNX has a variable for."""
         root: Path | None = (*_OPTIMIZER, "opt_state")
-        if self._target is not None and not self._prefix:
+        if self._target is not None and not self.prefix:
             root = None if path in self._state_there else self._target.layout.optimizer_root
         return None if root is None or self._to == "linen" else (*root, *path, "value")
 
@@ -462,39 +412,37 @@ class _Work:
 
     def _step_place(self) -> tuple[Path, np.dtype, str] | None:
         """Of the step counter, with its dtype and how it is saved."""
-        if self._target is None or self._prefix:
+        if self._target is None or self.prefix:
             place = (*_OPTIMIZER, "step", "value")
-            return (place, np.dtype(np.uint32), "jax.Array") if self._prefix else None
+            return (place, np.dtype(np.uint32), "jax.Array") if self.prefix else None
         saved = self._target.layout.step
         if saved is None:
             return None
         dtype = self._target.leaf(saved).dtype
         return (saved, dtype, "jax.Array") if dtype else (saved, np.dtype(np.int64), "scalar")
 
-    def _whole(
-        self, model: _Part, optimizer: _Part, copies: _Part
-    ) -> tuple[LeafMap, dict[Path, Path]]:
-        """The map of all leaves by their saved paths, of those that have a place; and what leaves
-        of the target are called. Adds the leaves of the source that have no place."""
+    def _join(self, optimizer: Followed, copies: Followed) -> dict[Path, Path]:
+        """Makes the map of all leaves that have a place, by their saved paths. Returns the names of
+        leaves of the target. Adds the leaves of the source that have no place."""
         values: dict[Path, Value] = {}
         origin: dict[Path, str] = {}
         dropped: list[Path] = []
         must_be_zero: dict[Path, Zeros] = {}
         names: dict[Path, Path] = {}
         sides = (
-            (model, self._layout.model, self._model_place, ()),
-            (optimizer, self._layout.optimizer, self._state_place, ("opt_state",)),
-            (copies, self._copies, self._copy_place, ()),
+            (self.model, self._layout.model, self._model_place, ()),
+            (optimizer.map, self._layout.optimizer, self._state_place, ("opt_state",)),
+            (copies.map, self._copies, self._copy_place, ()),
         )
-        for part, saved, place, above in sides:
+        for found, saved, place, above in sides:
             shapes = {at: a.shape if (a := self._arrays.get(at)) else () for at in saved.values()}
-            named = {*part.map.sources(), *part.map.dropped, *part.map.must_be_zero}
-            paths = {at: path for path, at in saved.items() if part is model or path in named}
-            whole = renaming(paths, shapes).then(part.map)
+            named = {*found.sources(), *found.dropped, *found.must_be_zero}
+            paths = {at: path for path, at in saved.items() if found is self.model or path in named}
+            whole = renaming(paths, shapes).then(found)
             dropped += whole.dropped
             must_be_zero |= whole.must_be_zero
             for path, value in whole.values.items():
-                at = place(path) if path in part.map.values else None
+                at = place(path) if path in found.values else None
                 if at is not None:
                     values[at] = value
                     origin[at] = whole.origin.get(path) or "path"
@@ -507,7 +455,7 @@ class _Work:
                 if why is not None and at is not None:
                     self._verdicts_there[at] = _MISSING if why is _UNEXPECTED else why
                 elif why is None and at is None:
-                    why = self._why_open(path) if part is model else None
+                    why = self._why_open(path) if found is self.model else None
                     if why is None:
                         why = self._unexpected(saved.get(path), above + path)
                 if why is not None:
@@ -515,7 +463,8 @@ class _Work:
         step = self._step_place()
         if self._layout.step is not None and step is not None:
             values[step[0]] = Source(self._layout.step, ())
-        return LeafMap(values, origin, tuple(dropped), must_be_zero), names
+        self.map = LeafMap(values, origin, tuple(dropped), must_be_zero)
+        return names
 
     def _owners_verdict(self, saved: Path) -> _Verdict | None:
         """What is said of the parameter that optimizer state follows, if that is not decided."""
@@ -537,17 +486,17 @@ class _Work:
         summary = f"`{self._ckpt.source.root}` does not become the {name} model"
         return TreeMismatchError(summary, problems, hints, found)
 
-    def _check(self, whole: LeafMap, names: Mapping[Path, Path], initial: set[Path]) -> None:
+    def _check(self, names: Mapping[Path, Path], initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype."""
         self._check_beside()
         if self._target is None:
             return
-        self._check_target(whole, initial)
-        leaves = {self._prefix + path: leaf for path, leaf in self._target.leaves.items()}
-        for place, text, hint in differences(whole, self._arrays, leaves, names):
+        self._check_target(initial)
+        leaves = {self.prefix + path: leaf for path, leaf in self._target.leaves.items()}
+        for place, text, hint in differences(self.map, self._arrays, leaves, names):
             self._problems.append(text)
             if place is not None:
-                self._verdicts_there.setdefault(place, _Verdict("mismatch", text))
+                self._verdicts_there.setdefault(place, ("mismatch", text))
             self._hints += [hint] if hint else []
 
     def _check_beside(self) -> None:
@@ -577,7 +526,7 @@ class _Work:
             self._verdicts[saved] = _UNEXPECTED
         return _UNEXPECTED
 
-    def _check_target(self, whole: LeafMap, initial: set[Path]) -> None:
+    def _check_target(self, initial: set[Path]) -> None:
         """Adds the leaves of the target without a source. Where something of the model is still to
         be placed, it is likely to belong there: nobody is told to reset these."""
         assert self._target is not None
@@ -585,7 +534,7 @@ class _Work:
         lacking = [
             saved
             for saved, leaf in self._target.leaves.items()
-            if isinstance(leaf, TargetLeaf) and self._prefix + saved not in whole.values
+            if isinstance(leaf, TargetLeaf) and self.prefix + saved not in self.map.values
         ]
         names = {saved: path for path, saved in there.model.items()}
         missing = {*lacking} - initial
@@ -594,10 +543,10 @@ class _Work:
         anew = []
         for saved in lacking:
             leaf, random = self._target.leaf(saved), saved in self._target.random
-            owner, place = owners.get(saved), self._prefix + saved
+            owner, place = owners.get(saved), self.prefix + saved
             why = self._verdicts_there.get(place) or self._why_open(names.get(saved, owner))
             if saved in initial:
-                why = _Verdict("initial")
+                why = ("initial", "")
             elif random or not (why or (owner and there.model[owner] in missing)):
                 self._problems.append(
                     f"{format_path(names.get(saved, leaf.path))}  {leaf}: missing"
@@ -618,29 +567,29 @@ class _Work:
         found = (self._open.get(at[:end]) for at in places for end in range(len(at) + 1))
         return next(filter(None, found), None)
 
-    def _outcomes(self, whole: LeafMap) -> list[Outcome]:
+    def _outcomes(self) -> list[Outcome]:
         """What becomes of each leaf, as far as it is decided, and why of others it is not."""
         found = []
-        for row in outcomes(whole):
+        for row in outcomes(self.map):
             if self._verdicts.keys().isdisjoint(row.before):
                 why = None if row.after is None else self._verdicts_there.get(row.after)
-                found.append(row._replace(origin=why.kind, problem=why.text) if why else row)
+                found.append(row._replace(origin=why[0], problem=why[1]) if why else row)
         for saved, leaf in self._ckpt.items():
             why = self._verdicts.get(saved)
             if why is not None and isinstance(leaf, ArrayHandle | str):
-                found.append(Outcome((saved,), None, why.kind, "", why.text))
+                found.append(Outcome((saved,), None, why[0], "", why[1]))
         made = {row.after for row in found}
         for saved, leaf in ({} if self._target is None else self._target.leaves).items():
-            place = self._prefix + saved
+            place = self.prefix + saved
             if place not in made and isinstance(leaf, TargetLeaf):
                 why = self._verdicts_there.get(place, _MISSING)
-                found.append(Outcome((), place, why.kind, "", why.text))
+                found.append(Outcome((), place, why[0], "", why[1]))
         return found
 
-    def _draft(self, model: LeafMap, initial: set[Path]) -> str:
+    def _draft(self, initial: set[Path]) -> str:
         """The text of a map of the model's leaves that are decided, with what is to be done."""
         assert self._target is not None
-        there, names = self._target.shapes(), self._target.layout.model
+        model, there, names = self.model, self._target.shapes(), self._target.layout.model
         made = [path for path in model.values if path in model.origin and path in there]
         decided = dataclasses.replace(
             model,
@@ -671,61 +620,47 @@ class _Work:
 
     # What is decided.
 
-    def _decision(
-        self,
-        whole: LeafMap,
-        model: _Part,
-        optimizer: _Part,
-        copies: _Part,
-        chosen: set[Path],
-        reset: Mapping[Path, Path],
-    ) -> Decision:
-        """What has been decided, put together."""
+    def _finish(
+        self, optimizer: Followed, copies: Followed, chosen: set[Path], reset: Mapping[Path, Path]
+    ) -> None:
+        """Notes and attributes of what has been decided."""
         step = self._step_place()
-        counters = {step[0]: step[1:]} if self._layout.step is not None and step else {}
+        self.counters = {step[0]: step[1:]} if self._layout.step is not None and step else {}
         leaves = {} if self._target is None else self._target.leaves
         model_names = {} if self._target is None else self._target.layout.model
         names = {saved: path for path, saved in model_names.items()}
-        notes = self._notes
+        made = _made(optimizer.map)
         if self._target is None:
-            notes.append("there is no model, so only the source was checked against the map")
-        elif self._prefix and optimizer.made:
-            notes.append(
-                f"the model has no optimizer: {len(optimizer.made)} leaves of optimizer state are "
-                "below `optimizer`, unchecked"
+            self.notes.append("without a model, only the source was checked against the map")
+        elif self.prefix and made:
+            self.notes.append(
+                f"the model has no optimizer: {len(made)} leaves of optimizer state are below "
+                "`optimizer`, unchecked"
             )
-        for root, count in collections.Counter(path[:1] for path in copies.made).items():
-            notes.append(follows_note(root, count, self._is_checked(root)))
-        if optimizer.map.dropped:
-            notes.append(
-                f"{len(optimizer.map.dropped)} leaves of optimizer state are dropped with their "
-                f"parameters: {listed(optimizer.owners)}"
-            )
+        for root, count in collections.Counter(path[:1] for path in _made(copies.map)).items():
+            self.notes.append(follows_note(root, count, self._is_checked(root)))
+        self.notes += [self._drop_note] if self._drop_note else []
         if reset:
-            notes.append(
+            self.notes.append(
                 f"{len(reset)} leaves of optimizer state keep the model's own initial values "
                 f"with their parameters: {listed(list(dict.fromkeys(reset.values())))}"
             )
-        notes += _applied_notes(whole)
-        empty = {
-            self._prefix + path: leaf
+        self.notes += _applied_notes(self.map)
+        self.empty = {
+            self.prefix + path: leaf
             for path, leaf in leaves.items()
             if not isinstance(leaf, TargetLeaf)
         }
-        masked = filter(None, map(self._masked_place, optimizer.masked))
-        return Decision(
-            map=whole,
-            model=model.map,
-            initial=tuple(saved for saved in leaves if saved in {*chosen, *reset}),
-            initial_names=tuple(
-                names.get(saved) or leaves[saved].path for saved in leaves if saved in chosen
-            ),
-            counters=counters,
-            empty=empty | dict.fromkeys(masked),
-            prefix=self._prefix,
-            notes=tuple(notes),
-            groups=self._groups,
+        self.empty |= dict.fromkeys(filter(None, map(self._masked_place, optimizer.placeholders)))
+        self.initial = tuple(saved for saved in leaves if saved in {*chosen, *reset})
+        self.initial_names = tuple(
+            names.get(saved) or leaves[saved].path for saved in leaves if saved in chosen
         )
+
+
+def _made(found: LeafMap) -> dict[Path, Value]:
+    """The leaves of a map that are made of others."""
+    return {path: value for path, value in found.values.items() if not isinstance(value, Zeros)}
 
 
 def _copies_of_parameters(

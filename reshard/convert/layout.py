@@ -24,13 +24,13 @@ from reshard.tree import Path, as_python, format_glob, format_key, format_path
 KINDS = {
     "linen-variables": "collections at the top: `params`, `batch_stats`, ...",
     "linen-params": "the contents of `params` alone",
-    "linen-train-state": "`params` beside `opt_state` or `step`, or all variables below `params`",
-    "maxtext": "a train state, and below `nnx_aux` what only NNX has",
+    "linen-train-state": "`params` next to `opt_state` or `step`, or all variables below `params`",
+    "maxtext": "a train state, with NNX's other leaves below `nnx_aux`",
     "nnx-state": "`nnx.state(model)`, or a module: a `value` level under each variable",
     "nnx-pure-dict": "`nnx.to_pure_dict(nnx.state(model))`",
     "nnx-optimizer": "`nnx.Optimizer`: `opt_state` and `step`",
     "nnx-model-and-optimizer": "`nnx.ModelAndOptimizer`: `model`, `opt_state` and `step`",
-    "nnx-model": "a state below `model`, perhaps beside `optimizer`",
+    "nnx-model": "a state below `model`, with or without `optimizer`",
 }
 OPTIMIZERS = ("opt_state", "optimizer", "opt", "optimizer_state")
 COLLECTIONS = frozenset(
@@ -279,7 +279,7 @@ def _decide(
     params, model = top.get("params"), top.get("model")
     trained = beside.root is not None or beside.wrapped
     if _BOOKKEEPING in root and not trained and not (model and beside.names):
-        return "nnx-state", ["the tree is a module that was saved itself (`_pytree__state`)"]
+        return "nnx-state", ["the tree is a module that was saved directly (`_pytree__state`)"]
     collections = all(key in COLLECTIONS and _is_mapping(node) for key, node in top.items())
     if collections or (_is_mapping(params) and not _is_stream(params)):
         return _decide_linen(top, beside, leaves)
@@ -306,12 +306,12 @@ def _decide_linen(
         params, at = top["params"]["params"], ("params", "params")
         _check_variables(top["params"], beside)
     if AUXILIARY in roots.values():
-        kind, reason = "maxtext", "`nnx_aux` is beside `params`, as MaxText's runs of NNX save it"
+        kind, reason = "maxtext", "`nnx_aux` is next to `params`, as MaxText saves NNX runs"
     elif nested:
         kind, reason = "linen-train-state", "`params/params`: all variables are below `params`"
     elif beside.names:
         names = _named(*((name,) for name in beside.names))
-        kind, reason = "linen-train-state", f"`params` is beside {names}"
+        kind, reason = "linen-train-state", f"`params` is next to {names}"
     else:
         kind, reason = "linen-variables", f"collections are at the top: {_named(*roots)}"
     proofs = _proofs(params, at, beside, certain=False)
@@ -350,7 +350,7 @@ def _decide_optimizer(
     if top.keys() - {"opt_state", "step"}:
         above = "model/" if proofs["nnx"] else "params/"
         raise TreeMismatchError(
-            "there is the state of an optimizer, but neither `params` nor `model`",
+            "the tree holds optimizer state, but neither `params` nor `model`",
             [f"at the top there is {_named(*((key,) for key in top))}"],
             [f"reshard.rename(ckpt, {as_python([(_beginning(key), above)])})" for key in others],
         )
@@ -383,8 +383,8 @@ def _proofs(
             found.setdefault("norm", path)
     proofs: dict[str, list[str]] = {"linen": [], "nnx": []}
     for api, mark, words in (
-        ("linen", "automatic", "has a name as Linen gives them"),
-        ("nnx", "module", "is a module that was saved itself (`_pytree__state`)"),
+        ("linen", "automatic", "has a name that Linen generates"),
+        ("nnx", "module", "is a module that was saved directly (`_pytree__state`)"),
         ("nnx", "stream", "is a stream of random numbers (`key`, `count`)"),
         ("nnx", "norm", "holds parameters and statistics together"),
     ):
@@ -397,12 +397,12 @@ def _proofs(
         leaves = list(_leaves_of(beside.state))
         listed = any(isinstance(key, int) for leaf in leaves for key in leaf.path)
         if listed and all(leaf.lone is None for leaf in leaves):
-            words = "has list positions, as optax's tuples are saved"
+            words = "has list positions, as in saved optax tuples"
             proofs["linen"].append(f"{_named(beside.root)} {words}")
         states = beside.state if isinstance(beside.state, dict) and not listed else {}
         valued = all(isinstance(state, dict) or _array(state) for state in states.values())
         if states and valued and all(map(str.isdecimal, states)):
-            words = "has positions as keys, and only those with a value, as `nnx.Optimizer` does"
+            words = "has keys only for positions with a value, as in `nnx.Optimizer`"
             proofs["nnx"].append(f"{_named(beside.root)} {words}")
     return {**proofs, "linen": []} if outweighs else proofs
 
@@ -433,7 +433,7 @@ def _chosen(
         raise TreeMismatchError(f"no layout has {kind}", why, [hint])
     if not proved and api:
         why.append(f"the conversion is from {_NAMES[api]}, and nothing contradicts it")
-    return kind, why or ["it can be nothing else"]
+    return kind, why or ["no other layout fits"]
 
 
 def _ambiguous(
@@ -516,11 +516,8 @@ def _check_variables(params: _Node, beside: _Training) -> None:
     paths = _named(*(("params", name) for name in sorted(others)))
     modules, collections = 'layout="linen-variables"', 'layout="linen-train-state"'
     if beside.names:  # both are train states
-        names = "|".join(re.escape(format_key(name)) for name in sorted(params))
-        modules, collections = (
-            f"reshard.rename(ckpt, {as_python([rule])})"
-            for rule in (("^params/", "params/params/"), (f"^params/({names})/", r"\1/"))
-        )
+        modules = 'reshard.rename(ckpt, [("^params/", "params/params/")])'
+        collections = 'reshard.rename(ckpt, [("^params/", "")])'
     raise TreeMismatchError(
         "the keys below `params` may be modules or collections",
         [
@@ -703,7 +700,7 @@ def _objections(
     variables = [leaf.path for leaf in held if leaf.is_held and leaf.is_standard]
     more = [(key,) for key in top if key not in ("opt_state", "step")]
     params, model = _is_mapping(top.get("params")), isinstance(top.get("model"), dict)
-    saved_itself = f"{_named(*modules[:1])} is a module of NNX that was saved itself"
+    saved_itself = f"{_named(*modules[:1])} is an NNX module that was saved directly"
     checks = (
         (("linen-", "maxtext"), modules, saved_itself),
         ("linen-params", params, "`params` is a collection at the top"),

@@ -11,62 +11,18 @@
     from = '^(.*)/mlp/gating_einsum$'
     unstack = { axis = 0, into = ['\\1/mlp/gate_proj/kernel', '\\1/mlp/up_proj/kernel'] }
 
-So that one map serves several models, a rule with `optional = true` may match nothing; and so may
-the globs of `optional = { init = [...], drop = [...] }` above the rules.
-
-A rule has the key `from`, a regex that is searched for in printed paths (for `concat`, `stack` and
-`equal` it may be a list of them), and some of these, which are done in this order:
-
-    drop = true                                         the leaf is left out; nothing else then
-    apply = 'package.module:function'                   what it makes, of the same shape and dtype
-    apply = { function = '...', shape = [8, 4], dtype = 'bfloat16' }    ... or of these
-    scale = 0.125                                       times a number
-    scale = { by = 0.125, rounds = true }               ... which may underflow
-    add = 1                                             plus a number
-    interleave = { axis = 0, parts = 2 }                parts of an axis, element by element
-    deinterleave = { axis = 0, parts = 2 }              ... and back
-    rope = { axis = 0, head_size = 64, to = 'pairs' }   halves of each head as pairs; to = 'halves'
-    transpose = [1, 0]                                  axis i of the result is this axis
-    reshape = [8, -1]                                   the same elements in another shape
-    reshape = { from = [8, 2, 4], to = [8, 8] }         ... of leaves that have the first
-    pad = { widths = [[0, 0], [0, 64]], fill = 0.0 }    more before and after along each axis
-    pad = { axis = 0, from = 500, to = 512, value = 0 } more at the end of one axis
-    crop = { widths = [[0, 0], [0, 64]] }               less
-    split = { axis = 0, sizes = [8, 4], into = [...] }  parts along an axis; without sizes, equal
-    unstack = { axis = 0, into = [...] }                the parts of an axis, without it
-    concat = { axis = -1, by = 1, order = ['i', 'f'] }  leaves of the same `to`, along an axis
-    stack = { axis = 0, by = 1 }                        leaves of the same `to`, along a new axis
-    equal = true                                        leaves that are equal, as one
-    to = 'layers/\\1/'                                  what takes the place of each match
-    to = ['embed/w', 'head/w']                          ... under several paths
-
-`into` is a replacement for each part, or one for all of them in which `{}` is the position. `by`
-says which piece of the whole a leaf is: a group of the regex, or a replacement; what it gives is a
-number from 0, or a text of `order`. Where `from` is a list, that is the order of the pieces.
-`sizes` of `concat` are what the pieces must have, `names` of `stack` the mesh axes over its axis.
-
-`fill` makes a leaf of nothing: `to = 'norm/bias'` and `fill = { value = 0, shape = [8], dtype =
-'float32' }`. With `count = 4` it makes four, and `{}` in `to` is the number. With `from` instead of
-`to`, the leaf is left out, and must hold that value.
-
-A number may be an expression over names: `scale = 'head_dim ** -0.5'`. The names are those of the
-`[vars]` table above the rules, and of the caller's. `when` is a number; where it is 0, there is no
-such rule.
-
-In replacements, braces hold arithmetic: `'stages/{\\1 // 4}/{\\1 % 4}/'`. For uneven groups,
-`nest = { sizes = [3, 4, 6, 3], flat = 1 }` gives it the names `outer` and `inner`: the group that a
-number is in, and the place there. `nest = { sizes = [3, 4, 6, 3], outer = 1, inner = 2 }` gives it
-`flat`.
+`reshard help maps` describes the keys. The operations of a rule are done in the order of `_EACH`,
+and then one of `_REGROUP`.
 """
 
+import contextlib
 import itertools
 import os
+import pathlib
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, cast
-
-import numpy as np
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from reshard.arrays import operations as ops
 from reshard.arrays.boxes import MOST_AXES
@@ -93,33 +49,28 @@ from reshard.convert.user_code import load_function
 from reshard.errors import ArgumentError, ReshardError
 from reshard.tree import split_path
 
-# What a map of a refused conversion has in the place of what is open.
+# Stands for an open leaf in the draft map of a refused conversion.
 TODO = "TODO"
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack", "equal")
 _EACH = ("apply", "scale", "add", "interleave", "deinterleave", "rope")
 _EACH += ("transpose", "reshape", "pad", "crop")
-# Names in the braces of a replacement, less those of groups.
+# Names in the braces of a replacement, except names of groups.
 _NAME = re.compile(r"(?<![\\<\w])[^\W\d]\w*")
-# Tables and lists inside one another, of which files of rules have six.
+# Levels of nested tables and lists. Map files have six.
 _MAX_LEVELS = 50
 _LARGEST = 1 << 63
 Form = tuple[Callable[[Any], bool], str]
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A TOML document, in which nothing is too deep or too large to be looked at and shown.
+    """A TOML document without deep nesting and huge numbers, which could not be shown.
 
     Raises:
       OSError: it cannot be read.
-      ValueError: it is no TOML, it is nested too deeply, or a number has more than TOML's 64 bits.
+      ValueError: it is not TOML, is nested too deeply, or has a number of more than 64 bits.
     """
-    return _parsed(_text_of(path))
-
-
-def _text_of(path: str | os.PathLike[str]) -> str:
-    with open(path, "rb") as file:
-        return file.read().decode()
+    return _parsed(pathlib.Path(path).read_bytes().decode())
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -144,10 +95,10 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) -> Map:
-    """The rules of a map file, whose expressions may name these numbers. Raises ArgumentError: it
-    is no such file; all that is wrong with its rules, or still to be done."""
+    """The rules of a map file, whose expressions may name these numbers. Raises ArgumentError: the
+    file cannot be read, has a `TODO` left, or its rules are wrong: all problems."""
     try:
-        text = _text_of(path)
+        text = pathlib.Path(path).read_bytes().decode()
         document = _parsed(text)
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path}: it cannot be read", [str(error)], [_EXAMPLE]) from error
@@ -170,8 +121,8 @@ def config_numbers(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {}) -> Map:
-    """The rules of the document in a map file of this name, whose expressions may name these
-    numbers. Raises ArgumentError: all that is wrong with them."""
+    """The rules of the document of a map file, whose expressions may name these numbers. Raises
+    ArgumentError: all problems of the rules."""
     problems: list[str] = []
     known = dict(numbers)
     top = _Table("the file", document, problems, (), known)
@@ -181,11 +132,8 @@ def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {
             if (value := own.take(key, _NUMBER)) is not None:
                 known[key] = value
     initial = top.take("init", _TEXTS) or []
-    optional = top.inner("optional")
-    may, ignored = [], []
-    if optional is not None:
-        may, ignored = (optional.take(key, _TEXTS) or [] for key in ("init", "drop"))
-        optional.nothing_else()
+    optional = top.fields("optional", {}, {"init": _TEXTS, "drop": _TEXTS}) or {}
+    may, ignored = (optional.get(key) or [] for key in ("init", "drop"))
     for key, globs in (("init", initial), ("optional", [*may, *ignored])):
         for glob in globs:
             try:
@@ -214,6 +162,12 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_dtype(value: Any) -> bool:
+    with contextlib.suppress(ArgumentError):
+        return _is_text(value) and parse_dtype(value) is not None
+    return False
+
+
 _API: Form = (lambda value: value in ("nnx", "linen"), "`nnx` or `linen`")
 _INT: Form = (_is_int, "a whole number")
 _INTS: Form = (_list_of(_is_int), "a list of whole numbers")
@@ -238,19 +192,14 @@ _NEW_SHAPE: Form = (
     lambda v: _INTS[0](v) and v.count(-1) <= 1 and all(size >= -1 for size in v),
     "a list of sizes, where one may be -1",
 )
-_SCALE: Form = (lambda v: _TABLE[0](v) or _FACTOR[0](v), "a number other than 0, or a table")
 _ROPE: Form = (lambda value: value in ("pairs", "halves"), "`pairs` or `halves`")
-_APPLY: Form = (lambda v: _is_text(v) or _TABLE[0](v), "a function, or a table with one")
-_RESHAPE: Form = (
-    lambda v: _TABLE[0](v) or _NEW_SHAPE[0](v),
-    "a list of sizes, where one may be -1, or a table",
-)
-_NUMERIC = (_INT, _INTS, _SIZES, _NUMBER, _FACTOR, _WIDTHS, _NEW_SHAPE, _RESHAPE, _SCALE)
+_DTYPE: Form = (_is_dtype, "a dtype")
+_NUMERIC = (_INT, _INTS, _SIZES, _NUMBER, _FACTOR, _WIDTHS, _NEW_SHAPE)
 
 
 class _Table:
-    """A table of the file, whose keys are taken one by one; what is wrong is put on a list. Of a
-    rule's tables `patterns` are the regexes. Expressions may name the `numbers`."""
+    """A table of the file. Its keys are taken one by one, and its problems are collected.
+    `patterns` are the regexes of the table's rule. Expressions may name the `numbers`."""
 
     def __init__(
         self,
@@ -267,7 +216,7 @@ class _Table:
         self.numbers = numbers
 
     def take(self, key: str, form: Form, needed: bool = False) -> Any:
-        """The value of a key; None if it has none, or not of this form."""
+        """The value of a key; None if it is missing or has another form."""
         value = self.table.pop(key, None)
         fits, words = form
         if form in _NUMERIC:
@@ -292,21 +241,23 @@ class _Table:
 
     def inner(self, key: str) -> "_Table | None":
         """The table of a key, if it has one."""
-        table = self.take(key, _TABLE)
-        return None if table is None else self.below(key, table)
-
-    def below(self, key: str, table: dict[str, Any]) -> "_Table":
-        label = f"{self.label}: `{key}`"
+        table, label = self.take(key, _TABLE), f"{self.label}: `{key}`"
+        if table is None:
+            return None
         return _Table(label, table, self.problems, self.patterns, self.numbers)
 
-    def dtype(self, key: str, needed: bool = False) -> np.dtype | None:
-        """The dtype that a key names."""
-        name = self.take(key, _TEXT, needed)
-        try:
-            return None if name is None else parse_dtype(name)
-        except ArgumentError as error:
-            self.wrong(error.summary)
+    def fields(
+        self, key: str, needed: Mapping[str, Form], others: Mapping[str, Form] = {}
+    ) -> dict[str, Any] | None:
+        """The values of a key's table; None if it has none, or one that is needed is missing."""
+        table = self.inner(key)
+        if table is None:
             return None
+        values = {name: table.take(name, form, True) for name, form in needed.items()}
+        missing = None in values.values()
+        values |= {name: table.take(name, form) for name, form in others.items()}
+        table.nothing_else()
+        return None if missing else values
 
     def replacement(
         self, key: str, value: str | int | None, names: Collection[str] = ()
@@ -328,7 +279,7 @@ class _Table:
             return None
 
     def nothing_else(self) -> None:
-        """All keys must have been taken."""
+        """Reports the keys that were not taken."""
         for key in self.table:
             first = ": put it before the first rule" if key in ("init", "to") else ""
             self.wrong(f"`{key}` is not known{first}")
@@ -361,7 +312,9 @@ def _rule(
     drop = entry.take("drop", _TRUE) is True
     optional = entry.take("optional", _TRUE) is True
     nest = _nest(entry)
-    names = ["outer", "inner"] if nest and nest.flat else ["flat"] if nest else []
+    names = ["outer", "inner", "flat"] if "nest" in table else []
+    if nest is not None:
+        names = ["outer", "inner"] if nest.flat else ["flat"]
     given = entry.take("to", _ONE_OR_MORE)
     several = [
         entry.replacement("to", text, names) for text in given or () if isinstance(given, list)
@@ -374,37 +327,31 @@ def _rule(
     if entry.take("equal", _TRUE):
         regroup = Gathered("equal", 0)
     for kind in ("split", "unstack"):
-        regroup = _divided(kind, entry.inner(kind), names) or regroup
+        regroup = _divided(kind, entry, names) or regroup
     for kind in ("concat", "stack"):
-        regroup = _gathered(kind, entry.inner(kind), names) or regroup
+        regroup = _gathered(kind, entry, names) or regroup
     entry.nothing_else()
     return Rule(number, tuple(patterns), to, drop, each, regroup, nest=nest, optional=optional)
 
 
 def _filled(number: int, entry: _Table) -> Rule | None:
     """A rule for leaves of a constant."""
-    table = entry.inner("fill")
+    needed = {"value": _NUMBER, "shape": _SIZES, "dtype": _DTYPE}
+    values = entry.fields("fill", needed, {"count": _INT})
     given = entry.take("to", _ONE_OR_MORE)
-    if table is None:
-        return None
-    value = table.take("value", _NUMBER, needed=True)
-    shape = table.take("shape", _SIZES, needed=True)
-    dtype = table.dtype("dtype", needed=True)
-    count = table.take("count", _INT)
-    table.nothing_else()
     entry.nothing_else()
-    places = [given] if isinstance(given, str) else given or []
-    if count is not None:
-        pairs = itertools.product(places, range(count))
-        places = [place.replace("{}", str(n)) for place, n in pairs]
-    if None in (value, shape, dtype):
+    if values is None:
         return None
-    fill = Zeros(tuple(shape), cast(Any, dtype), value)
+    places = [given] if isinstance(given, str) else given or []
+    if values["count"] is not None:
+        pairs = itertools.product(places, range(values["count"]))
+        places = [place.replace("{}", str(n)) for place, n in pairs]
+    fill = Zeros(tuple(values["shape"]), parse_dtype(values["dtype"]), values["value"])
     return Rule(number, tuple(entry.patterns), fill=fill, places=tuple(places))
 
 
 def _check_keys(entry: _Table, several: bool) -> None:
-    """Says which keys of a rule do not go together, or are missing."""
+    """Reports keys of a rule that are missing or cannot be combined."""
     keys = set(entry.table)
     if "fill" in keys:
         if keys & {"drop", "nest", "optional", *_EACH, *_REGROUP} or ("to" in keys) == bool(
@@ -443,147 +390,111 @@ def _check_keys(entry: _Table, several: bool) -> None:
 
 def _nest(entry: _Table) -> Nest | None:
     parts = ["i"] if entry.table.keys() & {"split", "unstack"} else []
-    table = entry.inner("nest")
-    if table is None:
+    groups = ("flat", "outer", "inner")
+    values = entry.fields("nest", {"sizes": _SIZES}, dict.fromkeys(groups, _GROUP))
+    if values is None:
         return None
-    sizes = table.take("sizes", _SIZES, needed=True) or []
-    keys = table.table.keys() & {"flat", "outer", "inner"}
-    if keys not in ({"flat"}, {"outer", "inner"}):
-        table.wrong("it needs either `flat`, or `outer` and `inner`")
-    flat, outer, inner = (
-        table.replacement(key, table.take(key, _GROUP), parts) for key in ("flat", "outer", "inner")
-    )
-    table.nothing_else()
-    return Nest(tuple(sizes), flat, outer, inner)
+    if {key for key in groups if values[key] is not None} not in ({"flat"}, {"outer", "inner"}):
+        entry.wrong("`nest`: it needs either `flat`, or `outer` and `inner`")
+    found = (entry.replacement(f"nest`: `{key}", values[key], parts) for key in groups)
+    return Nest(tuple(values["sizes"]), *found)
 
 
 def _each(entry: _Table) -> tuple[Each, ...]:
-    each: list[Each] = []
-    each += _applied(entry)
-    each += _computed(entry)
-    each += _interleaved(entry)
-    axes = entry.take("transpose", _INTS)
-    if axes is not None:
+    """The operations of a rule on each leaf."""
+    each: list[Each] = [*_applied(entry)]
+    if isinstance(entry.table.get("scale"), dict):
+        if values := entry.fields("scale", {"by": _FACTOR}, {"rounds": _TRUE}):
+            each.append(ops.Scale(values["by"], values["rounds"] is True))
+    elif (factor := entry.take("scale", _FACTOR)) is not None:
+        each.append(ops.Scale(factor))
+    if (addend := entry.take("add", _FACTOR)) is not None:
+        each.append(ops.Add(addend))
+    for key in ("interleave", "deinterleave"):
+        if values := entry.fields(key, {"axis": _INT, "parts": _INT}, {"block": _INT}):
+            each.append(ops.Interleave(**values, undo=key == "deinterleave"))
+    if values := entry.fields("rope", {"axis": _INT, "head_size": _INT, "to": _ROPE}):
+        undo = values["to"] == "halves"
+        each.append(ops.Interleave(values["axis"], 2, values["head_size"], undo))
+    if (axes := entry.take("transpose", _INTS)) is not None:
         each.append(ops.Transpose(tuple(axes)))
-    shape = entry.take("reshape", _RESHAPE)
-    if isinstance(shape, list):
+    if isinstance(entry.table.get("reshape"), dict):
+        if values := entry.fields("reshape", {"from": _SIZES, "to": _NEW_SHAPE}):
+            each.append(Reshaped(tuple(values["to"]), tuple(values["from"])))
+    elif (shape := entry.take("reshape", _NEW_SHAPE)) is not None:
         each.append(Reshaped(tuple(shape), None))
-    elif shape is not None:
-        table = entry.below("reshape", shape)
-        before = table.take("from", _SIZES, needed=True) or []
-        each.append(Reshaped(tuple(table.take("to", _NEW_SHAPE, True) or []), tuple(before)))
-        table.nothing_else()
-    for key in ("pad", "crop"):
-        table = entry.inner(key)
-        if table is not None and key == "pad" and "widths" not in table.table:
-            axis, after = (table.take(key, _INT, needed=True) or 0 for key in ("axis", "to"))
-            before, fill = table.take("from", _INT), table.take("value", _NUMBER, needed=True)
-            each.append(Resized(axis, before, after, fill or 0))
-            table.nothing_else()
-        elif table is not None:
-            widths = tuple((a, b) for a, b in table.take("widths", _WIDTHS, needed=True) or [])
-            fill = table.take("fill", _NUMBER, needed=True) if key == "pad" else None
-            each.append(ops.Crop(widths) if fill is None else ops.Pad(widths, fill))
-            table.nothing_else()
     if any(isinstance(kind, Reshaped) and len(kind.to) > MOST_AXES for kind in each):
         entry.wrong(f"`reshape`: arrays have {MOST_AXES} axes at most")
+    pad = entry.table.get("pad")
+    if isinstance(pad, dict) and "widths" not in pad:
+        needed = {"axis": _INT, "to": _INT, "value": _NUMBER}
+        if values := entry.fields("pad", needed, {"from": _INT}):
+            each.append(Resized(values["axis"], values["from"], values["to"], values["value"]))
+    elif values := entry.fields("pad", {"widths": _WIDTHS, "fill": _NUMBER}):
+        each.append(ops.Pad(tuple(map(tuple, values["widths"])), values["fill"]))
+    if values := entry.fields("crop", {"widths": _WIDTHS}):
+        each.append(ops.Crop(tuple(map(tuple, values["widths"]))))
     return tuple(each)
 
 
-def _computed(entry: _Table) -> list[Each]:
-    """Arithmetic with constants."""
-    made: list[Each] = []
-    factor, rounds = entry.take("scale", _SCALE), False
-    if isinstance(factor, dict):
-        table = entry.below("scale", factor)
-        factor, rounds = table.take("by", _FACTOR, needed=True), table.take("rounds", _TRUE) is True
-        table.nothing_else()
-    if factor is not None:
-        made.append(ops.Scale(factor, rounds))
-    addend = entry.take("add", _FACTOR)
-    return made if addend is None else [*made, ops.Add(addend)]
-
-
-def _interleaved(entry: _Table) -> list[Each]:
-    made: list[Each] = []
-    for key in ("interleave", "deinterleave", "rope"):
-        if (table := entry.inner(key)) is None:
-            continue
-        axis, parts = table.take("axis", _INT, needed=True) or 0, 2
-        if key == "rope":
-            block = table.take("head_size", _INT, needed=True)
-            undo = table.take("to", _ROPE, needed=True) == "halves"
-        else:
-            parts = table.take("parts", _INT, needed=True) or 1
-            block, undo = table.take("block", _INT), key == "deinterleave"
-        table.nothing_else()
-        made.append(ops.Interleave(axis, parts, block, undo))
-    return made
-
-
-def _applied(entry: _Table) -> list[ops.Apply]:
+def _applied(entry: _Table) -> Iterator[ops.Apply]:
     """The function of a rule, which is imported."""
-    value = entry.take("apply", _APPLY)
-    if value is None:
-        return []
-    shape = dtype = None
-    if isinstance(value, dict):
-        table = entry.below("apply", value)
-        value = table.take("function", _TEXT, needed=True)
-        shape, dtype = table.take("shape", _SIZES), table.dtype("dtype")
-        table.nothing_else()
+    if isinstance(entry.table.get("apply"), dict):
+        others = {"shape": _SIZES, "dtype": _DTYPE}
+        values = entry.fields("apply", {"function": _TEXT}, others) or {}
+    else:
+        values = {"function": entry.take("apply", _TEXT)}
+    name, shape, dtype = (values.get(key) for key in ("function", "shape", "dtype"))
+    if name is None:
+        return
     try:
-        function: Any = None if value is None else load_function(value)
+        function: Any = load_function(name)
     except ReshardError as error:
         entry.wrong("; ".join([error.summary, *error.problems]))
-        return []
-    if function is None or not callable(function.function):
-        entry.wrong(f"`apply`: {value} is not a function")
+        return
+    if not callable(function.function):
+        entry.wrong(f"`apply`: {name} is not a function")
     shape = None if shape is None else tuple(shape)
-    return [ops.Apply(cast(Any, function), str(value), shape, dtype)]
+    yield ops.Apply(function, name, shape, None if dtype is None else parse_dtype(dtype))
 
 
 def _divided(
-    kind: Literal["split", "unstack"], table: _Table | None, names: Collection[str]
+    kind: Literal["split", "unstack"], entry: _Table, names: Collection[str]
 ) -> Divided | None:
-    if table is None:
+    others = {"sizes": _SIZES} if kind == "split" else {}
+    values = entry.fields(kind, {"axis": _INT, "into": _ONE_OR_MORE}, others)
+    if values is None:
         return None
-    axis = table.take("axis", _INT, needed=True) or 0
-    sizes = table.take("sizes", _SIZES) if kind == "split" else None
-    value = table.take("into", _ONE_OR_MORE, needed=True)
+    value, sizes = values["into"], values.get("sizes")
     texts = value if isinstance(value, list) else [value]
-    into = [table.replacement("into", text, {"i", *names}) for text in texts]
+    into = [entry.replacement(f"{kind}`: `into", text, {"i", *names}) for text in texts]
     if kind == "split" and isinstance(value, str) and sizes is None:
-        table.wrong("`sizes` is missing, as `into` does not give the number of parts")
+        entry.wrong("`split`: `sizes` is missing, as `into` does not give the number of parts")
     if isinstance(value, list) and sizes is not None and len(sizes) != len(value):
-        table.wrong(f"`sizes` has {len(sizes)}, `into` has {len(value)}")
-    table.nothing_else()
+        entry.wrong(f"`{kind}`: `sizes` has {len(sizes)}, `into` has {len(value)}")
     parts = tuple(replacement for replacement in into if replacement is not None)
     one = isinstance(value, str) and len(parts) == 1
-    return Divided(kind, axis, None if sizes is None else tuple(sizes), parts[0] if one else parts)
+    sizes = None if sizes is None else tuple(sizes)
+    return Divided(kind, values["axis"], sizes, parts[0] if one else parts)
 
 
 def _gathered(
-    kind: Literal["concat", "stack"], table: _Table | None, names: Collection[str]
+    kind: Literal["concat", "stack"], entry: _Table, names: Collection[str]
 ) -> Gathered | None:
-    if table is None:
+    others = {"sizes": _SIZES} if kind == "concat" else {"names": _TEXTS}
+    values = entry.fields(kind, {"axis": _INT}, {"by": _GROUP, "order": _TEXTS, **others})
+    if values is None:
         return None
-    axis = table.take("axis", _INT, needed=True) or 0
-    given = table.take("by", _GROUP)
-    by = table.replacement("by", given, names)
-    order = table.take("order", _TEXTS)
+    by, order, sizes = values["by"], values["order"], values.get("sizes")
     if order is not None and len(set(order)) < len(order):
-        table.wrong("`order` has a piece twice")
-    if order is not None and given is None:
-        table.wrong("`order` requires `by`")
-    sizes = table.take("sizes", _SIZES) if kind == "concat" else None
-    axes = table.take("names", _TEXTS) if kind == "stack" else None
-    table.nothing_else()
+        entry.wrong(f"`{kind}`: `order` has a piece twice")
+    if order is not None and by is None:
+        entry.wrong(f"`{kind}`: `order` requires `by`")
     return Gathered(
         kind,
-        axis,
-        by,
+        values["axis"],
+        entry.replacement(f"{kind}`: `by", by, names),
         None if order is None else tuple(order),
         None if sizes is None else tuple(sizes),
-        tuple(axes or ()),
+        tuple(values.get("names") or ()),
     )

@@ -1,5 +1,5 @@
-"""What a model says of itself: the tree that Orbax would save of it, the classes of its modules,
-and the order in which it defines them.
+"""The model that is converted to or from: the tree that Orbax would save of it, the classes of its
+modules, and the order in which it defines them.
 
 Flax sorts the attributes of an NNX module whenever it takes a model apart and puts it together
 again, which `nnx.eval_shape`, `nnx.jit`, `nnx.vmap` and `nnx.merge` all do. The order in which a
@@ -92,7 +92,7 @@ def target_tree_of(model: Any, api: str, role: str = "the model to convert to") 
     _check_module(model, api, role)
     with definition_orders() as orders, linen_classes() as classes:
         state = state_of(model)
-    _check_api(state, api, role, ran_linen=bool(classes))
+    _check_api(state, api, role, of_linen=bool(classes))
     tree = saved_tree(state)
     values = {path: _as_saved(leaf) for path, leaf in tree.items()}
     held = {path: leaf for path, leaf in tree.items() if isinstance(leaf, StateLeaf)}
@@ -121,36 +121,27 @@ def _check_module(model: Any, api: str, role: str) -> None:
     )
 
 
-def _check_api(state: Any, api: str, role: str, ran_linen: bool) -> None:
+def _check_api(state: Any, api: str, role: str, of_linen: bool) -> None:
     """Raises ArgumentError if a state is plainly one of the other API."""
     import jax
     from flax import nnx
     from flax.core import meta
     from flax.training.train_state import TrainState
 
-    nnxs = (nnx.Pytree, nnx.Variable, nnx.State)
-    nodes = jax.tree.leaves(
-        state, is_leaf=lambda node: isinstance(node, (meta.AxisMetadata, *nnxs))
-    )
+    nnxs, boxes = (nnx.Pytree, nnx.Variable, nnx.State), meta.AxisMetadata
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, (boxes, *nnxs)))
     of_nnx = any(isinstance(node, nnxs) for node in nodes)
-    boxed = any(isinstance(node, meta.AxisMetadata) for node in nodes)
-    of_linen = ran_linen or boxed or isinstance(state, TrainState)
-    if api == "nnx" and of_linen and not of_nnx:
-        raise _other_api(f"{role} is a Linen state", api)
-    if api == "linen" and of_nnx and not of_linen:
-        raise _other_api(f"{role} is an NNX state", api)
+    of_linen = of_linen or isinstance(state, TrainState) or any(isinstance(x, boxes) for x in nodes)
+    if of_nnx != of_linen and of_linen == (api == "nnx"):
+        name = "a Linen" if of_linen else "an NNX"
+        raise _other_api(f"{role} is {name} state", api)
 
 
 def _other_api(text: str, api: str) -> ArgumentError:
     other, needed = ("linen", "NNX") if api == "nnx" else ("nnx", "Linen")
-    return ArgumentError(
-        text,
-        hints=[
-            f"it must be {needed}'s: `model=` is what is converted to, `source=` what the "
-            "checkpoint is of",
-            f"reshard.to_{other}(ckpt, ...), if the other way is meant",
-        ],
-    )
+    which = "model=... is the model to convert to, source=... the model of the checkpoint"
+    other_way = f"reshard.to_{other}(ckpt, ...), if the other way is meant"
+    return ArgumentError(text, hints=[f"it must be {needed}'s: {which}", other_way])
 
 
 def _is_random(leaf: StateLeaf) -> bool:

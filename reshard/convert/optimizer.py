@@ -1,9 +1,9 @@
-"""Optimizer state goes where its parameters go: their map is evaluated with every subtree that
-mirrors them.
+"""Optimizer state follows its parameters: each subtree that mirrors them goes through their map.
 
-Operations that move elements are linear, so they hold for
-moments as they do for parameters. Where a moment has another shape than its parameter, they are
-adapted to the axes that it has, or refused.
+Operations that move elements are linear, so they hold for moments as they do for parameters. If a
+moment has another shape than its parameter, an operation is adapted to the axes that it has, or
+refused. No name that an optimizer gives to its state is looked for (see
+`reshard.sharding.optimizer_state`).
 """
 
 import dataclasses
@@ -32,12 +32,6 @@ from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import Spec
 from reshard.sharding.optimizer_state import Parameters, matching_part
 from reshard.tree import Path, format_path
-
-# The subtrees of an optimizer's state that mirror the parameters, and what operations on
-# parameters are on moments that have only a part of their axes.
-#
-# No name that an optimizer gives to its state is looked for (see
-# `reshard.sharding.optimizer_state`).
 
 Leaves = Mapping[Path, tuple[Shape, np.dtype] | None]
 Subtrees = dict[Path, dict[Path, Path]]
@@ -302,26 +296,22 @@ def _places(model: LeafMap, parameters: Collection[Path]) -> dict[Path, Path] | 
 
 
 def _keep_order(places: Mapping[Path, Path]) -> bool:
-    """Whether parameters are in one order before and after. NNX sorts positions of lists as
-    numbers, and Linen sorts all names as text: which of the two it is does not matter here."""
+    """Whether parameters are in one order before and after, as optimizers flatten them: Linen sorts
+    names as text, NNX sorts positions of lists as numbers. Any of the two may have been used."""
     pairs = list(places.items())
     if all(before[0] != "params" for before, _ in pairs):  # from NNX: what is none in Linen
         pairs = [pair for pair in pairs if pair[1][0] == "params"] or pairs
-    orders = [
-        [before for before, _ in sorted(pairs, key=lambda pair, side=side: key(pair[side]))]
-        for side in (0, 1)
-        for key in (_as_text, _as_numbers)
-    ]
+
+    def by_text(path: Path) -> list[str]:
+        return list(map(str, path))
+
+    def by_number(path: Path) -> list[tuple[bool, int, str]]:
+        keys = map(str, path)
+        return [(False, int(key), "") if key.isdecimal() else (True, 0, key) for key in keys]
+
+    sorts = itertools.product((0, 1), (by_text, by_number))
+    orders = [sorted(pairs, key=lambda pair, s=side, k=key: k(pair[s])) for side, key in sorts]
     return all(order == orders[0] for order in orders)
-
-
-def _as_text(path: Path) -> list[str]:
-    return list(map(str, path))
-
-
-def _as_numbers(path: Path) -> list[tuple[bool, int, str]]:
-    keys = map(str, path)
-    return [(False, int(key), "") if key.isdecimal() else (True, 0, key) for key in keys]
 
 
 def _unplaced(
@@ -429,15 +419,9 @@ def _factoring(
 
 
 class _Held(NamedTuple):
-    """What a subtree has for a parameter.
-
-    Attributes:
-      paths: where it is in the state; of leaves without a value, all that have become it.
-      value: its value; None for leaves without one.
-      dtype: its dtype.
-      least: from which size on adafactor may factor its parameter; None if it is not adafactor's,
-        or a factor.
-    """
+    """The moment of a parameter in a subtree: its paths in the state (several for leaves without a
+    value); its value, or None; its dtype; and from which size on adafactor may factor its
+    parameter, None if it is not adafactor's or is a factor."""
 
     paths: tuple[Path, ...]
     value: Value | None = None

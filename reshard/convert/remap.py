@@ -1,4 +1,4 @@
-"""A tree rewritten as another by a map alone: no model, and no framework."""
+"""Rewrite a tree as another tree by a map alone, without a model and its framework."""
 
 import dataclasses
 import os
@@ -56,12 +56,6 @@ def remap(
         problems += ["a list and a dict in one place have keys of the same text"]
     if problems:
         raise TreeMismatchError(f"{rules.name}: the map does not make a tree", problems)
-    if differing := result.map.not_zero(leaves):
-        constants = result.map.must_be_zero
-        raise TreeMismatchError(
-            f"{rules.name}: leaves that the map leaves out are not what it would fill them with",
-            [f"{format_path(path)}: not {constants[path].fill}" for path in differing],
-        )
     made: dict[Path, Leaf] = {}
     for path, leaf in result.map.bind(leaves).items():
         was = next(iter(sources_of(result.map.values[path])), path)
@@ -76,7 +70,7 @@ def remap(
 def _problems(
     rules: Map, found: LeafMap, leaves: Mapping[Path, Leaf], reverse: bool
 ) -> Iterator[str]:
-    """What stands against a map where there is no model."""
+    """Why a map cannot be used without a model."""
     for glob in () if reverse else rules.initial:
         yield f"`init` has `{glob}`, and only a model has initial values"
     for call in found.calls():

@@ -1,12 +1,12 @@
 """The two texts of a map rule. Pure.
 
-A pattern is a regex that is searched for in printed paths. A replacement is what `re.sub` takes,
-with back-references, and between braces it may hold arithmetic over those that are whole numbers:
+A pattern is a regex that is searched for in printed paths. A replacement is one for `re.sub`, with
+back-references. Between braces it may have arithmetic on back-references to whole numbers:
 
     stages/{\\1 // 4}/blocks/{\\1 % 4}/
 
-`+ - * // %`, parentheses, numbers, back-references and the names that a rule gives are all there
-is; `{{` and `}}` are the braces themselves.
+Arithmetic has `+ - * // %`, parentheses, numbers, back-references and the names that a rule
+defines. `{{` and `}}` are the braces themselves.
 """
 
 import ast
@@ -21,41 +21,42 @@ from typing import Any, NamedTuple
 
 from reshard.tree import format_path, glob_key, split_path
 
-_WHOLE = re.compile(r"\^((?:[^\\.^$*+?{}\[\]|()]|\\[^a-zA-Z0-9])*)\$")
+_WHOLE_PATH = re.compile(r"\^((?:[^\\.^$*+?{}\[\]|()]|\\[^a-zA-Z0-9])*)\$")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _BRACES = re.compile(r"\{\{|\}\}|\{(?P<sum>[^{}]*)\}|[{}]")
 _REFERENCE = re.compile(r"\\(?:g<(\w+)>|(\d+))")
-# What arithmetic may be made of, and its characters: as deep as it can be nested.
-_OPERATORS = {
+# The nodes that arithmetic on whole numbers, and on all numbers, may have.
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Div: operator.truediv,
-    ast.Pow: lambda base, exponent: _power(base, exponent),
 }
-_ARITHMETIC = (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub, ast.BinOp)
-_WHOLE_ARITHMETIC = (*_ARITHMETIC, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+_WHOLE = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
+_WHOLE += (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub, ast.BinOp)
+_ALL = (*_WHOLE, ast.Div, ast.Pow)
 # Of a whole number that is computed: floats hold all up to it.
 _LARGEST = 1 << 53
-_MAX_ARITHMETIC = 200
-# What templates are made of: groups, and texts.
+# Characters of an expression: as deep as it can be nested.
+_MAX_EXPRESSION = 200
+# The parts of templates: groups and texts.
 _PATTERN = re.compile(r"(\(\\d\+\))|\\([1-9]\d?)|\\([^a-zA-Z0-9])|([^\\.^$*+?{}\[\]|()])")
 _REPLACEMENT = re.compile(r"\\(?:g<([1-9]\d?)>|([1-9]\d?))|(\\)\\|([^\\]+)")
 Names = Mapping[str, int]
 
 
 class Arithmetic(NamedTuple):
-    """What is between braces: a Python expression in which back-references are names (`_1`,
-    `_layer`), and all of its names."""
+    """The content of braces: a Python expression, with names (`_1`, `_layer`) for back-references,
+    and all of its names."""
 
     source: str
     tree: ast.expr
     names: frozenset[str]
 
     def value(self, match: re.Match[str], names: Names) -> int:
-        """Its value; raises ValueError if there is none."""
+        """Its value. Raises ValueError if it has no value."""
         known = {}
         for name in self.names:
             group = name.removeprefix("_")
@@ -73,8 +74,8 @@ class Pattern:
 
     Attributes:
       text: the regex.
-      literal: the one path that it matches, if it is a whole path: `^params/w$`. Such a pattern is
-        looked up and never compiled, which would take longer than all else for 100,000 of them.
+      literal: the only path that it matches, if it is a whole path: `^params/w$`. Such a pattern
+        is looked up and never compiled. Compiling 100,000 patterns would take too long.
     """
 
     text: str
@@ -88,7 +89,7 @@ class Pattern:
 
 def parse_pattern(text: str) -> Pattern:
     """A pattern from the text of a regex. Raises ValueError: it is no regex."""
-    whole = _WHOLE.fullmatch(text)
+    whole = _WHOLE_PATH.fullmatch(text)
     if whole is not None:
         return Pattern(text, _ESCAPED.sub(r"\1", whole[1]))
     try:
@@ -105,12 +106,12 @@ def whole_path(text: str) -> Pattern:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replacement:
-    """What takes the place of a match.
+    """The replacement of a match.
 
     Attributes:
-      text: as it is written.
+      text: its text in the file.
       parts: templates of `re.sub`, and arithmetic.
-      constant: the same text for every match, if that is so.
+      constant: the replacement of every match, if it is the same.
     """
 
     text: str
@@ -118,7 +119,7 @@ class Replacement:
     constant: str | None
 
     def expanded(self, match: re.Match[str], names: Names) -> str:
-        """What takes the place of this match. Raises ValueError: the arithmetic has no answer."""
+        """The replacement of this match. Raises ValueError: its arithmetic has no value."""
         if self.constant is not None:
             return self.constant
         texts = []
@@ -152,7 +153,7 @@ def parse_replacement(
       names: the names that arithmetic may use.
 
     Raises:
-      ValueError: a group or a name that there is not, or what is between braces is not arithmetic.
+      ValueError: it refers to a missing group or name, or braces do not hold arithmetic.
     """
     if not set(text) & set("\\{}"):
         return Replacement(text, (text,), text)
@@ -184,49 +185,33 @@ def parse_replacement(
 def evaluate(text: str, numbers: Mapping[str, float]) -> float:
     """The value of an expression over named numbers, such as `head_dim ** -0.5`. Raises ValueError:
     it is no such expression, or it has no value."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body if len(text) <= _MAX_ARITHMETIC else None
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"`{text}` is neither a number nor an expression") from error
-    nodes = [] if tree is None else list(ast.walk(tree))
-    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
-    allowed = all(isinstance(node, (*_ARITHMETIC, *_OPERATORS)) for node in nodes)
-    if tree is None or not allowed or any(type(value) not in (int, float) for value in constants):
-        raise ValueError(f"`{text:.80}`: only `+ - * / // % **` and parentheses are allowed")
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    tree, names = _expression(text, text.strip(), _ALL, (int, float))
     if unknown := sorted(names - {*numbers}):
         raise ValueError(f"`{text}`: neither `[vars]` nor the config has `{unknown[0]}`")
     try:
         value = _evaluated(tree, numbers)
     except ArithmeticError as error:
         raise ValueError(f"`{text}` has no value: {error}") from error
-    if isinstance(value, complex) or abs(value) > _LARGEST:
+    if not abs(value) <= _LARGEST:
         raise ValueError(f"`{text}` has no value")
     return value
 
 
-def _power(base: float, exponent: float) -> float:
-    """A power, whole if both numbers are."""
-    value = math.pow(base, exponent)
-    whole = isinstance(base, int) and isinstance(exponent, int) and exponent >= 0
-    return int(value) if whole and abs(value) < _LARGEST else value
-
-
 def literal_replacement(text: str) -> Replacement:
-    """The replacement that is this text for every match."""
+    """The replacement of every match by this text."""
     escaped = text.replace("\\", "\\\\").replace("{", "{{").replace("}", "}}")
     return Replacement(escaped, (text.replace("\\", "\\\\"),), text)
 
 
 def toml_text(text: str) -> str:
-    """A text as TOML: as it is, where quotes and what it holds allow that."""
+    """A text as TOML, unescaped if possible."""
     if text.isprintable() and "'''" not in text:
         return f"'''{text}'''" if "'" in text else f"'{text}'"
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def number(text: str) -> int:
-    """A whole number, zero or more. Raises ValueError: it is none."""
+    """A whole number, zero or more, from its text. Raises ValueError: it is not such a number."""
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"`{text}` is not a number")
     return int(text)
@@ -243,21 +228,9 @@ def _check_templates(templates: Sequence[str], regexes: Sequence[re.Pattern[str]
 def _arithmetic(
     text: str, regexes: Sequence[re.Pattern[str]], names: Collection[str]
 ) -> Arithmetic:
-    """What is between braces; raises ValueError if it is not arithmetic over groups and names."""
-    if len(text) > _MAX_ARITHMETIC:
-        raise ValueError(f"`{{{text[:40]}...}}` is longer than {_MAX_ARITHMETIC} characters")
+    """The arithmetic in braces. Raises ValueError if it is not arithmetic on groups and names."""
     source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
-    try:
-        tree = ast.parse(source, mode="eval").body
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"`{{{text}}}` is not arithmetic") from error
-    nodes = list(ast.walk(tree))
-    if not all(
-        isinstance(node, _WHOLE_ARITHMETIC) and type(getattr(node, "value", 0)) is int
-        for node in nodes
-    ):
-        raise ValueError(f"`{{{text}}}` is not arithmetic: `+ - * // %` and parentheses are all")
-    used = frozenset(node.id for node in nodes if isinstance(node, ast.Name))
+    tree, used = _expression(f"{{{text}}}", source, _WHOLE, (int,))
     for name in sorted(used - {*names}):
         group = name.removeprefix("_")
         if name == group:
@@ -271,11 +244,34 @@ def _arithmetic(
     return Arithmetic(source, tree, used)
 
 
+def _expression(
+    text: str, source: str, nodes: tuple[type, ...], constants: tuple[type, ...]
+) -> tuple[ast.expr, frozenset[str]]:
+    """The tree of an expression that has only these nodes, and its names. Raises ValueError for any
+    other text."""
+    if len(text) > _MAX_EXPRESSION:
+        raise ValueError(f"`{text[:40]}...` is longer than {_MAX_EXPRESSION} characters")
+    try:
+        tree = ast.parse(source, mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"`{text}` is not arithmetic") from error
+    found = list(ast.walk(tree))
+    values = [node.value for node in found if isinstance(node, ast.Constant)]
+    if not all(isinstance(node, nodes) for node in found) or {*map(type, values)} - {*constants}:
+        more = "/ ** " if ast.Pow in nodes else ""
+        raise ValueError(f"`{text}` is not arithmetic: `+ - * {more}// %` and parentheses are all")
+    return tree, frozenset(node.id for node in found if isinstance(node, ast.Name))
+
+
 def _evaluated(node: ast.AST, names: Mapping[str, Any]) -> Any:
     match node:
-        case ast.BinOp():
-            sides = _evaluated(node.left, names), _evaluated(node.right, names)
-            return _OPERATORS[type(node.op)](*sides)
+        case ast.BinOp(left, operation, right):
+            one, other = _evaluated(left, names), _evaluated(right, names)
+            if isinstance(operation, ast.Pow):
+                value = math.pow(one, other)
+                whole = isinstance(one, int) and isinstance(other, int) and other >= 0
+                return int(value) if whole and abs(value) < _LARGEST else value
+            return _OPERATORS[type(operation)](one, other)
         case ast.UnaryOp():
             return -_evaluated(node.operand, names)
         case ast.Name():
@@ -285,19 +281,19 @@ def _evaluated(node: ast.AST, names: Mapping[str, Any]) -> Any:
     raise ValueError(f"`{ast.unparse(node)}` is not arithmetic")
 
 
-# What patterns and replacements are that can change places.
+# Patterns and replacements that can be exchanged, for the opposite direction.
 
 
 class Group(NamedTuple):
-    """The number that a group of a pattern has found, and one more or less. Group 0 is the position
-    of a part, `{}` in a replacement."""
+    """The number that a group of a pattern matched, plus `more`. Group 0 is the position of a part,
+    `{}` in a replacement."""
 
     number: int
     more: int = 0
 
 
 class PathTemplate(NamedTuple):
-    """A printed path, or the beginning of one, in which numbers are left open.
+    """A printed path, or its beginning, with groups in the place of numbers.
 
         ^params/layer_(\\d+)/w$   ('params/layer_', Group(1), '/w')
         ^params/layer_(\\d+)/     for all that is in a module: ('params/layer_', Group(1), '/')
@@ -305,7 +301,7 @@ class PathTemplate(NamedTuple):
 
     Attributes:
       pieces: texts and groups.
-      whole: whether it is all of the path, and not the name of a module with a slash behind.
+      whole: whether it is a whole path, and not a module's path with a slash at its end.
     """
 
     pieces: tuple[str | Group, ...]
@@ -313,7 +309,7 @@ class PathTemplate(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Iterable[str | Group], whole: bool) -> "PathTemplate":
-        """One of pieces, of which texts may follow each other."""
+        """A template of pieces. Neighbouring texts are joined."""
         found: list[str | Group] = []
         for piece in pieces:
             if isinstance(piece, str) and found and isinstance(found[-1], str):
@@ -330,19 +326,19 @@ class PathTemplate(NamedTuple):
 
     @property
     def glob(self) -> str:
-        """A glob for what the pattern matches, and for other texts in the place of numbers."""
+        """A glob for the paths that the pattern matches, with `*` for each number."""
         text = "".join("\uffff" if isinstance(piece, Group) else piece for piece in self.pieces)
         keys = split_path(text if self.whole else text.removesuffix("/"))
         return format_path(tuple(glob_key(key).replace("\uffff", "*") for key in keys))
 
     def pattern(self) -> Pattern:
-        """The regex whose groups are the numbers. Raises ValueError: a number would be beside
-        another one."""
+        """The regex with a group for each number. Raises ValueError: two numbers would have no text
+        between them."""
         if self.whole and not self.groups:
             return whole_path("".join(map(str, self.pieces)))
         plain = ("0" if isinstance(piece, Group) else piece for piece in self.pieces)
         if any(a[-1:].isdecimal() and b[:1].isdecimal() for a, b in itertools.pairwise(plain)):
-            raise ValueError("numbers are beside each other: the end of one is ambiguous")
+            raise ValueError("two numbers are adjacent, so the end of the first is ambiguous")
         text, known = "^", []
         for piece in self.pieces:
             if isinstance(piece, str):
@@ -355,8 +351,8 @@ class PathTemplate(NamedTuple):
         return Pattern(text + "$" * self.whole, None)
 
     def replacement(self, pattern: "PathTemplate") -> Replacement:
-        """The text with the numbers that a pattern has found. Raises ValueError: it has not found
-        all of them."""
+        """The replacement with the numbers that a pattern matched. Raises ValueError: the pattern
+        lacks one of them."""
         if not self.groups:
             return literal_replacement("".join(map(str, self.pieces)))
         text = ""
@@ -375,13 +371,13 @@ class PathTemplate(NamedTuple):
         return parse_replacement(text, [pattern.pattern()], ["i"])
 
     def numbered(self, group: int) -> "PathTemplate":
-        """The same with the position of a part in the place of a group."""
+        """The template with the position of a part in the place of a group."""
         pieces = tuple(Group(0) if piece == Group(group) else piece for piece in self.pieces)
         return PathTemplate(pieces, self.whole)
 
 
 def pattern_template(pattern: Pattern) -> PathTemplate:
-    """The template of a pattern. Raises ValueError: it has none."""
+    """The template of a pattern. Raises ValueError: the pattern has other wildcards."""
     if pattern.literal is not None:
         return PathTemplate((pattern.literal,))
     whole = pattern.text.endswith("$")
@@ -399,8 +395,8 @@ def pattern_template(pattern: Pattern) -> PathTemplate:
 
 
 def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
-    """The template of a replacement of whole paths, or of the names of modules. Raises ValueError:
-    it has none."""
+    """The template of a replacement for whole paths, or for paths of modules. Raises ValueError: it
+    is not made of texts and groups."""
     constant = replacement.constant
     pieces: list[str | Group] = [] if constant is None else [constant]
     for part in replacement.parts if constant is None else ():
@@ -420,7 +416,7 @@ def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
 
 
 def _tokens(regex: re.Pattern[str], text: str) -> list[Sequence[str | None]] | None:
-    """The groups of matches that are all of a text; None if there is more in it."""
+    """The groups of the matches that a text consists of; None if there is other text."""
     found = list(regex.finditer(text))
     whole = "".join(match[0] for match in found) == text
     return [match.groups() for match in found] if whole else None

@@ -1,23 +1,23 @@
-"""Layers on their own, and layers in one array: what `nn.scan` and `nnx.vmap` make, and back."""
+"""Stack the arrays of layers, as `nn.scan` and `nnx.vmap` have them, and unstack them."""
 
 import collections
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
-from reshard.arrays.handle import ArrayHandle, Derived, stored_name
+from reshard import tree
+from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.operations import Stack, Unstack
-from reshard.checkpoint import Checkpoint, Leaf
+from reshard.checkpoint import Checkpoint, Leaf, name_clashes
 from reshard.convert.leafmap import LeafMap, Row, Value, from_rows
 from reshard.convert.optimizer import Followed, followed, follows_note
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, spec_problems
-from reshard.tree import Path, as_python, check_lists, format_path, nearest, split_path
+from reshard.tree import Path, format_path
 
 _DIGITS = 5  # of the number of layers in a cycle
 _HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any key"
-# Keys of containers of parameters, whose optimizer state is beside them; and where there are none
-# of these, keys of optimizer state.
+# Keys of the parameters, which have their optimizer state next to them; and keys of that state, for
+# trees without such a key.
 _COLLECTIONS = frozenset(("params", "model"))
 OPTIMIZERS = frozenset(("opt_state", "optimizer", "opt", "optimizer_state"))
 
@@ -61,31 +61,23 @@ def stack(
     layers, into, period = _parsed(layers, into, indices)
     mesh_axes = (names,) if isinstance(names, str) else tuple(names)
     _check_names(ckpt, mesh_axes)
-    groups: dict[Path, dict[int, dict[Path, Path]]] = {}
-    problems = []
-    for path in ckpt:
-        hit = _match(layers, path)
-        if hit is not None and (indices is None or hit[1] in indices):
-            stars, number, rest = hit
-            other = groups.setdefault(stars, {}).setdefault(number, {}).setdefault(rest, path)
-            if other != path:
-                problems.append(f"{format_path(other)} and {format_path(path)} are both {number}")
+    groups, problems = _grouped(ckpt, layers, indices)
     if not groups:
-        near = [f"the nearest leaf is `{n}`" for n in nearest(layers.replace("{}", "0"), ckpt)[:1]]
-        raise TreeMismatchError(f"no layer matches `{layers}`", hints=[*near, _HINT])
+        near = tree.nearest(layers.replace("{}", "0"), ckpt)[:1]
+        hints = [f"the nearest leaf is `{name}`" for name in near]
+        raise TreeMismatchError(f"no layer matches `{layers}`", hints=[*hints, _HINT])
     rows, small, hints = [], {}, []
     for stars, members in groups.items():
         order = list(indices) if indices is not None else list(range(len(members)))
         lacking = [number for number in order if number not in members]
         left = len(order) % period
+        target = format_path(_filled(into, stars, 0))
         if lacking:
             have, gone = (", ".join(map(str, numbers)) for numbers in (sorted(members), lacking))
-            target = format_path(_filled(into, stars, 0))
             problems.append(f"{target}: there is no layer {gone}, only {have}")
             hints.append(_call(layers, given, axis, str(sorted(members)), mesh_axes))
             continue
         if left:
-            target = format_path(_filled(into, stars, 0))
             problems.append(f"{target}: {len(order)} layers are not whole cycles of {period}")
             if indices is None and period < len(order):
                 whole = _call(layers, given, axis, f"range({len(order) - left})", mesh_axes)
@@ -136,28 +128,19 @@ def unstack(
       <params/block_1/kernel: float32[32,32] P(None, 'model')>
     """
     into, stacked, period = _parsed(into, stacked, indices)
-    groups: dict[Path, dict[tuple[Any, ...], Path]] = {}
-    problems = []
-    for path in ckpt:
-        hit = _match(stacked, path)
-        if hit is not None:
-            stars, place, rest = hit[0], max(hit[1], 0), hit[2]
-            other = groups.setdefault(stars, {}).setdefault((place, *rest), path)
-            if other != path:
-                problems.append(f"{format_path(other)} and {format_path(path)} are both {place}")
+    groups, problems = _grouped(ckpt, stacked)
     if not groups:
-        near = [f"the nearest leaf is `{name}`" for name in nearest(stacked, ckpt)[:1]]
+        near = [f"the nearest leaf is `{name}`" for name in tree.nearest(stacked, ckpt)[:1]]
         raise TreeMismatchError(f"no leaf is below `{stacked}`", hints=near)
     rows, small = [], {}
     for stars, members in groups.items():
-        places = sorted({place for place, *_ in members})
-        if places != [*range(period)]:
-            have = ", ".join(map(str, places))
-            whole = format_path(_filled(stacked, stars, 0))
+        whole = format_path(_filled(stacked, stars, 0))
+        if sorted(members) != [*range(period)]:
+            have = ", ".join(map(str, sorted(members)))
             problems.append(f"{whole}: the layers of its cycle are {have}, not 0 to {period - 1}")
             continue
         counts: dict[int | None, Path] = {}
-        for path in members.values():
+        for path in (path for leaves in members.values() for path in leaves.values()):
             leaf = ckpt[path]
             if isinstance(leaf, ArrayHandle):
                 inside = -len(leaf.shape) <= axis < len(leaf.shape)
@@ -167,11 +150,11 @@ def unstack(
         if len(counts) != 1 or not count or len(numbers) != count * period:
             texts = {n: "no such axis" if n is None else f"{n} layers" for n in counts}
             problems += [f"{format_path(path)}: {texts[n]}" for n, path in counts.items()]
-            problems += [f"{format_path(_filled(stacked, stars, 0))}: no array"] * (not counts)
+            problems += [f"{whole}: no array"] * (not counts)
             continue
-        for (place, *rest), path in members.items():
+        for place, rest, path in ((n, *item) for n in members for item in members[n].items()):
             own = numbers[place::period]
-            outputs = [_like((*_filled(into, stars, n), *rest), path) for n in own]
+            outputs = [_like(_filled(into, stars, n) + rest, path) for n in own]
             if isinstance(ckpt[path], ArrayHandle):
                 rows.append(Row((path,), tuple(outputs), Unstack(axis, count)))
             else:
@@ -205,16 +188,33 @@ def _parsed(layers: str, stacked: str, indices: Sequence[int] | None) -> tuple[s
     return layers, re.sub(r"\{%\d+\}", "{}", stacked), int(*periods or (1,))
 
 
+def _grouped(
+    ckpt: Checkpoint, pattern: str, indices: Sequence[int] | None = None
+) -> tuple[dict[Path, dict[int, dict[Path, Path]]], list[str]]:
+    """The matching leaves: texts of the stars -> number of the layer (or 0) -> keys below it ->
+    path. And the problems: pairs of leaves with the same keys."""
+    groups: dict[Path, dict[int, dict[Path, Path]]] = {}
+    problems = []
+    for path in ckpt:
+        hit = _match(pattern, path)
+        if hit is not None and (indices is None or hit[1] in indices):
+            stars, number, rest = hit
+            other = groups.setdefault(stars, {}).setdefault(number, {}).setdefault(rest, path)
+            if other != path:
+                problems.append(f"{format_path(other)} and {format_path(path)} are both {number}")
+    return groups, problems
+
+
 def _call(before: str, after: str, axis: int, indices: str, names: Sequence[str]) -> str:
     more = f", axis={axis}" * bool(axis) + f", indices={indices}"
-    more += f", names={as_python([*names])}" * bool(names)
-    return f"reshard.stack(ckpt, {as_python(before)}, into={as_python(after)}{more})"
+    more += f", names={tree.as_python([*names])}" * bool(names)
+    return f"reshard.stack(ckpt, {tree.as_python(before)}, into={tree.as_python(after)}{more})"
 
 
 def _unlike(
     ckpt: Checkpoint, target: Path, inputs: Mapping[int, Path], numbers: Sequence[int]
 ) -> list[str]:
-    """Why leaves of layers are no stack."""
+    """Why the leaves of layers cannot be stacked."""
     without = [str(number) for number in numbers if number not in inputs]
     kinds = dict.fromkeys(_kind(ckpt[path]) for path in inputs.values())
     if without:
@@ -223,7 +223,7 @@ def _unlike(
 
 
 def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:
-    """The mesh must have the axes of the new axis."""
+    """Raises ShardingError if a mesh lacks axes that partition the new axis."""
     lacking = [f"`{mesh}` has no {n}" for mesh in ckpt.meshes for n in names if n not in mesh.shape]
     if lacking or (names and not ckpt.meshes):
         raise ShardingError(
@@ -234,7 +234,7 @@ def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:
 
 
 def _kind(leaf: Leaf) -> str:
-    """What the leaves of a stack must have in common."""
+    """The kind of a leaf, which all leaves of a stack must share."""
     if not isinstance(leaf, ArrayHandle):
         return repr(leaf)
     kind = leaf.value_type if leaf.key_impl is None else f"{leaf.key_impl} key"
@@ -242,12 +242,12 @@ def _kind(leaf: Leaf) -> str:
 
 
 def _match(pattern: str, path: Path) -> tuple[Path, int, Path] | None:
-    """What the stars and the number of a pattern stand for, and the keys after it."""
-    keys = split_path(pattern)
+    """The texts of a pattern's stars, its number (or 0), and the keys after the pattern."""
+    keys = tree.split_path(pattern)
     if len(path) < len(keys):
         return None
     stars: Path = ()
-    number = -1
+    number = 0
     for key, given in zip(keys, path, strict=False):
         regex = re.escape(key).replace(r"\*", "(.*)").replace(r"\{\}", "(?P<number>[0-9]+)")
         hit = re.fullmatch(regex, str(given), re.DOTALL)
@@ -263,11 +263,11 @@ def _match(pattern: str, path: Path) -> tuple[Path, int, Path] | None:
 
 
 def _filled(pattern: str, stars: Path, number: int | None = None) -> Path:
-    """The path that a pattern stands for. A key that is a star is what the star stands for, which
-    may be a list position."""
+    """The path of a pattern, its stars and its number filled in. A key that is a star may become a
+    list position."""
     left = list(stars)
     keys: Path = ()
-    for key in split_path(pattern):
+    for key in tree.split_path(pattern):
         if key == "*":
             keys += (left.pop(0),)
             continue
@@ -277,7 +277,7 @@ def _filled(pattern: str, stars: Path, number: int | None = None) -> Path:
 
 
 def _like(path: Path, other: Path) -> Path:
-    """The path, with the list positions of another as far as both are the same."""
+    """A path, with the list positions of another path in the keys that both begin with."""
     pairs = zip(path, other, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if str(a) != str(b)), len(path))
     return other[:same] + path[same:]
@@ -286,7 +286,7 @@ def _like(path: Path, other: Path) -> Path:
 def _applied(
     ckpt: Checkpoint, rows: Sequence[Row], small: Mapping[Path, Sequence[Path]]
 ) -> Checkpoint:
-    """The checkpoint after operations on parameters, which its optimizer state follows."""
+    """The checkpoint after operations on parameters. Its optimizer state follows them."""
     arrays = {leaf.path: leaf for leaf in ckpt.arrays}
     taken = {path for row in rows for path in row.inputs}
     model = from_rows(rows, {path: arrays[path].shape for path in arrays if path in taken})
@@ -317,11 +317,10 @@ def _applied(
     made |= {path: ckpt[sources[0]] for path, sources in without.items()}
     gone = {*whole.sources(), *must_be_zero}.union(*without.values())
     kept = {path: leaf for path, leaf in ckpt.items() if path not in gone}
-    collisions = list(_collisions(made, kept))
-    if collisions:
+    if collisions := _collisions(made, kept):
         raise TreeMismatchError("leaves exist in these places already", collisions)
     leaves = kept | made
-    check_lists(leaves, ckpt)
+    tree.check_lists(leaves, ckpt)
     own = {*model.values}
     copies = collections.Counter(
         _beside(path, next(iter(own)))
@@ -341,13 +340,13 @@ def _beside(path: Path, other: Path) -> Path:
 def _followed(
     ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle]
 ) -> Iterator[Followed]:
-    """What becomes of optimizer state: for each collection of parameters, of what is beside it."""
+    """What becomes of the optimizer state next to each collection of parameters."""
     taken = model.sources()
     parts: dict[Path, dict[Path, Value]] = {}
     for path, value in model.values.items():
         root = _collection(LeafMap({path: value}).sources())
         parts.setdefault(root, {})[path] = value
-    if len(parts) > 1:  # statistics, stacked together with parameters: no optimizer has these
+    if len(parts) > 1:  # without statistics, which have no optimizer state
         parts.pop((), None)
     for root, own in parts.items():
         parameters, others = {}, {}
@@ -366,7 +365,7 @@ def _followed(
 
 
 def _collection(inputs: Collection[Path]) -> Path:
-    """The path of the collection that all inputs are in; the root if it has no name known."""
+    """The path of the collection of all inputs; the root if there is no known name."""
     first, *_ = inputs
     for depth, key in enumerate(first[:-1]):
         root = first[: depth + 1]
@@ -376,7 +375,7 @@ def _collection(inputs: Collection[Path]) -> Path:
 
 
 def _partition_problems(leaf: Leaf) -> list[str]:
-    """Why the new axis of stacked layers cannot be partitioned as it is to be."""
+    """Why the new axis of stacked layers cannot be partitioned over its mesh axes."""
     if not isinstance(leaf, ArrayHandle) or not isinstance(leaf.data, Derived):
         return []
     operation, inputs = leaf.data.operation, leaf.data.inputs
@@ -393,20 +392,12 @@ def _partition_problems(leaf: Leaf) -> list[str]:
     ]
 
 
-def _collisions(made: Mapping[Path, Leaf], kept: Mapping[Path, Leaf]) -> Iterator[str]:
-    """What stands against new leaves beside those that are kept."""
-    new, old = ({tuple(map(str, path)): path for path in leaves} for leaves in (made, kept))
-    names = {stored_name(path): path for path in kept}
-    for keys, path in new.items():
-        if keys in old:
-            yield format_path(path)
-            continue
-        name = stored_name(path)
-        other = names.setdefault(name, path)
-        if other != path:
-            yield f"{format_path(path)}, stored as `{name}`, as {format_path(other)} is"
-    for keys, path in (new | old).items():
-        for depth in range(1, len(keys)):
-            above = new.get(keys[:depth], old.get(keys[:depth]))
-            if above is not None and (keys in new or keys[:depth] in new):
-                yield f"{format_path(path)}, below the leaf {format_path(above)}"
+def _collisions(made: Mapping[Path, Leaf], kept: Mapping[Path, Leaf]) -> list[str]:
+    """Why new leaves cannot be beside those that are kept."""
+    leaves = [((path, new), path) for new, paths in enumerate((kept, made)) for path in paths]
+    problems = [
+        format_path(path) + (f", below the leaf {format_path(other)}" if above else "")
+        for (other, is_new), (path, new), above in tree.overlaps(leaves)
+        if is_new or new
+    ]
+    return problems or name_clashes([*kept, *made], kept.__contains__)

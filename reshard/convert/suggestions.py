@@ -339,43 +339,21 @@ def _globs(path: Path) -> list[str]:
 
 
 def shown_once(texts: Iterable[str]) -> list[str]:
-    """Texts, those that are alike as one: `layers/*/mlp: missing (18 times)`."""
-    found = []
-    for several in _alike(texts):
-        if len(several) > 1 and _in_step(several):
-            found.append(f"{_replaced(several, '*', '*')} ({len(several)} times)")
-        else:
-            found += several
-    return found
-
-
-def _alike(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts, those that differ only in numbers as one: `layers/*/mlp: missing (18 times)`. Numbers
+    that vary have to do so together: `x_0, perhaps y/1` and `x_1, perhaps y/0` stay two texts."""
     groups: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
         groups.setdefault(_NUMBER.sub("*", text), []).append(text)
-    yield from groups.values()
-
-
-def _columns(texts: Sequence[str]) -> list[tuple[str, ...]]:
-    """The numbers in texts that are alike, by their place."""
-    return [*zip(*map(_NUMBER.findall, texts), strict=True)]
-
-
-def _in_step(texts: Sequence[str]) -> bool:
-    """Whether a number that varies does so alone, or as another one: in `x_0, perhaps y/1` beside
-    `x_1, perhaps y/0` neither does."""
-    columns = [column for column in _columns(texts) if len(set(column)) > 1]
-    return len(columns) == 1 or all(columns.count(column) > 1 for column in columns)
-
-
-def _replaced(texts: Sequence[str], first: str, later: str) -> str:
-    """The first text, with something else for the numbers that vary."""
-    columns = iter(_columns(texts))
-    put = [first]
-
-    def number(match: re.Match[str]) -> str:
-        if len(set(next(columns))) == 1:
-            return match[0]
-        return put.pop() if put else later
-
-    return _NUMBER.sub(number, texts[0])
+    found = []
+    for several in groups.values():
+        columns = [*zip(*map(_NUMBER.findall, several), strict=True)]
+        varying = [column for column in columns if len(set(column)) > 1]
+        together = len(varying) == 1 or all(varying.count(column) > 1 for column in varying)
+        if len(several) == 1 or not together:
+            found += several
+            continue
+        marks = ["*" if column in varying else column[0] for column in columns]
+        pieces = zip(_NUMBER.split(several[0]), [*marks, ""], strict=True)
+        text = "".join(itertools.chain(*pieces))
+        found.append(f"{text} ({len(several)} times)")
+    return found

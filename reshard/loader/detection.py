@@ -319,7 +319,7 @@ def _deleted_item(step: Location) -> str:
 def _being_deleted(item: Location, hints: Iterable[str] = ()) -> CheckpointNotFoundError:
     call = f'delete("{item.parent}", checkpointable_name="{item.name}")'
     return CheckpointNotFoundError(
-        f"`{item}` is being deleted: `{DELETION_FILE}` beside it records an unfinished deletion",
+        f"`{item}` is being deleted: `{DELETION_FILE}` next to it records an unfinished deletion",
         hints=[*hints, f"orbax.checkpoint.experimental.v1.{call} finishes the deletion"],
     )
 
@@ -384,7 +384,7 @@ def _why_uncommitted(directory: Location, marked: bool) -> tuple[str, str] | Non
     hint = f"if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
     if (directory / RECORD).exists():
         hint = f"reshard.commit({as_python(str(directory))}) completes it"
-    return f"in a bucket, its `{MARKER}` is written last, and there is none", hint
+    return f"in a bucket, its `{MARKER}` is written last, and it is missing", hint
 
 
 def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Exception:

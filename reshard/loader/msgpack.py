@@ -75,7 +75,7 @@ def read(item: Item, requests: int) -> Checkpoint:
     if not problems and any(text.startswith(_ELSEWHERE) for text in texts):
         raise CheckpointFormatError(
             f"`{root}` holds a tree whose arrays are in other files. Orbax 0.2 and Flax "
-            "wrote such files, which are recognised but not read",
+            "wrote such files, which `reshard` does not read",
             hints=["restore it with the program that saved it, and save it with Orbax"],
         )
     if not problems and any(not path for path, _ in pairs):

@@ -45,7 +45,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         )
     _ = store.values  # in a bucket, while the requests for the documents below run
     shardings = read_json(directory / detection.SHARDING_FILE) or {}
-    described, key_impls = _array_metadatas(directory)
+    metadata_apart, key_impls = _array_metadatas(directory)
     strings = read_json(directory / detection.STRINGS_FILE) or {}
 
     metadata = store.read_metadata(stored_name(path).removesuffix("/") for path in array_paths)
@@ -68,8 +68,8 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
                     f"`{name}`: one of them has overwritten the other"
                 )
         elif value_type in _ARRAYS:
-            found = (store, next(metadata), shardings, key_impls)
-            leaves[path] = array(path, name, value_type, *found, problems)
+            stored = (store, next(metadata), shardings, key_impls)
+            leaves[path] = array(path, name, value_type, *stored, problems)
             other = by_name.setdefault((False, name.removesuffix("/")), path)
             if other != path:
                 _mark_collision(leaves, other, path)
@@ -79,7 +79,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         raise CorruptCheckpointError(
             f"`{directory}` is damaged: some of its leaves cannot be found or read", problems
         )
-    source = source_of(item, store, document, described, detection.RECORD_FILES)
+    source = source_of(item, store, document, metadata_apart, detection.RECORD_FILES)
     notes = [f"step {step} was never committed and is left out" for step in item.uncommitted]
     if item.deleted:
         notes.append(f"item {item.deleted!r:.80} is left out: its deletion is unfinished")
@@ -90,13 +90,14 @@ def source_of(
     item: Item,
     store: ArrayStore,
     document: dict[str, Any],
-    described: bool = True,
+    metadata_apart: bool = True,
     ignored: Collection[str] = (),
 ) -> Source:
     """The source of a checkpoint, in a bucket with the state of its files, except ignored ones. On
     a disk, the plan reads their state soon enough."""
     state = "" if item.directory.is_local else item.directory.state(ignored)
-    return Source(**vars(item), store=store, metadata=document, described=described, state=state)
+    facts = {"metadata": document, "metadata_apart": metadata_apart, "state": state}
+    return Source(**vars(item), store=store, **facts)
 
 
 def _entries(document: dict[str, Any], file: Location) -> list[tuple[Path, str, bool]]:
@@ -125,7 +126,7 @@ def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Pat
         raise CorruptCheckpointError(text) from error
     if any(not path for path, _, _ in parsed):
         raise CheckpointFormatError(
-            f"the tree of `{directory}` is a single leaf, which is recognised but not read yet",
+            f"the tree of `{directory}` is a single leaf, which `reshard` does not read",
             hints=["restore it with Orbax and save it inside a dict"],
         )
     return [(path, value_type) for path, value_type, _ in parsed]

@@ -21,6 +21,8 @@ from reshard.errors import ReshardError, TreeMismatchError
 from reshard.transforms import rename, select
 from reshard.tree import Key, Path, as_python, format_glob, format_path
 
+# A hint has at most this many renames: trying them takes time for each leaf.
+_MOST_RULES = 8
 # Python types of target leaves, and the kinds of dtype that fit them.
 _SCALARS = {"int": "iu", "float": "f", "bool": "b"}
 # Keys of optax's states that have the parameters' structure: one is never renamed to another.
@@ -258,7 +260,7 @@ def mismatch_error(
         "shape": "of another shape",
         "dtype": "of another dtype",
         "kept": "kept without a value",
-        "sharding": "without a place to go",
+        "sharding": "without a usable sharding",
         "x64": "wider than JAX allows by default",
     }
     count = collections.Counter(problem.what for problem in problems)
@@ -281,20 +283,20 @@ def _rename_hints(
     before = match(targets, ckpt, cast=cast)[1]
     missing = {_texts(problem.path) for problem in before if problem.what == "missing"}
     unexpected = {saved[problem.path] for problem in before if problem.what == "unexpected"}
-    tops = [
-        top
-        for top in {path[:1] for path in unexpected if path[1:]}
-        if {path[1:] for path in unexpected if path[:1] == top} == missing
-    ]
+    below: dict[Path, set[Path]] = collections.defaultdict(set)
+    for path in unexpected:
+        below[path[:1]].add(path[1:])
+    tops = [top for top, paths in below.items() if paths == missing]
     selected = ckpt
-    if len(tops) == 1 and any(path[:1] != tops[0] for path in unexpected):  # a model in a state
+    if len(tops) == 1 < len(below):  # a model in a train state
         glob = f"{format_glob(tops[0])}/**"
         selected, given = select(ckpt, glob), f"reshard.select({given}, {as_python(glob)})"
         unexpected = {path for path in unexpected if path[:1] == tops[0]}
     pairs = _changed_level(unexpected, missing)
     kept = {_texts(leaf.path) for leaf in targets} - missing
-    if {path[:end] for path in kept for end in range(len(path))} & {new for _, new in pairs}:
-        return []  # not a whole level
+    partly = {path[:end] for path in kept for end in range(len(path))}
+    if len(pairs) > _MOST_RULES or any(new in partly for _, new in pairs):
+        return []
     texts = ([format_path(path) + "/" if path else "" for path in pair] for pair in pairs)
     rules = [("^" + re.escape(old), new.replace("\\", r"\\")) for old, new in texts]
     try:

@@ -260,10 +260,7 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
         if not inputs:
             raise ArgumentError(
                 f"the Linen module {type(model).__name__} has no variables without inputs",
-                hints=[
-                    "reshard.target(model, inputs=(x,), mesh=mesh)",
-                    "or a callable that returns variables",
-                ],
+                hints=["give `inputs`, or a function that returns its variables"],
             )
         return lambda *args: model.init(jax.random.key(0), *args)
     if nnx is not None and isinstance(model, type) and issubclass(model, nnx.Pytree) and not inputs:

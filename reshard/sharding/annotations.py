@@ -178,8 +178,8 @@ class Coverage:
         words = {
             "specs": "by the given specs",
             "names": "by the names of their axes",
-            "sharding": "by the sharding they have",
-            "optimizer": "as the parameter they belong to",
+            "sharding": "by their present sharding",
+            "optimizer": "like their parameter",
             "none": "by nothing",
         }
         lines = [
@@ -279,7 +279,7 @@ class _Cover:
             return found[0]
         if found and leaf.names is None and all(owner.shape == leaf.shape for owner in found):
             names = " or ".join(format_path(owner.path) for owner in found)
-            self._ambiguous(leaf, f"it may belong to {names}, which are split otherwise")
+            self._ambiguous(leaf, f"it may belong to {names}, which have different specs")
         return None
 
     def _ambiguous(self, leaf: AnnotatedLeaf, text: str) -> None:

@@ -10,6 +10,7 @@ chunks, in any store.
 """
 
 import functools
+import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -155,9 +156,17 @@ def _file_table(files: Sequence[str]) -> tuple[bytes, list[int]]:
 
 
 def _keys(keys: Sequence[bytes], zeros: int) -> bytes:
-    """Sorted keys, none of which shares bytes with the one before. Some zeros follow their
-    lengths."""
-    return bytes(len(keys) - 1) + _numbers(map(len, keys)) + bytes(zeros) + b"".join(keys)
+    """Sorted keys, each without the prefix that it shares with the one before. Some zeros follow
+    their lengths."""
+    shared = [_shared(one, other) for one, other in itertools.pairwise(keys)]
+    own = [key[start:] for key, start in zip(keys, [0, *shared], strict=True)]
+    return _numbers([*shared, *map(len, own)]) + bytes(zeros) + b"".join(own)
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    """The length of the prefix that two different keys share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _numbers(numbers: Iterable[int]) -> bytes:

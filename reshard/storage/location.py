@@ -34,7 +34,7 @@ def parse_location(path: str | os.PathLike) -> Location:
             scheme = near[1].lower()
             hint = f"{scheme}://{'/' * (scheme == 'file')}{near[2]}"
             hints = [f"{hint}, as text", f"./{text}, if it is a path"]
-            raise CheckpointFormatError(f"`{text}` looks like a URL, but is not one", hints=hints)
+            raise CheckpointFormatError(f"`{text}` is not a valid URL", hints=hints)
         return Location(disk.absolute(text))
     scheme, rest = url[1], url[2].rstrip("/")
     local = url[2].removeprefix("localhost")

@@ -10,7 +10,6 @@ from concurrent.futures import Executor
 from typing import Any
 
 from reshard import tree
-from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, check_names, sharding_text
 from reshard.checkpoint import Checkpoint, Leaf, kind_text
 from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchError
@@ -21,7 +20,7 @@ from reshard.units import parse_bytes
 from reshard.verify.differences import Diff, Difference
 from reshard.verify.digest_record import FILE, read_record
 from reshard.verify.elementwise import ElementComparison
-from reshard.verify.values import Progress, counted, read_values
+from reshard.verify.values import Progress, counted, read_digests, read_values
 
 _Pairs = dict[Path, tuple[ArrayHandle, ArrayHandle]]
 
@@ -224,30 +223,25 @@ def _read(
 ) -> tuple[dict[Path, Difference | None], dict[Path, str]]:
     """As `_recorded`, from the values. Raises CorruptCheckpointError with all arrays that cannot
     be read, or that were stored under one name."""
-    sides = ["A" if path in in_a else "B" for path in alone]
-    groups = [*pairs.values(), *((handle,) for handle in alone.values())]
-    handles = [handle for group in groups for handle in group]
+    handles = [*(handle for pair in pairs.values() for handle in pair), *alone.values()]
     check_names(handles)
-    comparisons = {path: ElementComparison(a.shape, *tolerances) for path, (a, _) in pairs.items()}
-    digests = {path: Digest(handle.shape, handle.dtype) for path, handle in alone.items()}
     report = counted(sum(handle.nbytes for handle in handles), progress)
-    accumulators = [*comparisons.values(), *digests.values()]
-    failed = read_values(groups, accumulators, max_memory, report, workers, executor)
-    if failed:
+    how = max_memory, report, workers, executor
+    comparisons = {path: ElementComparison(a.shape, *tolerances) for path, (a, _) in pairs.items()}
+    failed = read_values([*pairs.values()], [*comparisons.values()], *how)
+    digests, unread = read_digests(alone.values(), *how)
+    errors = [("AB"[side], error) for found in failed.values() for side, error in found.items()]
+    errors += [("A" if path in in_a else "B", error) for path, error in unread.items()]
+    if errors:
         raise CorruptCheckpointError(
             f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",
-            [
-                ": ".join((side, error.summary, *error.problems))
-                for group, errors in failed.items()
-                for place, error in errors.items()
-                if (side := "AB"[place] if group < len(pairs) else sides[group - len(pairs)])
-            ],
+            [": ".join((side, error.summary, *error.problems)) for side, error in errors],
         )
     contents = {
         path: (found := comparison.state) and Difference("values", path, found.a, found.b, found)
         for path, comparison in comparisons.items()
     }
-    return contents, {path: digest.text() for path, digest in digests.items()}
+    return contents, digests
 
 
 def _moves(removed: Mapping[Path, Any], added: Mapping[Path, Any]) -> dict[Path, Path]:

@@ -61,7 +61,7 @@ def checkpoint(root: str) -> Checkpoint:
     parse_encoding(metadata)  # as a reader would accept it
     vars(store)["values"] = values
     place = {"root": store.directory, "kind": "standalone", "v1": False, "step": "", "item": ""}
-    source = Source(**place, steps=(), items=("",), store=store, metadata={}, described=True)
+    source = Source(**place, steps=(), items=("",), store=store, metadata={}, metadata_apart=True)
     return Checkpoint(handles, source)
 
 
