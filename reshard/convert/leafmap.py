@@ -247,7 +247,9 @@ class LeafMap:
         wrong = [p for p, n in fills.items() if n is not None and not _holds(leaves[p], n)]
         if wrong:
             problems = [f"{format_path(path)}: not {fills[path]}" for path in wrong]
-            raise TreeMismatchError("leaves that the map drops differ from its fill values", problems)
+            raise TreeMismatchError(
+                "leaves that the map drops differ from its fill values", problems
+            )
 
         def bound(value: Value) -> Leaf:
             if isinstance(value, Source):
