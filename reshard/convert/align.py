@@ -116,8 +116,8 @@ def listed(paths: Sequence[Path]) -> str:
 
 
 def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
-    """The abstention of a Linen leaf that may be several NNX leaves in one array, if NNX has exactly
-    as many of their shape as it has parts; else None."""
+    """The abstention of a Linen leaf that may be several NNX leaves in one array. None if NNX does
+    not have exactly as many leaves of their shape as it has parts."""
     by_shape: dict[Shape, list[Leaf]] = {}
     for other in filter(layers.is_parameter, leaves):
         by_shape.setdefault(other.shape, []).append(other)
@@ -345,8 +345,8 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Member:
-    """An NNX module that counts, the child that it is in, the list or dict that it is in, and whether
-    its place within the child is known."""
+    """An NNX module that counts, the child that it is in, the list or dict that it is in, and
+    whether its place within the child is known."""
 
     module: Module
     child: str
