@@ -3,8 +3,8 @@
     python examples/linen_logical_axes.py [2x4 [1x8]]
 
 Eight devices are simulated on the CPU, unless XLA_FLAGS says otherwise. The parameters are
-annotated with names (`nn.with_logical_partitioning`), which rules map to mesh axes; the model does
-not change. What is saved are raw arrays, which know nothing of names or rules.
+annotated with names (`nn.with_logical_partitioning`), and rules map the names to mesh axes. The
+model does not change. The checkpoint holds raw arrays, without names or rules.
 """
 
 import functools
@@ -14,7 +14,7 @@ import pathlib
 import sys
 import tempfile
 
-# Before jax is imported, which reads them once.
+# JAX reads these once, when it is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -32,7 +32,7 @@ import reshard
 
 LAYERS, DEPTH, BATCH = 3, 64, 16
 
-# Both put the batch on `data`, and replicate the axis of the layers.
+# Both shard the batch over `data` and replicate the axis of the layers.
 ALWAYS = (("batch", "data"), ("hidden", "model"), ("layer", None))
 RULES = {
     "tensor parallel": (*ALWAYS, ("embed", None)),
@@ -80,19 +80,19 @@ class MLP(nn.Module):
 
 
 def create_state(model: nn.Module, optimizer: optax.GradientTransformation) -> TrainState:
-    """A fresh state, its arrays in boxes."""
+    """A new state, with its arrays in boxes."""
     params = model.init(jax.random.key(0), jnp.ones((BATCH, DEPTH)))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
 
 def create_on(mesh: Mesh, rules, create) -> TrainState:
-    """The fresh state, made where its names and the rules say, as Flax's guide does it."""
+    """The new state, with shardings from its names and the rules, as in Flax's guide."""
     specs = nn.get_partition_spec(jax.eval_shape(create))
     return jax.jit(create, out_shardings=spmd.logical_to_mesh_sharding(specs, mesh, rules))()
 
 
 def train_step(state: TrainState, x: jax.Array, y: jax.Array, rules) -> TrainState:
-    """A step whose rules are an argument: `jax.jit` must not take it for one with other rules."""
+    """A training step. `jax.jit` compiles it for each set of rules, as they are an argument."""
 
     def loss(params):
         with nn.logical_axis_rules(rules):
@@ -102,7 +102,7 @@ def train_step(state: TrainState, x: jax.Array, y: jax.Array, rules) -> TrainSta
 
 
 def train(state: TrainState, mesh: Mesh, rules, steps: range) -> TrainState:
-    """The state after training steps; the number of a step decides what its batch is."""
+    """The state after training steps. The number of a step determines its batch."""
     step = jax.jit(train_step, static_argnums=3, out_shardings=shardings_of(state))
     with jax.set_mesh(mesh):
         for number in steps:
@@ -119,12 +119,12 @@ def save(path: pathlib.Path, state: TrainState) -> None:
 
 
 def shardings_of(state: TrainState) -> TrainState:
-    """The sharding of each array, in its place; the state may be an abstract one."""
+    """The state with shardings instead of arrays. The state may be abstract."""
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
 def largest_difference(one: TrainState, other: TrainState) -> float:
-    """Between any two numbers in the same place."""
+    """The largest difference between corresponding elements."""
     both = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in both)
 
@@ -136,7 +136,7 @@ def mesh_of(text: str) -> Mesh:
 
 
 def main(first: str = "2x4", second: str = "1x8") -> None:
-    """Saves under the first rules on the first mesh, and goes on under each on the second."""
+    """Saves with the first rules on the first mesh. Continues with both on the second mesh."""
     create = functools.partial(create_state, MLP(LAYERS, DEPTH, scanned=True), optax.adam(1e-3))
     start, end = mesh_of(first), mesh_of(second)
     (saved, saved_rules), *_ = RULES.items()

@@ -1,10 +1,10 @@
-"""A Linen checkpoint that goes on training in NNX, optimizer state included, and back again.
+"""Converts a Linen checkpoint to NNX, continues training there, and converts it back.
 
     python examples/linen_to_nnx.py [DIRECTORY]
 
-Eight devices are simulated on the CPU. The checkpoints stay in DIRECTORY, if one is given: the
-Linen model's in `linen/10`, the NNX model's in `nnx/10`, and what that becomes on the way back in
-`back/10`. So do the models, `lm_linen.py` and `lm_nnx.py`, and the map between them, `map.toml`.
+Eight devices are simulated on the CPU. If you give a DIRECTORY, the files stay there: the
+checkpoints `linen/10`, `nnx/10` and `back/10` (converted back), the models, `lm_linen.py` and
+`lm_nnx.py`, and the map between them, `map.toml`.
 """
 
 import os
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-# Before jax is imported, which reads them once.
+# JAX reads these once, when it is imported.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 STEPS = 10
-MAP = r"""# Two projections that are one array in Linen, and a third among as many candidates.
+MAP = r"""# Linen stores two projections in one array. The third has several candidates.
 [[rule]]
 from = '^params/layer_(\d+)/mlp/gating_einsum$'
 unstack = { axis = 0, into = ['layers/\1/mlp/gate_proj/kernel', 'layers/\1/mlp/up_proj/kernel'] }
@@ -43,7 +43,7 @@ to = 'layers/\1/mlp/down_proj/'
 
 
 def main() -> None:
-    """Trains, converts, goes on training on both sides and compares."""
+    """Trains, converts, continues training with both models and compares."""
     if len(sys.argv) > 1:
         directory = pathlib.Path(sys.argv[1]).absolute()
         directory.mkdir(parents=True, exist_ok=True)
@@ -83,11 +83,11 @@ def linen_to_nnx(directory: pathlib.Path) -> None:
         before = checkpointer.restore(source)
         after = checkpointer.restore(directory / "back" / str(STEPS))
     jax.tree.map(assert_same_bits, before, after)
-    print("\nConverted back, every bit is what it was.")
+    print("\nConverted back, every bit is the same.")
 
 
 def start(directory: pathlib.Path) -> lm_linen.TrainState:
-    """Leaves the models, the map and the checkpoint of a Linen model that it trains; its state."""
+    """Trains the Linen model. Writes both models, the map and the checkpoint. Returns the state."""
     for module in (lm_linen, lm_nnx):
         shutil.copy(str(module.__file__), directory)
     (directory / "map.toml").write_text(MAP)
@@ -103,7 +103,7 @@ def start(directory: pathlib.Path) -> lm_linen.TrainState:
 
 @jax.jit
 def linen_step(state: lm_linen.TrainState) -> tuple[lm_linen.TrainState, jax.Array]:
-    """One step of training; the loss before it."""
+    """One training step, and the loss before it."""
 
     def loss(params: dict) -> jax.Array:
         return cross_entropy(state.apply_fn({"params": params}, lm_linen.TOKENS))
@@ -121,20 +121,20 @@ def nnx_step(model: lm_nnx.LanguageModel, optimizer: nnx.Optimizer) -> jax.Array
 
 
 def cross_entropy(logits: jax.Array) -> jax.Array:
-    """How badly each token says the next one."""
+    """The cross entropy of each next token."""
     labels = lm_linen.TOKENS[:, 1:]
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], labels))
 
 
 def assert_same_bits(one: jax.Array, other: jax.Array) -> None:
-    """Raises AssertionError for arrays that differ in anything."""
+    """Raises AssertionError if arrays differ."""
     pair = np.asarray(one), np.asarray(other)
     assert pair[0].dtype == pair[1].dtype and pair[0].shape == pair[1].shape
     assert pair[0].tobytes() == pair[1].tobytes()
 
 
 def reshard(directory: pathlib.Path, *arguments: str) -> None:
-    """Runs a command and shows it."""
+    """Prints and runs a command."""
     print("$ reshard", shlex.join(arguments), flush=True)
     subprocess.run([sys.executable, "-m", "reshard", *arguments], cwd=directory, check=True)
 

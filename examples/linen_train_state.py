@@ -3,8 +3,8 @@
     python examples/linen_train_state.py [2x4 [1x8]]
 
 Eight devices are simulated on the CPU, unless XLA_FLAGS says otherwise. The parameters are
-annotated with mesh axes (`nn.with_partitioning`), and adam's moments with them. What is saved are
-raw arrays; what comes back has boxes around them again.
+annotated with mesh axes (`nn.with_partitioning`), and so are adam's moments. The checkpoint holds
+raw arrays. The restored state has boxes again.
 """
 
 import functools
@@ -14,7 +14,7 @@ import pathlib
 import sys
 import tempfile
 
-# Before jax is imported, which reads them once.
+# JAX reads these once, when it is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -73,13 +73,13 @@ class MLP(nn.Module):
 
 
 def create_state(model: nn.Module, optimizer: optax.GradientTransformation) -> TrainState:
-    """A fresh state, its arrays in boxes."""
+    """A new state, with its arrays in boxes."""
     params = model.init(jax.random.key(0), jnp.ones((BATCH, DEPTH)))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
 
 def create_on(mesh: Mesh, create) -> TrainState:
-    """The fresh state, made where its annotations say, as Flax's guide does it."""
+    """The new state, with shardings from its annotations, as in Flax's guide."""
     with jax.set_mesh(mesh):
         shardings = nn.get_sharding(jax.eval_shape(create), mesh)
         return jax.jit(create, out_shardings=shardings)()
@@ -93,7 +93,7 @@ def train_step(state: TrainState, x: jax.Array, y: jax.Array) -> TrainState:
 
 
 def train(state: TrainState, mesh: Mesh, steps: range) -> TrainState:
-    """The state after training steps; the number of a step decides what its batch is."""
+    """The state after training steps. The number of a step determines its batch."""
     step = jax.jit(train_step, out_shardings=shardings_of(state))
     with jax.set_mesh(mesh):
         for number in steps:
@@ -110,12 +110,12 @@ def save(path: pathlib.Path, state: TrainState) -> None:
 
 
 def shardings_of(state: TrainState) -> TrainState:
-    """The sharding of each array, in its place; the state may be an abstract one."""
+    """The state with shardings instead of arrays. The state may be abstract."""
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
 def largest_difference(one: TrainState, other: TrainState) -> float:
-    """Between any two numbers in the same place."""
+    """The largest difference between corresponding elements."""
     both = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in both)
 
@@ -127,7 +127,7 @@ def mesh_of(text: str) -> Mesh:
 
 
 def main(first: str = "2x4", second: str = "1x8") -> None:
-    """Trains on the first mesh, saves, and goes on from the checkpoint on the second."""
+    """Trains on the first mesh, saves, and continues from the checkpoint on the second."""
     start, end = mesh_of(first), mesh_of(second)
     for scanned in (False, True):
         create = functools.partial(create_state, MLP(LAYERS, DEPTH, scanned), optax.adam(1e-3))

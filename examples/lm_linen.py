@@ -13,7 +13,7 @@ TOKENS = jnp.arange(24).reshape(2, 12) * 7 % VOCABULARY
 
 
 class GatedMlp(nn.Module):
-    """A product of two projections, of which one goes through a gelu."""
+    """A product of two projections, one of them after a gelu."""
 
     hidden: int
 

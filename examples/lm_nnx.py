@@ -7,7 +7,7 @@ from lm_linen import HEADS, HIDDEN, LAYERS, VOCABULARY, WIDTH
 
 
 class GatedMlp(nnx.Module):
-    """A product of two projections, of which one goes through a gelu."""
+    """A product of two projections, one of them after a gelu."""
 
     def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
         self.gate_proj = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)

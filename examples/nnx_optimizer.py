@@ -1,10 +1,9 @@
-"""An NNX model with `nnx.Optimizer`, loaded onto a mesh that it was not saved on.
+"""An NNX model with `nnx.Optimizer`, restored on another mesh.
 
     python examples/nnx_optimizer.py [2x4 [1x8]]
 
 Eight devices are simulated on the CPU, unless XLA_FLAGS says otherwise. Parameters, adam's moments
-and the random numbers of the dropout all go on where they stopped. What is saved is a dict of raw
-arrays.
+and dropout's random state are restored. The checkpoint is a dict of raw arrays.
 """
 
 import math
@@ -13,7 +12,7 @@ import pathlib
 import sys
 import tempfile
 
-# Before jax is imported, which reads them once.
+# JAX reads these once, when it is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -62,14 +61,14 @@ class MLP(nnx.Module):
 
 
 def create():
-    """A fresh model and its optimizer."""
+    """A new model and its optimizer."""
     model = MLP(LAYERS, DEPTH, rngs=nnx.Rngs(0))
     return {"model": model, "optimizer": nnx.Optimizer(model, ADAM, wrt=nnx.Param)}
 
 
 @nnx.jit
 def create_sharded():
-    """The same within a mesh, each variable where its metadata says, as Flax's guide does it."""
+    """The same within a mesh, with shardings from the metadata, as in Flax's guide."""
     training = create()
     state = nnx.state(training)
     specs = nnx.get_partition_spec(state)
@@ -84,7 +83,7 @@ def train_step(model: MLP, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array)
 
 
 def train(training, mesh: Mesh, steps: range):
-    """Updates model and optimizer in place; the number of a step decides what its batch is."""
+    """Updates model and optimizer in place. The number of a step determines its batch."""
     with jax.set_mesh(mesh):
         for number in steps:
             x = jax.random.normal(jax.random.key(number), (BATCH, DEPTH))
@@ -107,7 +106,7 @@ def moved(training, target):
 
 
 def largest_difference(one, other) -> float:
-    """Between any two numbers in the same place, of parameters and optimizer state."""
+    """The largest difference between corresponding elements, optimizer state included."""
     leaves = (jax.tree.leaves(nnx.state(t, (nnx.Param, nnx.OptState))) for t in (one, other))
     both = zip(*leaves, strict=True)
     return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in both)
@@ -120,7 +119,7 @@ def mesh_of(text: str) -> Mesh:
 
 
 def main(first: str = "2x4", second: str = "1x8") -> None:
-    """Trains on the first mesh, saves, and goes on from the checkpoint on the second."""
+    """Trains on the first mesh, saves, and continues from the checkpoint on the second."""
     start, end = mesh_of(first), mesh_of(second)
     with jax.set_mesh(start):
         training = create_sharded()

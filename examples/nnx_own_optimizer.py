@@ -1,10 +1,10 @@
-"""An NNX model with an optimizer of one's own, restored on another mesh.
+"""An NNX model with a custom optimizer, restored on another mesh.
 
     python examples/nnx_own_optimizer.py [2x4 [1x8]]
 
 Eight devices are simulated on the CPU, unless XLA_FLAGS says otherwise. `MeshRules` gives the mesh
 axes to the model's constructor; the optimizer, SGD with momentum, holds the model's own parameters
-and one variable of its own for each, with the same metadata. What is saved is a dict of raw arrays.
+and one own variable for each, with the same metadata. The checkpoint is a dict of raw arrays.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import pathlib
 import sys
 import tempfile
 
-# Before jax is imported, which reads them once.
+# JAX reads these once, when it is imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -47,7 +47,7 @@ RULES = MeshRules(mlp="model", data="data")
 
 
 class MLP(nnx.Module):
-    """One hidden layer, from a number to a number."""
+    """One hidden layer, with one input and one output."""
 
     def __init__(self, width: int, rules: MeshRules, *, rngs: nnx.Rngs):
         def parameter(init: nnx.Initializer, shape: tuple[int, ...], *names: str) -> nnx.Param:
@@ -63,7 +63,7 @@ class MLP(nnx.Module):
 
 
 class Momentum(nnx.Variable):
-    """A mean of a parameter's gradients."""
+    """A running mean of a parameter's gradients."""
 
 
 class SGD(nnx.Object):
@@ -92,7 +92,7 @@ def is_variable(node: object) -> bool:
 
 @nnx.jit
 def create_model():
-    """A fresh model and its optimizer; within a mesh, each variable where its metadata says."""
+    """A new model and its optimizer. Within a mesh, metadata determines their shardings."""
     model = MLP(WIDTH, RULES, rngs=nnx.Rngs(0))
     optimizer = SGD(nnx.state(model, nnx.Param), rate=0.1)
     state = nnx.state(optimizer)
@@ -108,7 +108,7 @@ def train_step(model: MLP, optimizer: SGD, x: jax.Array, y: jax.Array) -> None:
 
 
 def train(training, mesh: Mesh, steps: range):
-    """Updates model and optimizer in place; the number of a step decides what its batch is."""
+    """Updates model and optimizer in place. The number of a step determines its batch."""
     with jax.set_mesh(mesh):
         for number in steps:
             x = jax.random.uniform(jax.random.key(number), (BATCH, 1), minval=-2, maxval=2)
@@ -118,7 +118,7 @@ def train(training, mesh: Mesh, steps: range):
 
 
 def save(path: pathlib.Path, training) -> None:
-    """Saves the raw arrays; what model and optimizer share is saved once."""
+    """Saves the raw arrays. Variables that model and optimizer share are saved once."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, nnx.to_pure_dict(nnx.state(training)))
 
@@ -131,7 +131,7 @@ def moved(training, target):
 
 
 def largest_difference(one, other) -> float:
-    """Between any two numbers in the same place."""
+    """The largest difference between corresponding elements."""
     leaves = (jax.tree.leaves(nnx.state(training)) for training in (one, other))
     both = zip(*leaves, strict=True)
     return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in both)
@@ -144,7 +144,7 @@ def mesh_of(text: str) -> Mesh:
 
 
 def main(first: str = "2x4", second: str = "1x8") -> None:
-    """Trains on the first mesh, saves, and goes on from the checkpoint on the second."""
+    """Trains on the first mesh, saves, and continues from the checkpoint on the second."""
     start, end = mesh_of(first), mesh_of(second)
     with jax.set_mesh(start):
         training = create_model()

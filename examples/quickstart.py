@@ -2,9 +2,9 @@
 
     python examples/quickstart.py [DIRECTORY]
 
-Eight devices are simulated on the CPU. The checkpoints stay in DIRECTORY, if one is given: the
-source in `run/1000`, the result in `run_1x8/1000`. So do the model, `mlp.py`, and `rules.toml`,
-which says how its axes are split.
+Eight devices are simulated on the CPU. If you give a DIRECTORY, the files stay there: the source
+`run/1000`, the result `run_1x8/1000`, the model, `mlp.py`, and `rules.toml`, which maps its axis
+names to mesh axes.
 """
 
 import os
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from typing import Any
 
-# Before jax is imported, which reads them once.
+# JAX reads these once, when it is imported.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -35,7 +35,7 @@ KERNEL = "params/DotReluDot_0/Dense_0/kernel"
 
 
 def main() -> None:
-    """Saves, reshards, restores and compares, in a directory that is given or temporary."""
+    """Saves, reshards, restores and compares, in the given or a temporary directory."""
     if len(sys.argv) > 1:
         directory = pathlib.Path(sys.argv[1]).absolute()
         directory.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def quickstart(directory: pathlib.Path) -> None:
     reshard(directory, "ckpt", f"run/{STEP}", f"run_1x8/{STEP}", "--to", "1x8")
     reshard(directory, "inspect", f"run_1x8/{STEP}", "--sharding", KERNEL)
 
-    # From here on there is nothing but Orbax, which reads the result as its own.
+    # From here on, only Orbax reads the result.
     on_1x8 = shardings(boxed, mesh_of(1, 8))
     target = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), saved, on_1x8
@@ -66,11 +66,11 @@ def quickstart(directory: pathlib.Path) -> None:
         without_target = manager.restore(STEP, args=ocp.args.StandardRestore())
     count = compare(with_target, saved, on_1x8)
     assert compare(without_target, saved, on_1x8) == count
-    print(f"Orbax restored {count} arrays on 1x8, with a target and without: every bit is equal.")
+    print(f"Orbax restored {count} arrays on 1x8, with and without a target. Every bit is equal.")
 
 
 def start(directory: pathlib.Path) -> Any:
-    """Leaves the model, its rules and its checkpoint; returns its weights, in boxes and saved."""
+    """Writes the model, its rules and its checkpoint. Returns its weights, in boxes and saved."""
     shutil.copy(mlp.__file__, directory / "mlp.py")
     (directory / "rules.toml").write_text('rules = [["embed", "data"], ["hidden", "model"]]\n')
     boxed = mlp.variables()
@@ -86,12 +86,12 @@ def mesh_of(data: int, model: int) -> Mesh:
 
 
 def shardings(boxed, mesh: Mesh):
-    """Where each of the model's weights goes on `mesh`."""
+    """The sharding of each weight on `mesh`."""
     return logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, RULES)
 
 
 def compare(restored, saved, shardings) -> int:
-    """Checks bits and shardings of every array; returns how many there are."""
+    """Checks bits and shardings of every array. Returns the number of arrays."""
 
     def check(new: jax.Array, old: jax.Array, sharding: NamedSharding) -> None:
         assert new.sharding == sharding, f"{new.sharding} is not {sharding}"

@@ -108,12 +108,7 @@ def cases(draw):
 
 
 @settings(deadline=None, max_examples=examples(80))
-@given(
-    cases(),
-    st.sampled_from([None, 1, 2, 10]),
-    st.sampled_from([0, 1 << 20]),
-    st.booleans(),
-)
+@given(cases(), st.sampled_from([None, 1, 2, 10]), st.sampled_from([0, 1 << 20]), st.booleans())
 def test_any_chunks_into_any_shards(tmp_path_factory, case, chunks, whole, aliases):
     """With memory for some chunks. Arrays are split in memory, or read shard by shard."""
     values, chunk, zarr3, sharding = case
@@ -134,11 +129,7 @@ def test_any_chunks_into_any_shards(tmp_path_factory, case, chunks, whole, alias
 
 
 @settings(deadline=None, max_examples=examples(20))
-@given(
-    st.lists(cases(), min_size=2, max_size=3),
-    st.sampled_from([None, 1, 3, 50]),
-    st.booleans(),
-)
+@given(st.lists(cases(), min_size=2, max_size=3), st.sampled_from([None, 1, 3, 50]), st.booleans())
 def test_many_arrays_at_once(tmp_path_factory, some, chunks, aliases):
     folder = tmp_path_factory.mktemp("many")
     handles = [stored_array(folder, value, chunk, zarr3=zarr3) for value, chunk, zarr3, _ in some]

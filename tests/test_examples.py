@@ -56,7 +56,7 @@ def test_quickstart_restores_every_bit(alone, tmp_path, monkeypatch, capfd):
         printed = capfd.readouterr().out
     first, *_, last = printed.splitlines()
     assert first == "Orbax saved 8 arrays on a 2x4 mesh."
-    assert last == "Orbax restored 8 arrays on 1x8, with a target and without: every bit is equal."
+    assert last == "Orbax restored 8 arrays on 1x8, with and without a target. Every bit is equal."
     for row in ("| 0,4 | 1,5 | 2,6 | 3,7 |", "| 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |"):
         line = re.sub("[^|]", "-", row).replace("|", "+")
         assert f"\n{line}\n{row}\n{line}\n" in printed

@@ -372,7 +372,7 @@ def test_numbers_of_leaves_are_sorted_as_numbers(trained):
     ckpt = reshard.select(trained, "params/layer_*/bias")
     problems, hints = told(ckpt, "1x5", [("layer_1/", ""), ("bias", "model")])
     assert [problem.split()[0] for problem in problems] == [
-        *("params/layer_2/bias", "params/layer_10/bias"),
+        *("params/layer_2/bias", "params/layer_10/bias")
     ]
     assert hints == [
         'specs=[("(^|/)layer_2/bias$", "")] fits, if it comes first',
@@ -441,7 +441,7 @@ def test_an_axis_of_size_one_is_needed_by_no_mesh(tmp_path):
     for text in ("2x2", "data=2,tensor=2"):
         moved = reshard.to_mesh(ckpt, text)["w"]
         assert sorted(moved.sharding.mesh.shape.items()) == [
-            *(("data", 2), ("expert", 1), ("replica", 1), ("tensor", 2)),
+            *(("data", 2), ("expert", 1), ("replica", 1), ("tensor", 2))
         ]
         assert moved.sharding.spec == mesh_lib.normalize_spec(spec)
         assert mesh_lib.shard_shape(moved.shape, moved.sharding) == (4, 8)

@@ -987,10 +987,7 @@ WRONG_MODELS = [
         "axis_types=(jax.sharding.AxisType.Auto,) * 2)\n"
         "hint: jax.sharding.AbstractMesh(...)",
     ),
-    (
-        {"specs": [("w", P(P.UNCONSTRAINED))]},
-        f"not a partition spec: {P(P.UNCONSTRAINED)!r}",
-    ),
+    ({"specs": [("w", P(P.UNCONSTRAINED))]}, f"not a partition spec: {P(P.UNCONSTRAINED)!r}"),
 ]
 
 

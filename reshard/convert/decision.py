@@ -516,7 +516,7 @@ class Ledger:
             self._hints.append(f"drop={as_python([glob])} leaves out {count_leaves(count)}")
 
     def _unexpected(self, saved: Path | None, path: Path) -> _Verdict:
-        """Adds that a leaf of the source, or a leaf that the map made, has no place in the target."""
+        """Adds a leaf of the source, or one that the map made, without a place in the target."""
         leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
         self._problems.append(f"{format_path(path)}{leaf}: unexpected")
         if self._target is None and path[0] in ("opt_state", "step"):
@@ -527,8 +527,8 @@ class Ledger:
         return _UNEXPECTED
 
     def _check_target(self, initial: set[Path]) -> None:
-        """Adds the leaves of the target without a source. The hint to reset them is shown only if no
-        leaf of the model is left to be placed, since that may be their source."""
+        """Adds the leaves of the target without a source. The hint to reset them is shown only if
+        no leaf of the model is left to be placed, since that may be their source."""
         assert self._target is not None
         there = self._target.layout
         lacking = [
@@ -561,7 +561,7 @@ class Ledger:
             self._problems.append(f"{name}: init keeps its initial value, but it has a source")
 
     def _why_open(self, path: Path | None) -> _Verdict | None:
-        """The verdict on an undecided leaf of the model, or module around it; None if there is none."""
+        """The verdict on an undecided leaf of the model, or on a module around it; else None."""
         places = () if path is None else (path, path[1:])  # Linen's modules have no collection
         found = (self._open.get(at[:end]) for at in places for end in range(len(at) + 1))
         return next(filter(None, found), None)
@@ -586,7 +586,7 @@ class Ledger:
         return found
 
     def _draft(self, initial: set[Path]) -> str:
-        """The text of a map of the decided leaves of the model, with a `TODO` for each open leaf."""
+        """The text of a map of the model's decided leaves, with a `TODO` for each open leaf."""
         assert self._target is not None
         model, there, names = self.model, self._target.shapes(), self._target.layout.model
         made = [path for path in model.values if path in model.origin and path in there]
@@ -665,8 +665,8 @@ def _made(found: LeafMap) -> dict[Path, Value]:
 def _copies_of_parameters(
     ckpt: Checkpoint, layout: Layout, parameters: Mapping[Path, Shape]
 ) -> dict[Path, Path]:
-    """The leaves below keys at the top that hold the same leaves as the parameters: path in the tree
-    -> saved path."""
+    """The leaves below keys at the top that hold the same leaves as the parameters: path in the
+    tree -> saved path."""
     found: dict[Path, Path] = {}
     by_key: dict[Path, dict[Path, Path]] = {}
     for path, saved in layout.beside.items():

@@ -1,12 +1,12 @@
-"""`LeafMap`: which leaf of one tree is made of which leaves of another, and how. Pure, but for what
-`bind` reads to check it.
+"""`LeafMap`: how the leaves of one tree are made of the leaves of another. Pure, except that `bind`
+reads some values to check them.
 
     Source(path, shape)                 a leaf of the tree before
     Output(Call(operation, inputs), i)  what an operation makes of such values
     Zeros(shape, dtype)                 made of nothing
 
-The values of a map are a graph: the outputs of one operation share its `Call`. Nothing in it has an
-order, so leaves may change places, and the map backwards is the graph read from its other end.
+The values of a map are a graph: the outputs of one operation share its `Call`. The graph has no
+order, so leaves may change places. The inverse map is the graph read from its other end.
 """
 
 import collections
@@ -73,7 +73,7 @@ class Output:
         return self.call.shapes[self.part]
 
     def in_words(self) -> str:
-        """What is done to make it, first things first: `slice 0 of 4`."""
+        """The operations that make it, in order: `slice 0 of 4`."""
         found: dict[int, Call] = {}
         _add_calls(self.call, found)
         used = [self, *(x for c in found.values() for x in c.inputs if isinstance(x, Output))]
@@ -114,13 +114,13 @@ def applied(operation: Operation, inputs: Sequence[Value]) -> tuple[Output, ...]
 
 
 class Row(NamedTuple):
-    """Some leaves become others: a line of a map, to be read or written.
+    """Some leaves become others: a line of a map in written form.
 
     Attributes:
       inputs: paths before.
       outputs: paths after.
-      operation: what is done; None for one leaf that only changes its path.
-      origin: what says so.
+      operation: the operation; None for a leaf that only changes its path.
+      origin: what decided it.
     """
 
     inputs: tuple[Path, ...]
@@ -138,13 +138,12 @@ class LeafMap:
     """How the leaves of one tree become those of another.
 
     Attributes:
-      values: path after -> what is there.
-      origin: path after -> what says so: `"map"` (the user's file), `"path"` (the same path, after
-        the standard conversions of layers and containers), `"structure"` (the order of modules of
-        one class), or several of these. A leaf that nothing has been said about has none.
+      values: path after -> value.
+      origin: path after -> what decided it: `"map"` (the user's file), `"path"` (the same path,
+        after the standard conversions of layers and containers), `"structure"` (the order of
+        modules of one class), or several of these. An undecided leaf has no origin.
       dropped: leaves before that are left out.
-      must_be_zero: leaves before that are left out, which is right only if they are zeros, or the
-        constant that is given.
+      must_be_zero: leaves before that are left out, and must hold zeros or the given constant.
     """
 
     values: dict[Path, Value]
@@ -158,7 +157,7 @@ class LeafMap:
         return {path: value.shape for path, value in self.values.items()}
 
     def calls(self) -> list[Call]:
-        """The operations, each behind those whose outputs it takes."""
+        """The operations, each after those whose outputs it takes."""
         found: dict[int, Call] = {}
         for value in self.values.values():
             if isinstance(value, Output):
@@ -166,19 +165,19 @@ class LeafMap:
         return list(found.values())
 
     def sources(self) -> dict[Path, Shape]:
-        """Path before -> shape, of the leaves that others are made of."""
+        """Path before -> shape, of the leaves that values are made of."""
         inputs = (value for call in self.calls() for value in call.inputs)
         values = (*self.values.values(), *inputs)
         return {value.path: value.shape for value in values if isinstance(value, Source)}
 
     def made_of(self) -> dict[Path, list[Path]]:
-        """Path after -> paths before of what it is made of, for leaves that have an origin."""
+        """Path after -> the paths before that it is made of, for leaves with an origin."""
         return {p: sources_of(v) for p, v in self.values.items() if p in self.origin}
 
     def then(self, other: "LeafMap") -> "LeafMap":
-        """This map, and another one of what it makes. What the other one does not name stays.
-        Raises TreeMismatchError: the other one drops what an operation has made, but for rearranged
-        zeros, or puts a leaf where one stays."""
+        """This map, followed by a map of its result. Leaves that the other map does not name stay.
+        Raises TreeMismatchError: the other map drops the result of an operation, except rearranged
+        zeros; or two leaves would have one path."""
         gone = {path: self.values[path] for path in other.dropped}
         zero = {path: _rearranged(self.values[path]) for path in other.must_be_zero}
         lost = [path for path, value in gone.items() if not isinstance(value, Source)]
@@ -205,8 +204,8 @@ class LeafMap:
         return LeafMap(values, origin, (*self.dropped, *was), self.must_be_zero | must_be_zero)
 
     def inverse(self) -> "LeafMap":
-        """The way back. What is dropped has none. Raises TreeMismatchError: an operation has no
-        inverse."""
+        """The inverse map. Dropped leaves are not in it. Raises TreeMismatchError: an operation has
+        no inverse."""
         values: dict[Path, Value] = {}
         origin: dict[Path, str] = {}
         must_be_zero: dict[Path, Zeros] = {}
@@ -246,9 +245,9 @@ class LeafMap:
         fills = {path: value.fill for path, value in self.must_be_zero.items()}
         wrong = [p for p, n in fills.items() if n is not None and not _holds(leaves[p], n)]
         if wrong:
-            problems = [f"{format_path(path)}: not {fills[path]}" for path in wrong]
             raise TreeMismatchError(
-                "leaves that the map drops differ from its fill values", problems
+                "leaves that the map drops differ from its fill values",
+                [f"{format_path(path)}: not {fills[path]}" for path in wrong],
             )
 
         def bound(value: Value) -> Leaf:
@@ -277,8 +276,8 @@ class LeafMap:
         return [path for path in zeros if not _holds(leaves[path], 0)]
 
     def sequence(self) -> list[Row]:
-        """Rows that make this map one after another, as rules of a map file are applied: leaves in
-        the places of others are moved out of the way first, to paths with `~`."""
+        """Rows that make this map if they are carried out in order, as rules of a map file are. A
+        leaf at the new path of another leaf is first moved to a path with `~`."""
         taken = {*self.values, *self.sources()}
         aside: dict[Path, Path] = {}
         for path in self.sources():
@@ -295,8 +294,8 @@ class LeafMap:
         return [Row((old,), (new,), None, "map") for old, new in aside.items()] + rows
 
     def rows(self) -> list[Row]:
-        """The map line by line, operations in an order in which they can be carried out. Leaves
-        that nothing has been said about are left out, and zeros."""
+        """The map as rows, in an order in which they can be carried out. Undecided leaves and zeros
+        are left out."""
         names = names_of(self)
         done: dict[int, Call] = {}
         rows = []
@@ -315,28 +314,28 @@ class LeafMap:
 
 
 def renaming(paths: Mapping[Path, Path], shapes: Mapping[Path, Shape]) -> LeafMap:
-    """The map of leaves that only change their paths: before -> after. `shapes` are by the paths
-    before. Raises TreeMismatchError where two would have one path."""
+    """The map of leaves that only change their paths, before -> after. `shapes` has the paths
+    before. Raises TreeMismatchError: two leaves would have one path."""
     _check_free(path for path, n in collections.Counter(paths.values()).items() if n > 1)
     return LeafMap({new: Source(old, shapes[old]) for old, new in paths.items()})
 
 
 def _check_free(taken: Iterable[Path]) -> None:
-    """Raises TreeMismatchError for paths of which one leaf would replace another."""
+    """Raises TreeMismatchError for paths at which one leaf would replace another."""
     if problems := [format_path(path) for path in taken]:
         raise TreeMismatchError("two leaves would have one path", problems)
 
 
 def from_rows(rows: Iterable[Row], leaves: Mapping[Path, Shape]) -> LeafMap:
-    """The map that rows say, one after another: each takes leaves and puts others there.
+    """The map of rows that are carried out in order.
 
     Args:
       rows: the rows.
-      leaves: the leaves before, with their shapes. Those that no row takes stay.
+      leaves: the leaves before, with their shapes. Leaves that no row takes stay.
 
     Raises:
-      TreeMismatchError: rows whose inputs are not there, whose outputs are there already, or whose
-        operations do not apply: all of them.
+      TreeMismatchError: rows with missing inputs, with outputs that exist, or with operations that
+        do not apply: all of them.
     """
     values: dict[Path, Value] = {path: Source(path, tuple(s)) for path, s in leaves.items()}
     origin: dict[Path, str] = {}
@@ -365,7 +364,7 @@ def from_rows(rows: Iterable[Row], leaves: Mapping[Path, Shape]) -> LeafMap:
 
 
 def input_names(call: Call, names: Mapping[tuple[int, int], Path]) -> tuple[Path, ...]:
-    """What the inputs of a call are called."""
+    """The names of the inputs of a call."""
     return tuple(
         value.path if isinstance(value, Source) else names[id(value.call), value.part]
         for value in call.inputs
@@ -374,13 +373,13 @@ def input_names(call: Call, names: Mapping[tuple[int, int], Path]) -> tuple[Path
 
 
 def an_array(leaves: Mapping[Path, Leaf]) -> ArrayHandle:
-    """A leaf that others are stored like: a device array if there is one."""
+    """An array whose storage new leaves copy: a device array if there is one."""
     arrays = [leaf for leaf in leaves.values() if isinstance(leaf, ArrayHandle)]
     return min(arrays, key=lambda leaf: (leaf.value_type != "jax.Array", leaf.key_impl is not None))
 
 
 def _add_calls(call: Call, found: dict[int, Call]) -> None:
-    """Adds a call and those that it needs, each behind those whose outputs it takes."""
+    """Adds a call and the calls that it needs, each after those whose outputs it takes."""
     pending = [call]
     while pending:
         call = pending[-1]
@@ -415,7 +414,7 @@ def sources_of(value: Value) -> list[Path]:
 
 
 def _rearranged(value: Value) -> list[Source] | None:
-    """The leaves that a value has all elements of, and nothing else; None for other values."""
+    """The leaves of which a value has exactly all elements; None for other values."""
     if isinstance(value, Source):
         return [value]
     kinds = Concat | Reshape | Stack | Transpose
@@ -426,8 +425,8 @@ def _rearranged(value: Value) -> list[Source] | None:
 
 
 def names_of(found: LeafMap) -> dict[tuple[int, int], Path]:
-    """A path for each output of a call: where it goes, if that is where it stays. Of others that of
-    its only input, or where the first leaf goes that is made of it; `~` keeps them apart."""
+    """A path for each output of a call. A final value has its path after. Others have the path of
+    their only input, or of the first leaf that is made of them; `~` keeps them distinct."""
     calls = found.calls()
     names: dict[tuple[int, int], Path] = {}
     for path, value in found.values.items():
@@ -466,7 +465,7 @@ def _holds(leaf: Leaf, number: float) -> bool:
 
 
 def _check_padding(handle: ArrayHandle, crop: Crop) -> None:
-    """Raises TreeMismatchError if what padding has added is not what it was any more."""
+    """Raises TreeMismatchError if the padding no longer holds its fill value."""
     if crop.fill is None:
         return
     view = handle.view()

@@ -31,8 +31,8 @@ OPPOSITE = {"nnx": "linen", "linen": "nnx"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reshaped:
-    """A new shape for a leaf, of which one size may be -1; `before` is the shape that the leaf must
-    have, None for any."""
+    """A new shape for a leaf. One of its sizes may be -1. `before` is the required old shape; None
+    for any."""
 
     to: Shape
     before: Shape | None
@@ -100,10 +100,10 @@ class Divided:
     """One leaf becomes several.
 
     Attributes:
-      kind: whether the axis stays or goes; or whether each of them is the whole leaf.
+      kind: `split` keeps the axis, `unstack` removes it, and `copies` repeats the whole leaf.
       axis: the axis.
-      sizes: of the parts, for `split`; None for equal ones.
-      into: a path for each part, or one for all of them in which `{}` is the position.
+      sizes: the sizes of the parts, for `split`; None for equal parts.
+      into: a path for each part; or one path for all parts, with `{}` for the position.
     """
 
     kind: Parts
@@ -132,22 +132,23 @@ class Divided:
         return ops.Split(self.axis, (size // count,) * count)
 
     def replacements(self, count: int) -> list[Replacement]:
-        """One for each of so many parts."""
+        """A replacement for each of `count` parts."""
         return list(self.into) if isinstance(self.into, tuple) else [self.into] * count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gathered:
-    """All leaves that would get the same path become one.
+    """All leaves with the same new path become one leaf.
 
     Attributes:
-      kind: along an axis that they have, or along a new one; or whether all are the same.
+      kind: `concat` joins them along an axis, `stack` along a new axis; for `equal` they must hold
+        the same values.
       axis: the axis.
-      by: which piece a leaf is: its number from 0, or a text of `order`; None if the position of
-        the pattern says so.
-      order: the pieces.
-      sizes: of the pieces along the axis, for `concat`; None for any.
-      names: of the mesh axes that a new axis is partitioned over, for `stack`.
+      by: the piece that a leaf becomes: its number from 0, or a text of `order`. None if the
+        position of the pattern decides.
+      order: the names of the pieces.
+      sizes: the sizes of the pieces along the axis, for `concat`; None for any.
+      names: mesh axes that partition the new axis, for `stack`.
     """
 
     kind: Whole
@@ -175,12 +176,12 @@ class Gathered:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nest:
-    """Numbers that count through groups of these sizes, and numbers of groups and within them.
+    """Converts between one numbering of all members of groups, and group and member numbers.
 
     Attributes:
-      sizes: of the groups.
-      flat: the number that counts through; it gives the names `outer` and `inner`.
-      outer: the number of the group; with `inner` it gives the name `flat`.
+      sizes: the sizes of the groups.
+      flat: the number among all members. It defines the names `outer` and `inner`.
+      outer: the number of the group. With `inner`, it defines the name `flat`.
       inner: the number within the group.
     """
 
@@ -190,8 +191,7 @@ class Nest:
     inner: Replacement | None
 
     def names(self, number_of: Callable[[Replacement], int]) -> dict[str, int]:
-        """The names that it gives for a match. Raises ValueError: there is no such group, or it is
-        not as large."""
+        """The names for a match. Raises ValueError: no group has such a member."""
         if self.flat is not None:
             inner = flat = number_of(self.flat)
             for outer, size in enumerate(self.sizes):
@@ -211,17 +211,17 @@ class Rule:
     """One rule.
 
     Attributes:
-      number: its place in the file, from 1.
-      patterns: which leaves; several for the pieces that are gathered, in their order.
-      to: their new paths; None where they keep them, and where `regroup` has them.
-      drop: whether they are dropped; then there is nothing else.
-      each: what is done to each of them, in this order.
-      regroup: what is done to them then.
-      fill: a constant. The rule makes leaves of it under the paths of `places`; or, with patterns,
-        leaves that are no other are left out.
-      places: the printed paths of the leaves that it makes.
-      nest: names for arithmetic.
-      optional: it may match nothing.
+      number: its position in the file, from 1.
+      patterns: the regexes of its leaves. Several regexes are for pieces, in their order.
+      to: the new path; None if the path stays, or `regroup` has the new paths.
+      drop: whether the leaves are dropped. Such a rule does nothing else.
+      each: the operations on each leaf, in this order.
+      regroup: the operation after those, which splits or joins leaves.
+      fill: a constant. The rule creates leaves of it at `places`. With patterns, it drops leaves
+        that must hold the constant.
+      places: the printed paths of the leaves that it creates.
+      nest: defines names for arithmetic.
+      optional: whether it may match nothing.
     """
 
     number: int
@@ -236,16 +236,16 @@ class Rule:
     optional: bool = False
 
     def names(self, match: re.Match[str], position: int | None = None) -> dict[str, int]:
-        """The names for arithmetic in the replacement of a match, by a part at a position. Raises
-        ValueError: `nest` has none for it."""
+        """The names for arithmetic in the replacement of a match, for the part at a position.
+        Raises ValueError: `nest` has no names for it."""
         names = {} if position is None else {"i": position}
         if self.nest is not None:
             names |= self.nest.names(lambda text: number(text.expanded(match, names)))
         return names
 
     def piece(self, gathered: Gathered, position: int, text: str) -> tuple[str, int]:
-        """The path that a leaf under a printed path becomes a piece of, and which piece. Raises
-        ValueError: nothing says which."""
+        """The path of the leaf that a leaf becomes a piece of, and the number of the piece. Raises
+        ValueError: the piece is unknown."""
         assert self.to is not None
         pattern = self.patterns[position]
         target = self.to.replaced(pattern, text, self.names)
@@ -262,7 +262,7 @@ class Rule:
         return target, gathered.order.index(name)
 
     def pieces(self) -> Sequence[str] | None:
-        """What says which pieces a whole has; None if that is a number."""
+        """The names of all pieces; None if they are numbered."""
         if isinstance(self.regroup, Gathered) and self.regroup.by is not None:
             return self.regroup.order
         return [pattern.text for pattern in self.patterns]
@@ -277,13 +277,13 @@ class Map:
     """The rules of a file.
 
     Attributes:
-      name: of the file.
-      rules: in order.
-      initial: globs of leaves of the target that keep the model's own initial value.
-      optional: the same, of leaves that may not be there.
-      ignored: globs of leaves of the source that are dropped if they are there.
-      to: the API that it converts to, if it says so: `"nnx"` or `"linen"`.
-      keeps: whether a rule that leaves a path as it is says so of the leaf, or does nothing.
+      name: the name of the file.
+      rules: the rules, in order.
+      initial: globs of target leaves that keep the model's own initial value.
+      optional: such globs of leaves that may be absent.
+      ignored: globs of source leaves that are dropped if they exist.
+      to: the API that it converts to, if given: `"nnx"` or `"linen"`.
+      keeps: whether a rule that does not change a path still applies to the leaf.
     """
 
     name: str
@@ -296,15 +296,15 @@ class Map:
 
 
 def inverse(rules: Map) -> Map:
-    """The map in the opposite direction. What is dropped here is initial there, and what is initial
-    here is dropped there, if it is there; what is optional here is so there.
+    """The map in the opposite direction. Dropped leaves become initial ones. Initial leaves are
+    dropped if they exist. Optional rules stay optional.
 
-    Rules that are for more than one path may take leaves that they did not make: see
+    A rule for several paths may take leaves that it did not make: see
     `reshard.convert.map_rules.apply_inverse`.
 
     Raises:
-      TreeMismatchError: rules whose regex and replacement cannot change places, or that do not say
-        what they undo: all of them.
+      TreeMismatchError: rules whose regex and replacement cannot be exchanged, or whose operations
+        do not describe their inverse: all of them.
     """
     undone: list[Rule] = []
     dropped: list[str] = []
@@ -348,7 +348,7 @@ _PARTED: dict[Whole, Parts] = {whole: parts for parts, whole in _JOINED.items()}
 
 
 def _undone(rule: Rule) -> list[Rule]:
-    """The rules that undo one. Raises ValueError or TreeMismatchError if there are none."""
+    """The rules that undo a rule. Raises ValueError or TreeMismatchError if it has no inverse."""
     each = tuple(_undone_each(kind) for kind in reversed(rule.each))
     changed = [Rule(rule.number, (pattern,), each=each) for pattern in rule.patterns if each]
     sources = [pattern_template(pattern) for pattern in rule.patterns]
@@ -414,25 +414,26 @@ def _undone_each(kind: Each) -> Each:
     raise TreeMismatchError("a crop cannot be inverted: the cut elements are lost")
 
 
-# Looking for the nearest leaf takes longer than all else: it is done for so many rules.
+# Only so many rules get a hint, since the search for the nearest leaf is slow.
 _MOST_HINTS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MapResult:
-    """What a map makes of leaves.
+    """The result of applying a map to leaves.
 
     Attributes:
-      map: of all leaves. Those that a rule applies to have an origin, even if they keep their path.
-      to: the API that its rules lead to.
-      initial: globs of leaves of the target that keep the model's own initial value.
-      optional: the same, of leaves that may not be there.
-      notes: what came of rules and globs that may match nothing.
-      idle: the rules that may match nothing, and have not.
-      dropped: leaves of the source that are left out where the map is run backwards.
-      problems: what stands against it.
+      map: the map of all leaves. Leaves that a rule applied to have an origin, even if they keep
+        their path.
+      to: the API that its rules convert to.
+      initial: globs of target leaves that keep the model's own initial value.
+      optional: such globs of leaves that may be absent.
+      notes: notes on optional rules and globs.
+      idle: the optional rules that matched nothing.
+      dropped: source leaves that are left out if the map is used in the opposite direction.
+      problems: why the map cannot be used.
       hints: what may help.
-      unexpected: leaves that it puts where there are none, and no conversion goes on from.
+      unexpected: new paths that the target does not have.
     """
 
     map: LeafMap
@@ -448,7 +449,7 @@ class MapResult:
 
     @property
     def untouched(self) -> list[Path]:
-        """The leaves that no rule applies to."""
+        """The leaves that no rule applied to."""
         return [path for path in self.map.values if path not in self.map.origin]
 
 
@@ -459,13 +460,13 @@ def apply_map(
 
     Args:
       rules: from `read_map` or `inverse`.
-      leaves: the leaves of the source with their shapes; all keys are text.
-      left_out: leaves that it does not have any more: rules that drop these have done so.
+      leaves: the source leaves with their shapes. All keys are text.
+      left_out: leaves that were dropped before. A rule that only drops these may match nothing.
 
     Raises:
-      TreeMismatchError: rules that match nothing, leaves that would meet in one path or be below
-        another, pieces that are missing, operations that do not fit, numbers that are none: all of
-        them, by rule.
+      TreeMismatchError: rules that match nothing, leaves with one new path or below another leaf,
+        missing pieces, operations that do not fit, texts that should be numbers: all of them, by
+        rule.
     """
     leaves_now = _Tree(leaves, list(map(format_path, left_out)), rules.keeps)
     for rule in rules.rules:
@@ -479,12 +480,11 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
 
     Args:
       rules: from `read_map`.
-      leaves: as for `apply_map`, of what the rules lead to.
+      leaves: as for `apply_map`, but of the rules' results.
 
     Raises:
-      TreeMismatchError: as for `inverse` and `apply_map`; or rules that would not make these leaves
-        of what they come from, as they are for other leaves, too; or several that may match nothing
-        and may have made a leaf.
+      TreeMismatchError: as for `inverse` and `apply_map`; or the rules would not make these leaves
+        again; or several optional rules may have made a leaf.
     """
     back = apply_map(inverse(rules), leaves)
     literal = all(pattern.literal is not None for rule in rules.rules for pattern in rule.patterns)
@@ -525,12 +525,12 @@ def _names(paths: Sequence[Path]) -> str:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Leaf:
-    """A leaf of the source, or what an operation made, under the path that rules have given it.
+    """A source leaf or the result of an operation, at the path that rules gave it.
 
     Attributes:
       text: the printed path.
-      value: what it is; None after an operation that did not fit.
-      place: where it is in the tree, to sort by.
+      value: its value; None after an operation that did not fit.
+      place: its position in the tree, for sorting.
       last: the last rule that applied to it.
     """
 
@@ -541,13 +541,13 @@ class _Leaf:
 
     @property
     def source(self) -> Path | None:
-        """The path in the source, if it is a leaf of that."""
+        """Its path in the source, if it is a source leaf."""
         return self.value.path if isinstance(self.value, Source) else None
 
 
 class _Move(NamedTuple):
-    """Leaves that become others together: the printed paths of both, and the values of those that
-    they become: None after an operation that does not fit."""
+    """Leaves that become other leaves together: the printed paths of both, and the new values. A
+    value is None after an operation that does not fit."""
 
     before: list[str]
     after: list[str]
@@ -571,11 +571,11 @@ class _Tree:
         self.hints: list[str] = []
         self.notes: list[str] = []
         self.idle: list[Rule] = []
-        # Whether leaves are missing because a rule failed: then later ones may well match nothing.
+        # Whether a rule failed and leaves are missing. Then later rules may match nothing.
         self.incomplete = False
 
     def ignore(self, globs: Sequence[str]) -> None:
-        """Drops the leaves that globs match and no rule has applied to."""
+        """Drops the leaves that globs match and no rule applied to."""
         untouched = [leaf for leaf, _ in self.under(globs) if leaf.last is None]
         gone = {leaf.source: leaf for leaf in untouched if leaf.source is not None}
         if gone:
@@ -584,7 +584,7 @@ class _Tree:
             self.drop(leaf)
 
     def under(self, globs: Sequence[str]) -> list[tuple[_Leaf, str]]:
-        """The leaves that globs name, with the first that does."""
+        """The leaves that globs match, each with the first such glob."""
         leaves = {tree.glob_text(self.path(leaf)): leaf for leaf in self.here.values() if globs}
         found: dict[str, str] = {}
         for glob in globs:
@@ -599,7 +599,7 @@ class _Tree:
             self.dropped.append(leaf.source)
 
     def fill(self, rule: Rule, fill: Zeros, found: Sequence[Sequence[_Leaf]]) -> None:
-        """Makes leaves of a constant, or takes those away that must be that constant."""
+        """Creates leaves of a constant, or drops leaves that must hold it."""
         for text in rule.places:
             if text in self.here:
                 self.problem(rule, text, "that leaf exists already")
@@ -652,7 +652,7 @@ class _Tree:
 
     def alone(self, rule: Rule, leaf: _Leaf) -> _Move | None:
         """What a rule does to one leaf; None if it only renames and changes nothing. (A rule for a
-        whole path says that this is so, and always applies.)"""
+        whole path always applies.)"""
         before, value, divided = leaf.text, self.operated(rule, leaf), rule.regroup
         if not isinstance(divided, Divided):
             after = before if rule.to is None else self.replaced(rule, rule.to, before)
@@ -671,7 +671,7 @@ class _Tree:
         return _Move([before], after, parts if len(after) == len(parts) else [None] * len(after))
 
     def operated(self, rule: Rule, leaf: _Leaf) -> Value | None:
-        """The value of a leaf after what a rule does to each; None if that does not fit."""
+        """The value of a leaf after the operations on each leaf; None if they do not fit."""
         value = leaf.value
         for kind in rule.each:
             if value is not None:
@@ -685,14 +685,14 @@ class _Tree:
     def replaced(
         self, rule: Rule, replacement: Replacement, text: str, position: int | None = None
     ) -> str | None:
-        """A printed path with its matches replaced; None if that cannot be."""
+        """A printed path with its matches replaced; None if that fails."""
         with self.telling(rule, text):
             return replacement.replaced(rule.patterns[0], text, lambda m: rule.names(m, position))
         return None
 
     @contextlib.contextmanager
     def telling(self, rule: Rule, where: str) -> Iterator[None]:
-        """Notes why a rule does not fit, and whether it lacks a path for a leaf."""
+        """Records why a rule does not fit, and whether a leaf has no new path."""
         try:
             yield
         except TreeMismatchError as error:
@@ -704,7 +704,7 @@ class _Tree:
     def gathered(
         self, rule: Rule, gathered: Gathered, found: Sequence[Sequence[_Leaf]]
     ) -> list[_Move]:
-        """Leaves that would get the same path as one."""
+        """Joins leaves with the same new path."""
         groups: dict[str, dict[int, list[_Leaf]]] = {}
         seen: set[_Leaf] = set()
         for position, hits in enumerate(found):
@@ -734,8 +734,7 @@ class _Tree:
     def wrong_pieces(
         rule: Rule, pieces: Mapping[int, Sequence[_Leaf]], found: Sequence[Sequence[_Leaf]]
     ) -> list[str]:
-        """What keeps pieces from being a whole. A regex that matches nothing at all is told of
-        elsewhere."""
+        """Why pieces cannot be joined. Regexes that match nothing are reported elsewhere."""
         wrong = [
             f"{' and '.join(leaf.text for leaf in leaves)} would both be its piece {piece}"
             for piece, leaves in sorted(pieces.items())
@@ -754,7 +753,7 @@ class _Tree:
         ]
 
     def carry_out(self, rule: Rule, moves: Sequence[_Move]) -> None:
-        """Moves leaves, all at once."""
+        """Moves all leaves at the same time."""
         places = [min(self.here.pop(text).place for text in move.before) for move in moves]
         new: dict[str, _Move] = {}
         for move, place in zip(moves, places, strict=True):
@@ -794,13 +793,13 @@ class _Tree:
         self.problems.append(f"{rule}: {where}: {text}")
 
     def result(self, rules: Map) -> MapResult:
-        """The result, once all rules are applied."""
+        """The result after all rules."""
         last = sorted(self.here.values(), key=lambda leaf: leaf.place)
         paths = [self.path(leaf) for leaf in last]
         if not self.incomplete:
             self.check_tree(last, paths)
         for leaf, glob in self.under((*rules.initial, *rules.optional)):
-            # What is in a module of that name may be made: the target may have a leaf of it, too.
+            # Leaves below a module of that name may be made.
             exact = tree.compile_glob(glob).fullmatch(tree.glob_text(self.path(leaf)))
             if leaf.last is not None and exact:
                 self.problem(leaf.last, leaf.text, f"`init` has `{glob}`, but it is made here")
@@ -819,7 +818,7 @@ class _Tree:
         return MapResult(found, rules.to or "", *outside, tuple(self.notes), tuple(self.idle))
 
     def path(self, leaf: _Leaf) -> Path:
-        """The path that rules have given a leaf."""
+        """The path that rules gave a leaf."""
         if leaf.last is None and leaf.source is not None:
             return leaf.source
         try:
@@ -831,7 +830,7 @@ class _Tree:
             return (leaf.text,)
 
     def check_tree(self, leaves: Sequence[_Leaf], paths: Sequence[Path]) -> None:
-        """Finds leaves that would be in one place or below each other."""
+        """Finds leaves with the same path, and leaves below other leaves."""
         for other, leaf, above in tree.overlaps(zip(leaves, paths, strict=True)):
             problem = f"{other.text} and {leaf.text} are one path"
             if above:

@@ -1,15 +1,15 @@
-"""A conversion as the text of a map file that says all of it, in as few rules.
+"""A whole conversion as the text of a map file with few rules.
 
-One rule says rows of the map that differ in numbers alone, those of all leaves of a module, and
-those of numbered modules:
+One rule is for rows of the map that differ only in numbers, for all leaves of a module, or for
+numbered modules:
 
     params/layer_0/attn/q -> layers/0/attn/q
     params/layer_0/attn/k -> layers/0/attn/k      ^params/layer_(\\d+)/attn/  ->  layers/\\1/attn/
     params/layer_1/attn/q -> layers/1/attn/q
     params/layer_1/attn/k -> layers/1/attn/k
 
-A regex must not match what its rule is not for, on either side: it is written only where these are
-all that it matches of the paths that there ever are.
+A regex must match only the paths of its rule, on either side. This is checked against all paths
+that exist before or after any rule.
 """
 
 import collections
@@ -47,25 +47,25 @@ _ORIGINS = """\
 # Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
 # the order of modules of one class (structure).
 """
-# What the user fills in in a path of a rule that is shown.
+# Stands for a name that the user must fill in.
 NAME = "NAME"
 _WIDTH = 100
-# Of a leaf that is open, as the comment of its rule has them.
+# Candidates of an open leaf that the comment of its rule lists.
 MAX_CANDIDATES = 8
 _JOINS = operations.Concat | operations.Stack | operations.Equal
 _PARTS = operations.Split | operations.Unstack
 # The key and the value of a rule's operation.
 Setting = tuple[str, Any] | None
 _DIGITS = re.compile(r"(\d+)")
-# A text with its numbers at odd places; None where they count the pieces of a whole.
+# A text with its numbers at odd places; None in the place of a number that counts pieces.
 Parted = tuple[str | None, ...]
-# Of a number in a line: which side, which text of it, and where in that.
+# The place of a number in a line: the side, the text of that side, and the place in it.
 _Place = tuple[int, int, int]
 
 
 class Block(NamedTuple):
-    """Rows that one rule says: their places among all rows, and their paths before and after. If
-    the only path of several pieces has the group 0, that is the number of the piece."""
+    """Rows that one rule describes: their places among all rows, and their paths before and after.
+    If one path stands for several pieces, its group 0 is the number of the piece."""
 
     rows: tuple[int, ...]
     inputs: tuple[PathTemplate, ...]
@@ -79,18 +79,18 @@ def write_map(
     own: Collection[Path] = (),
     others: Collection[Path] = (),
 ) -> str:
-    """The text of a map file that `read_map` and `apply_map` make the same map of, and `inverse`
-    and `apply_map` the way back. Rules that say more than their own leaves are not written.
+    """The text of a map file. `apply_map` makes the same map of it, and `inverse` its inverse. No
+    rule matches more than its own leaves.
 
     Args:
       found: the map.
-      initial: globs of leaves of the target that keep the model's own initial value.
+      initial: globs of target leaves that keep the model's own initial value.
       to: the API that it converts to, `"nnx"` or `"linen"`.
-      own: more leaves of the target that do.
-      others: leaves of either side that the map says nothing of.
+      own: more such leaves of the target.
+      others: leaves of either side that are not in the map.
 
     Raises:
-      TreeMismatchError: a leaf is made of values that were given.
+      TreeMismatchError: a leaf is made of values in memory.
     """
     drops = [Row((path,), (), None, "map") for path in found.dropped]
     rows, settings = [*drops, *found.sequence()], []
@@ -140,13 +140,13 @@ def draft_map(
     open_rows: Sequence[Row],
     missing: Collection[Path],
 ) -> str:
-    """The text of a map file of what is decided, with `TODO` for the user to replace.
+    """The text of a map file for the decided leaves, with a `TODO` for each open leaf.
 
     Args:
       decided, to, own: as for `write_map`.
-      open_rows: leaves of the source that are open, each with the leaves of the target that it may
-        be or, by an operation, may become.
-      missing: leaves of the target that are none of these.
+      open_rows: open leaves of the source, each with the target leaves that it may become, perhaps
+        by an operation.
+      missing: other target leaves without a source.
     """
     others = {*missing, *(path for row in open_rows for path in (*row.inputs, *row.outputs))}
     resets = [f"{TODO} {format_glob(path)}" for path in missing]
@@ -182,7 +182,7 @@ def _written(
 
 
 def _says(text: str, found: LeafMap, own: Collection[Path]) -> bool:
-    """Whether a text says a map, in both directions if it has both."""
+    """Whether a text describes a map, in both directions if both exist."""
     values: dict[Path, Value] = {
         p: value
         for p, value in found.values.items()
@@ -221,7 +221,7 @@ def _are(found: LeafMap, values: Mapping[Path, Value], dropped: Collection[Path]
 
 
 def _rule_text(row: Row, setting: Setting, block: Block) -> str:
-    """The rule of a block of rows like this one."""
+    """The rule for a block of rows that are like this row."""
     sources = [template.pattern().text for template in block.inputs]
     paths = [template.replacement(block.inputs[0]).text for template in block.outputs]
     numbers = block.inputs[0].groups
@@ -245,15 +245,15 @@ def _rule_text(row: Row, setting: Setting, block: Block) -> str:
 
 
 def rules_of(rows: Sequence[Row], leaves: Mapping[Path, Shape]) -> list[str]:
-    """Rules for rows on leaves of these shapes."""
+    """The rules for rows on leaves of these shapes."""
     settings = [_setting(row.operation, [leaves[path] for path in row.inputs]) for row in rows]
     blocks = blocks_of(rows, list(map(repr, settings)), leaves)
     return [_rule_text(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks]
 
 
 def renaming_rules(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path]) -> list[str]:
-    """What rules say, less `[[rule]]`, that rename some of the leaves: paths before and after, and
-    whether these are of leaves, or else of modules. The user replaces `NAME` in a path after."""
+    """The bodies of rules that rename some leaves or modules: the path before, the path after, and
+    whether they are paths of leaves. The user replaces `NAME` in a path after."""
     pairs = list(dict.fromkeys(pairs))
     rules = []
     for block in _renamed(pairs, leaves):
@@ -269,8 +269,8 @@ def renaming_rules(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[
 def unstacking_rules(
     pairs: Iterable[tuple[Path, Path]], leaves: Collection[Path], axes: Sequence[int]
 ) -> list[str]:
-    """Rules that unstack modules, along the first of several axes that it may be: their paths, and
-    what those of the layers begin with."""
+    """Rules that unstack modules: pairs of a module's path and the beginning of its layers' paths.
+    They take the first of several possible axes."""
     rules = []
     for block in _renamed(((*pair, False) for pair in pairs), leaves):
         before, after = block.inputs[0], block.outputs[0]
@@ -283,7 +283,7 @@ def unstacking_rules(
 
 
 def _renamed(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path]) -> list[Block]:
-    """Paths before and after, and whether they are of leaves, as few blocks."""
+    """Pairs of paths, as for `renaming_rules`, as few blocks."""
     groups: dict[Hashable, list[_Line]] = {}
     ever = {*leaves}
     for place, (before, after, whole) in enumerate(pairs):
@@ -297,7 +297,7 @@ def _renamed(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path])
 
 
 def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
-    """The key and the value of an operation on leaves of these shapes, less what paths have."""
+    """The key and the value of an operation on leaves of these shapes, without paths."""
     match operation:
         case None:
             return None
@@ -343,13 +343,13 @@ def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
 
 
 def _assigned(key: str, value: Any) -> str:
-    """A line of TOML; a list that makes it long is broken into lines."""
+    """A key and its value in TOML. A long list is broken into lines."""
     line = f"{key} = {_toml(value)}"
     return line if len(line) <= _WIDTH else f"{key} = {_toml(value, broken=True)}"
 
 
 def _toml(value: Any, broken: bool = False) -> str:
-    """A value as TOML; if it is to be broken, with a line for each text of a list."""
+    """A value as TOML. If `broken`, each text of a list has its own line."""
     if isinstance(value, str):
         return toml_text(value)
     if isinstance(value, Mapping):
@@ -364,8 +364,8 @@ def _toml(value: Any, broken: bool = False) -> str:
 
 
 class _Line(NamedTuple):
-    """A row, or all rows of a module: their places, the paths before and after, and how many these
-    are. `whole`: whether they are paths of leaves."""
+    """A row, or all rows of a module: their places, the paths before and after, and the numbers of
+    these paths. `whole`: whether they are paths of leaves."""
 
     rows: tuple[int, ...]
     sides: tuple[tuple[Parted, ...], tuple[Parted, ...]]
@@ -374,7 +374,7 @@ class _Line(NamedTuple):
 
     @property
     def letters(self) -> Hashable:
-        """It without its numbers."""
+        """The line without its numbers."""
         texts = [text for side in self.sides for text in side]
         nones = tuple(place for text in texts for place, n in enumerate(text) if n is None)
         return (self.whole, len(self.sides[0]), nones, *(text[::2] for text in texts))
@@ -383,18 +383,19 @@ class _Line(NamedTuple):
 def blocks_of(
     rows: Sequence[Row], settings: Sequence[Hashable], others: Collection[Path]
 ) -> list[Block]:
-    """Rows as few blocks, in an order in which they can be carried out, one after another.
+    """Rows as few blocks, in an order in which they can be carried out.
 
     Args:
-      rows: the rows, each on what earlier ones have left; one without outputs drops a leaf.
-      settings: what else a rule says of each row, but its paths.
-      others: paths of leaves, on either side, that no row is for.
+      rows: the rows. Each applies to the result of earlier rows. A row without outputs drops a
+        leaf.
+      settings: the rest of each row's rule, without its paths.
+      others: paths of leaves, on either side, that are in no row.
     """
     ever = {*others, *(path for row in rows for path in (*row.inputs, *row.outputs))}
     levels = _levels(rows)
     kinds: list[Hashable] = []
     for place, row in enumerate(rows):
-        # A regex rule that changes nothing is refused: a row that does so is for itself.
+        # A regex rule that changes no path is refused, so such a row has its own rule.
         still = row.operation is None and row.inputs == row.outputs
         kinds.append((row.origin, levels[place], settings[place], place if still else None))
     paths, left, found = _Paths(rows, ever), {*range(len(rows))}, []
@@ -414,7 +415,7 @@ def blocks_of(
 
 
 def _levels(rows: Sequence[Row]) -> list[int]:
-    """For each row how many follow from one another up to it. Rows of one level share no path."""
+    """For each row its depth among rows that share a path. Rows of one level share no path."""
     at: dict[Path, int] = {}
     levels: list[int] = []
     for row in rows:
@@ -426,11 +427,11 @@ def _levels(rows: Sequence[Row]) -> list[int]:
 
 
 def _modules(rows: Sequence[Row], kinds: Sequence[Hashable], ever: Collection[Path]) -> list[_Line]:
-    """Modules all of whose leaves get the same relative paths in another one, outer ones first."""
+    """Modules whose leaves all keep their relative paths in another module, outer modules first."""
     below = collections.Counter(path[:end] for path in ever for end in range(1, len(path)))
     members: dict[tuple[Path, Path, Hashable], list[int]] = {}
     for place, row in enumerate(rows):
-        if row.operation is None and row.outputs:  # what is dropped is named by leaf
+        if row.operation is None and row.outputs:  # dropped leaves have rules of their own
             before, after = row.inputs[0], row.outputs[0]
             while before[1:] and after[1:] and before[-1] == after[-1]:
                 before, after = before[:-1], after[:-1]
@@ -443,7 +444,7 @@ def _modules(rows: Sequence[Row], kinds: Sequence[Hashable], ever: Collection[Pa
 
 
 def _line(row: Row, place: int, counted: bool = True) -> _Line:
-    """A row, with the paths of numbered pieces as one if these are to be counted."""
+    """A row. If `counted`, the paths of numbered pieces are one text."""
     before, after = (tuple(map(_parted, side)) for side in (row.inputs, row.outputs))
     if counted and isinstance(row.operation, operations.Concat | operations.Stack):
         before = _counted(before)
@@ -453,7 +454,7 @@ def _line(row: Row, place: int, counted: bool = True) -> _Line:
 
 
 def _counted(texts: tuple[Parted, ...]) -> tuple[Parted, ...]:
-    """Texts that count from 0 in one place, and are the same elsewhere, as one."""
+    """Texts that differ only in one number, which counts from 0, as one text."""
     if len({text[::2] for text in texts}) > 1:
         return texts
     columns = list(zip(*texts, strict=True))
@@ -468,8 +469,8 @@ def _parted(path: Path) -> Parted:
 
 
 def _groups(varying: Mapping[_Place, Sequence[Any]], shift: bool) -> dict[_Place, Group]:
-    """Groups for places where numbers vary, the same one for the same numbers. `shift`: also for
-    those that differ from others by as much everywhere."""
+    """Groups for places whose numbers vary. Places with the same numbers share a group. With
+    `shift`, so do places whose numbers differ by a constant."""
     first: dict[Any, tuple[int, int]] = {}
     groups = {}
     for place, column in varying.items():
@@ -497,7 +498,7 @@ def _block(lines: Sequence[_Line], numbers: Mapping[_Place, Group]) -> Block:
 
 
 class _Paths:
-    """All paths that there ever are, and the modules that they are in."""
+    """All paths before and after any rule, and the modules that they are in."""
 
     def __init__(self, rows: Sequence[Row], ever: Collection[Path]):
         self._rows = rows
@@ -509,8 +510,8 @@ class _Paths:
                 self._known.setdefault((whole, _parted(path)[::2]), []).append(text)
 
     def folded(self, lines: Sequence[_Line], shift: bool = False) -> list[Block]:
-        """Lines that differ in numbers alone as few blocks. `shift`: some may count from another
-        number than others."""
+        """Lines that differ only in numbers, as few blocks. With `shift`, the numbers may differ by
+        a constant."""
         if not lines:
             return []
         first = lines[0]
@@ -528,7 +529,7 @@ class _Paths:
             return [block]
         if not count:
             return [_block([_line(self._rows[first.rows[0]], first.rows[0], False)], {})]
-        # Numbers that are not on both sides, or else those that there are fewest of, stay.
+        # Split by a number that is not on both sides, or else by the one with the fewest values.
         sides: dict[Any, set[tuple[int, int]]] = {}
         for key, column in varying.items():
             sides.setdefault(column, set()).add(key[:2])
@@ -540,8 +541,8 @@ class _Paths:
         return [block for part in parts.values() for block in self.folded(part, shift)]
 
     def _fits(self, lines: Sequence[_Line], block: Block, count: int) -> bool:
-        """Whether all paths of a block have so many groups, on each side in one order, and its
-        regexes match no other paths than those of its lines."""
+        """Whether all paths of a block have `count` groups, in one order on each side, and its
+        regexes match only the paths of its lines."""
         if not count and not any(None in text for side in lines[0].sides for text in side):
             return True
         sides = zip((block.inputs, block.outputs), lines[0].sides, (0, 1), strict=True)

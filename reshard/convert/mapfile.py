@@ -49,26 +49,26 @@ from reshard.convert.user_code import load_function
 from reshard.errors import ArgumentError, ReshardError
 from reshard.tree import split_path
 
-# What a map of a refused conversion has in the place of what is open.
+# Stands for an open leaf in the draft map of a refused conversion.
 TODO = "TODO"
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack", "equal")
 _EACH = ("apply", "scale", "add", "interleave", "deinterleave", "rope")
 _EACH += ("transpose", "reshape", "pad", "crop")
-# Names in the braces of a replacement, less those of groups.
+# Names in the braces of a replacement, except names of groups.
 _NAME = re.compile(r"(?<![\\<\w])[^\W\d]\w*")
-# Tables and lists inside one another, of which files of rules have six.
+# Levels of nested tables and lists. Map files have six.
 _MAX_LEVELS = 50
 _LARGEST = 1 << 63
 Form = tuple[Callable[[Any], bool], str]
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A TOML document, in which nothing is too deep or too large to be looked at and shown.
+    """A TOML document without deep nesting and huge numbers, which could not be shown.
 
     Raises:
       OSError: it cannot be read.
-      ValueError: it is no TOML, it is nested too deeply, or a number has more than TOML's 64 bits.
+      ValueError: it is not TOML, is nested too deeply, or has a number of more than 64 bits.
     """
     return _parsed(pathlib.Path(path).read_bytes().decode())
 
@@ -95,8 +95,8 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) -> Map:
-    """The rules of a map file, whose expressions may name these numbers. Raises ArgumentError: it
-    is no such file; all that is wrong with its rules, or still to be done."""
+    """The rules of a map file, whose expressions may name these numbers. Raises ArgumentError: the
+    file cannot be read, has a `TODO` left, or its rules are wrong: all problems."""
     try:
         text = pathlib.Path(path).read_bytes().decode()
         document = _parsed(text)
@@ -121,8 +121,8 @@ def config_numbers(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {}) -> Map:
-    """The rules of the document in a map file of this name, whose expressions may name these
-    numbers. Raises ArgumentError: all that is wrong with them."""
+    """The rules of the document of a map file, whose expressions may name these numbers. Raises
+    ArgumentError: all problems of the rules."""
     problems: list[str] = []
     known = dict(numbers)
     top = _Table("the file", document, problems, (), known)
@@ -198,8 +198,8 @@ _NUMERIC = (_INT, _INTS, _SIZES, _NUMBER, _FACTOR, _WIDTHS, _NEW_SHAPE)
 
 
 class _Table:
-    """A table of the file, whose keys are taken one by one; what is wrong is put on a list. Of a
-    rule's tables `patterns` are the regexes. Expressions may name the `numbers`."""
+    """A table of the file. Its keys are taken one by one, and its problems are collected.
+    `patterns` are the regexes of the table's rule. Expressions may name the `numbers`."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class _Table:
         self.numbers = numbers
 
     def take(self, key: str, form: Form, needed: bool = False) -> Any:
-        """The value of a key; None if it has none, or not of this form."""
+        """The value of a key; None if it is missing or has another form."""
         value = self.table.pop(key, None)
         fits, words = form
         if form in _NUMERIC:
@@ -279,7 +279,7 @@ class _Table:
             return None
 
     def nothing_else(self) -> None:
-        """All keys must have been taken."""
+        """Reports the keys that were not taken."""
         for key in self.table:
             first = ": put it before the first rule" if key in ("init", "to") else ""
             self.wrong(f"`{key}` is not known{first}")
@@ -351,7 +351,7 @@ def _filled(number: int, entry: _Table) -> Rule | None:
 
 
 def _check_keys(entry: _Table, several: bool) -> None:
-    """Says which keys of a rule do not go together, or are missing."""
+    """Reports keys of a rule that are missing or cannot be combined."""
     keys = set(entry.table)
     if "fill" in keys:
         if keys & {"drop", "nest", "optional", *_EACH, *_REGROUP} or ("to" in keys) == bool(
@@ -401,7 +401,7 @@ def _nest(entry: _Table) -> Nest | None:
 
 
 def _each(entry: _Table) -> tuple[Each, ...]:
-    """What a rule does to each leaf."""
+    """The operations of a rule on each leaf."""
     each: list[Each] = [*_applied(entry)]
     if isinstance(entry.table.get("scale"), dict):
         if values := entry.fields("scale", {"by": _FACTOR}, {"rounds": _TRUE}):

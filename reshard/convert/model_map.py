@@ -1,5 +1,5 @@
-"""The map of a model's leaves: what a map file says, in whichever direction it was written, and
-what the alignment of both models makes of the rest.
+"""The map of a model's leaves: the rules of a map file, written for either direction, and the
+alignment of both models for the other leaves.
 
 Models are aligned from Linen to NNX; the other direction is the inverse.
 """
@@ -32,7 +32,7 @@ from reshard.convert.module_tree import (
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_glob, format_path, glob_text, named_by, nearest
 
-# What a map fixes is evidence for what it leaves open: what contradicts it is not decided.
+# The rules of a map are evidence for other leaves. An alignment that contradicts them is dropped.
 #
 # Two things follow from where a map puts a leaf.
 #
@@ -43,29 +43,29 @@ from reshard.tree import Path, format_glob, format_path, glob_text, named_by, ne
 #   modules in different orders; then those of other classes beside them may be in another order
 #   too, there and in modules of the same class.
 #
-# And one from the axes of a leaf that it moves: what has the same shape in a layer of the same
-# class may lie as that does.
+# One thing follows if a map reorders the axes of a leaf: leaves of the same shape in layers of the
+# same class may have their axes in that order, too.
 
 _REASON = "the map has others beside them in another order than NNX defines them in"
 _MOVED = "the map moves the axes of others of its class and shape"
 _NUMBER = re.compile(r"\d+")
 
 Keys = tuple[str, ...]
-# A leaf of Linen's, the collection first, and the leaf of NNX's that it is, or is a part of.
+# A Linen leaf, with its collection, and the NNX leaf that it becomes, or becomes a part of.
 Pair = tuple[Keys, Keys]
 
 
 def ordered(
     said: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str = "nnx"
 ) -> Alignment:
-    """What was found, less what a map contradicts: that is open.
+    """An alignment without the leaves that a map contradicts.
 
     Args:
-      said: what the map says.
-      found: what structure says of the leaves that it leaves open.
+      said: the map of the rules.
+      found: the alignment of the other leaves.
       linen: the outline of the Linen model, without the map.
       nnx: the outline of the NNX model, without the map.
-      to: the API that the map's steps lead to.
+      to: the API that the rules convert to.
     """
     if not found.map.values:
         return found
@@ -73,14 +73,14 @@ def ordered(
 
 
 class _Evidence:
-    """What a map says beside what structure says."""
+    """Compares the rules of a map with an alignment."""
 
     def __init__(self, said: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str):
         self._found = found
         self._linen, self._nnx = by_path(linen), by_path(nnx)
         made = said.made_of()
         before: tuple[dict, dict] = (made, {}) if to == "nnx" else ({}, made)
-        # Paths that modules of both sides have without the map, by those that they have now.
+        # Paths of both sides' modules without the map, by their paths with the map.
         matched = found.map.made_of()
         sides = ([path for inputs in matched.values() for path in inputs], matched)
         self._was = tuple(
@@ -90,7 +90,7 @@ class _Evidence:
         self._by_map: list[Pair] = []
         self._by_structure: list[Pair] = []
         turned = {_text(path) for path in _turned(said)}
-        # Class and shape of leaves whose axes the map moves, and of others, by NNX's path.
+        # Class and shape of leaves whose axes the map reorders; and of other leaves, by NNX path.
         self._moved: set[Any] = set()
         self._unmoved: dict[Path, Any] = {}
         reached: set[Path] = set()
@@ -100,7 +100,7 @@ class _Evidence:
                 [_text(source) for path in paths for source in before[side].get(path, (path,))]
                 for side, paths in enumerate((inputs, [output]))
             ]
-            # The names that a map gives say where leaves go just as well.
+            # New names from a map are evidence, too.
             renamed = ends != [list(map(_text, inputs)), [_text(output)]]
             pairs = [(one, other) for one in ends[0] for other in ends[1]]
             value = found.map.values[output]
@@ -118,7 +118,7 @@ class _Evidence:
                 if pair[to == "linen"] in turned:
                     shape = said.values[path].shape
                     self._moved.add((_likeness(self._nnx, pair[1][:-1]), shape))
-        # Those of the map by the modules that they are in, of Linen's and of NNX's, and by leaf.
+        # The pairs of the map by the modules that contain them, in Linen and in NNX; and by leaf.
         self._below: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
         self._of_leaf: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
         for pair in self._by_map:
@@ -128,10 +128,10 @@ class _Evidence:
                     self._below[side].setdefault(keys[:end], []).append(pair)
 
     def kept(self) -> Alignment:
-        """What is found and not contradicted."""
+        """The alignment without contradicted leaves."""
         abstentions: list[Abstention] = []
-        whole: set[Keys] = set()  # modules of Linen's of which nothing is decided
-        own: set[Keys] = set()  # those of which only what is in submodules is
+        whole: set[Keys] = set()  # Linen modules without any decided leaf
+        own: set[Keys] = set()  # Linen modules with decided leaves only in their submodules
         by_class = {pair for group in self._found.groups for pair in group}
         for pair in self._found.modules:
             ambiguity = self._ambiguity(pair, pair in by_class)
@@ -172,8 +172,8 @@ class _Evidence:
         )
 
     def _ambiguity(self, pair: tuple[Path, Path], by_class: bool) -> Abstention | None:
-        """Why two modules that were found to be one are not; None if nothing is against it. Of
-        those that are one by their names only what is directly in them counts."""
+        """Why two aligned modules are not counterparts; None if no evidence is against it. For
+        modules that are aligned by name, only their direct leaves count."""
         now = tuple(map(_text, pair))
         then = [was.get(keys, {keys}) for keys, was in zip(now, self._was, strict=True)]
         for side, outlines in enumerate((self._nnx, self._linen)):
@@ -195,8 +195,8 @@ class _Evidence:
         return None
 
     def _is_also(self, side: int, pair: Pair, module: Keys, outline: Mapping[Keys, Module]) -> bool:
-        """Whether the map makes something else of a leaf, or it of something else, which is in this
-        module of the other side, where that belongs."""
+        """Whether the map also has another pair for the leaf, whose other end is in this module of
+        the other side, and belongs there."""
         found = (other for other in self._of_leaf[side][pair[side]] if other != pair)
         ends = ((other[0][1:], other[1])[1 - side] for other in found)
         return any(
@@ -205,8 +205,8 @@ class _Evidence:
         )
 
     def _against_order(self) -> Iterator[Any]:
-        """What `_parents` says of modules in which a map has those of one class in another order,
-        for those on both sides."""
+        """The likeness, as in `_parents`, of modules on both sides in which a map pairs submodules
+        of one class in another order."""
         places = _places(self._nnx)
         series: dict[Any, dict[int, list[tuple[Keys, bool]]]] = {}
         for said, pairs in ((True, self._by_map), (False, self._by_structure)):
@@ -230,11 +230,11 @@ class _Evidence:
                         yield 1, _likeness(self._nnx, common)
 
     def _names_before(self, keys: Keys) -> set[Keys]:
-        """The last keys of the paths that a module of Linen's has without the map."""
+        """The last keys of a Linen module's paths without the map."""
         return {was[-1:] for was in self._was[0].get(keys, (keys,))}
 
     def _parents(self, group: Sequence[tuple[Path, Path]]) -> set[Any]:
-        """What modules are alike to those that a group is in, on both sides."""
+        """The likenesses of the modules that contain a group, on both sides."""
         found = set()
         for linen, _ in group:
             for module in self._was[0].get(_text(linen), {_text(linen)}):
@@ -246,7 +246,7 @@ class _Evidence:
 
 
 def _turned(said: LeafMap) -> Iterator[Path]:
-    """The leaves whose axes a map moves, and whose shape stays the same."""
+    """The leaves whose axes a map reorders without changing the shape."""
     for call in said.calls():
         for value in call.inputs if isinstance(call.operation, Transpose) else ():
             if isinstance(value, Source) and call.shapes == (value.shape,):
@@ -258,8 +258,8 @@ def _text(path: Path) -> Keys:
 
 
 def _like(outline: Mapping[Keys, Module], module: Keys, place: Keys) -> Keys | None:
-    """The module around a place that could be this one as well, by its class or, if that is not
-    known, by what is in it; None if it is the module itself, or none."""
+    """The module around a place that could be confused with a module: it has the same class or, if
+    the class is unknown, the same parts. None if there is none, or it is the module itself."""
     this = outline.get(module)
     if this is None or this.kind in LISTS + DICTS:
         return None
@@ -275,7 +275,7 @@ def _like(outline: Mapping[Keys, Module], module: Keys, place: Keys) -> Keys | N
 
 
 def _places(outline: Mapping[Keys, Module]) -> dict[Keys, tuple[int, ...]]:
-    """Where modules are defined: numbers that sort in that order."""
+    """The places of modules, as numbers that sort in the order of definition."""
     found: dict[Keys, tuple[int, ...]] = {(): ()}
     pending: list[Keys] = [()]
     while pending:
@@ -287,7 +287,7 @@ def _places(outline: Mapping[Keys, Module]) -> dict[Keys, tuple[int, ...]]:
 
 
 def _common(one: Keys, other: Keys) -> Keys:
-    """The module that two are in."""
+    """The innermost module that contains two others."""
     end = 0
     while one[end : end + 1] == other[end : end + 1] and end < min(len(one), len(other)):
         end += 1
@@ -295,8 +295,8 @@ def _common(one: Keys, other: Keys) -> Keys:
 
 
 def _likeness(outline: Mapping[Keys, Module], path: Keys) -> Any:
-    """What modules have in common whose constructor is the same one: the class; if that is not
-    known, the path, apart from numbers in it."""
+    """A key that modules with the same constructor share: the class; or, if it is unknown, the path
+    without its numbers."""
     while path in outline and outline[path].kind in LISTS + DICTS and path:
         path = path[:-1]
     kind = outline[path].kind if path in outline else ""
@@ -327,7 +327,7 @@ class Side:
 
     @functools.cached_property
     def modules(self) -> Module:
-        """Its modules, as far as they are known."""
+        """Its modules; without the model, an outline from its leaves."""
         return self.known or outline(self.api, bare_leaves(self.shapes, self.dtypes))
 
 
@@ -340,17 +340,17 @@ def side_of(ckpt: Mapping[Path, Any], layout: Layout, known: Module | None = Non
 def by_map(
     rules: Map | None, source: Side, target: Side | None, left_out: Collection[Path] = ()
 ) -> MapResult:
-    """What a map file says about leaves: about those that its rules are for, of the source, or of
-    the target if it is run backwards. Leaves that it leaves open have no origin.
+    """The result of a map file's rules for source leaves; or for target leaves, if the map is used
+    in the opposite direction. Other leaves have no origin.
 
     Args:
-      rules: what is in the file, if there is one.
-      source: the leaves that are converted.
-      target: those that are to be made, if there is a model.
-      left_out: leaves that the source does not have any more.
+      rules: the rules, if there is a map file.
+      source: the source leaves.
+      target: the target leaves, if there is a model.
+      left_out: leaves that were dropped from the source.
 
     Raises:
-      TreeMismatchError: its rules do not apply.
+      TreeMismatchError: its rules do not fit.
     """
     to, shapes = OPPOSITE[source.api], source.shapes
     if rules is None:
@@ -403,8 +403,8 @@ def by_map(
 
 
 def _backwards(said: MapResult, shapes: Mapping[Path, Shape]) -> MapResult:
-    """What a map says that is run backwards: what it gives an initial value is left out of the
-    leaves that are converted, and what it drops keeps its own."""
+    """The result of a map that is used in the opposite direction: its initial leaves are left out
+    of the source, and its dropped leaves keep their initial values."""
     texts = {glob_text(path): path for path in shapes}
     may = {text for glob in said.optional for text in named_by(texts, glob)}
     named = may.union(*(named_by(texts, glob) for glob in said.initial))
@@ -422,14 +422,14 @@ def _backwards(said: MapResult, shapes: Mapping[Path, Shape]) -> MapResult:
 def model_map(
     said: MapResult, source: Side, target: Side, initial: Collection[Path]
 ) -> tuple[LeafMap, Alignment]:
-    """The map of the model's leaves, and what was found of those that a map file leaves open.
-    Leaves of the source that nothing is found for stay.
+    """The map of the model's leaves, and the alignment of the leaves without a rule. Source leaves
+    without a counterpart stay.
 
     Args:
-      said: what the map file says.
-      source: the leaves that are converted.
-      target: those that are to be made.
-      initial: those of them that keep their initial value.
+      said: the result of the map file.
+      source: the source leaves.
+      target: the target leaves.
+      initial: target leaves that keep their initial value.
     """
     backwards = said.to == source.api
     start, end = (target, source) if backwards else (source, target)
@@ -456,7 +456,7 @@ def model_map(
 
 
 def _aligned(said: MapResult, start: Side, end: Side, gone: Collection[Path]) -> Alignment:
-    """What is found of the leaves that a map leaves open."""
+    """The alignment of the leaves without a rule."""
     rest = {p: s for p, s in said.map.shapes.items() if p not in gone and p not in said.unexpected}
     made = {path: sources for path, sources in said.map.made_of().items() if path in rest}
     before = {path: made.get(path, [path]) for path in rest}

@@ -1,4 +1,4 @@
-"""A tree rewritten as another by a map alone: no model, and no framework."""
+"""Rewrite a tree as another tree by a map alone, without a model and its framework."""
 
 import dataclasses
 import os
@@ -70,7 +70,7 @@ def remap(
 def _problems(
     rules: Map, found: LeafMap, leaves: Mapping[Path, Leaf], reverse: bool
 ) -> Iterator[str]:
-    """What stands against a map where there is no model."""
+    """Why a map cannot be used without a model."""
     for glob in () if reverse else rules.initial:
         yield f"`init` has `{glob}`, and only a model has initial values"
     for call in found.calls():

@@ -1,12 +1,12 @@
 """The two texts of a map rule. Pure.
 
-A pattern is a regex that is searched for in printed paths. A replacement is what `re.sub` takes,
-with back-references, and between braces it may hold arithmetic over those that are whole numbers:
+A pattern is a regex that is searched for in printed paths. A replacement is one for `re.sub`, with
+back-references. Between braces it may have arithmetic on back-references to whole numbers:
 
     stages/{\\1 // 4}/blocks/{\\1 % 4}/
 
-`+ - * // %`, parentheses, numbers, back-references and the names that a rule gives are all there
-is; `{{` and `}}` are the braces themselves.
+Arithmetic has `+ - * // %`, parentheses, numbers, back-references and the names that a rule
+defines. `{{` and `}}` are the braces themselves.
 """
 
 import ast
@@ -25,7 +25,7 @@ _WHOLE_PATH = re.compile(r"\^((?:[^\\.^$*+?{}\[\]|()]|\\[^a-zA-Z0-9])*)\$")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _BRACES = re.compile(r"\{\{|\}\}|\{(?P<sum>[^{}]*)\}|[{}]")
 _REFERENCE = re.compile(r"\\(?:g<(\w+)>|(\d+))")
-# What arithmetic on whole numbers, and on all numbers, may be made of.
+# The nodes that arithmetic on whole numbers, and on all numbers, may have.
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -41,22 +41,22 @@ _ALL = (*_WHOLE, ast.Div, ast.Pow)
 _LARGEST = 1 << 53
 # Characters of an expression: as deep as it can be nested.
 _MAX_EXPRESSION = 200
-# What templates are made of: groups, and texts.
+# The parts of templates: groups and texts.
 _PATTERN = re.compile(r"(\(\\d\+\))|\\([1-9]\d?)|\\([^a-zA-Z0-9])|([^\\.^$*+?{}\[\]|()])")
 _REPLACEMENT = re.compile(r"\\(?:g<([1-9]\d?)>|([1-9]\d?))|(\\)\\|([^\\]+)")
 Names = Mapping[str, int]
 
 
 class Arithmetic(NamedTuple):
-    """What is between braces: a Python expression in which back-references are names (`_1`,
-    `_layer`), and all of its names."""
+    """The content of braces: a Python expression, with names (`_1`, `_layer`) for back-references,
+    and all of its names."""
 
     source: str
     tree: ast.expr
     names: frozenset[str]
 
     def value(self, match: re.Match[str], names: Names) -> int:
-        """Its value; raises ValueError if there is none."""
+        """Its value. Raises ValueError if it has no value."""
         known = {}
         for name in self.names:
             group = name.removeprefix("_")
@@ -74,8 +74,8 @@ class Pattern:
 
     Attributes:
       text: the regex.
-      literal: the one path that it matches, if it is a whole path: `^params/w$`. Such a pattern is
-        looked up and never compiled, which would take longer than all else for 100,000 of them.
+      literal: the only path that it matches, if it is a whole path: `^params/w$`. Such a pattern
+        is looked up and never compiled. Compiling 100,000 patterns would take too long.
     """
 
     text: str
@@ -106,12 +106,12 @@ def whole_path(text: str) -> Pattern:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replacement:
-    """What takes the place of a match.
+    """The replacement of a match.
 
     Attributes:
-      text: as it is written.
+      text: its text in the file.
       parts: templates of `re.sub`, and arithmetic.
-      constant: the same text for every match, if that is so.
+      constant: the replacement of every match, if it is the same.
     """
 
     text: str
@@ -119,7 +119,7 @@ class Replacement:
     constant: str | None
 
     def expanded(self, match: re.Match[str], names: Names) -> str:
-        """What takes the place of this match. Raises ValueError: the arithmetic has no answer."""
+        """The replacement of this match. Raises ValueError: its arithmetic has no value."""
         if self.constant is not None:
             return self.constant
         texts = []
@@ -153,7 +153,7 @@ def parse_replacement(
       names: the names that arithmetic may use.
 
     Raises:
-      ValueError: a group or a name that there is not, or what is between braces is not arithmetic.
+      ValueError: it refers to a missing group or name, or braces do not hold arithmetic.
     """
     if not set(text) & set("\\{}"):
         return Replacement(text, (text,), text)
@@ -198,20 +198,20 @@ def evaluate(text: str, numbers: Mapping[str, float]) -> float:
 
 
 def literal_replacement(text: str) -> Replacement:
-    """The replacement that is this text for every match."""
+    """The replacement of every match by this text."""
     escaped = text.replace("\\", "\\\\").replace("{", "{{").replace("}", "}}")
     return Replacement(escaped, (text.replace("\\", "\\\\"),), text)
 
 
 def toml_text(text: str) -> str:
-    """A text as TOML: as it is, where quotes and what it holds allow that."""
+    """A text as TOML, unescaped if possible."""
     if text.isprintable() and "'''" not in text:
         return f"'''{text}'''" if "'" in text else f"'{text}'"
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def number(text: str) -> int:
-    """A whole number, zero or more. Raises ValueError: it is none."""
+    """A whole number, zero or more, from its text. Raises ValueError: it is not such a number."""
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"`{text}` is not a number")
     return int(text)
@@ -228,7 +228,7 @@ def _check_templates(templates: Sequence[str], regexes: Sequence[re.Pattern[str]
 def _arithmetic(
     text: str, regexes: Sequence[re.Pattern[str]], names: Collection[str]
 ) -> Arithmetic:
-    """What is between braces; raises ValueError if it is not arithmetic over groups and names."""
+    """The arithmetic in braces. Raises ValueError if it is not arithmetic on groups and names."""
     source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
     tree, used = _expression(f"{{{text}}}", source, _WHOLE, (int,))
     for name in sorted(used - {*names}):
@@ -247,7 +247,8 @@ def _arithmetic(
 def _expression(
     text: str, source: str, nodes: tuple[type, ...], constants: tuple[type, ...]
 ) -> tuple[ast.expr, frozenset[str]]:
-    """The tree of an expression of these nodes, and its names. Raises ValueError: it is none."""
+    """The tree of an expression that has only these nodes, and its names. Raises ValueError for any
+    other text."""
     if len(text) > _MAX_EXPRESSION:
         raise ValueError(f"`{text[:40]}...` is longer than {_MAX_EXPRESSION} characters")
     try:
@@ -280,19 +281,19 @@ def _evaluated(node: ast.AST, names: Mapping[str, Any]) -> Any:
     raise ValueError(f"`{ast.unparse(node)}` is not arithmetic")
 
 
-# What patterns and replacements are that can change places.
+# Patterns and replacements that can be exchanged, for the opposite direction.
 
 
 class Group(NamedTuple):
-    """The number that a group of a pattern has found, and one more or less. Group 0 is the position
-    of a part, `{}` in a replacement."""
+    """The number that a group of a pattern matched, plus `more`. Group 0 is the position of a part,
+    `{}` in a replacement."""
 
     number: int
     more: int = 0
 
 
 class PathTemplate(NamedTuple):
-    """A printed path, or the beginning of one, in which numbers are left open.
+    """A printed path, or its beginning, with groups in the place of numbers.
 
         ^params/layer_(\\d+)/w$   ('params/layer_', Group(1), '/w')
         ^params/layer_(\\d+)/     for all that is in a module: ('params/layer_', Group(1), '/')
@@ -300,7 +301,7 @@ class PathTemplate(NamedTuple):
 
     Attributes:
       pieces: texts and groups.
-      whole: whether it is all of the path, and not the name of a module with a slash behind.
+      whole: whether it is a whole path, and not a module's path with a slash at its end.
     """
 
     pieces: tuple[str | Group, ...]
@@ -308,7 +309,7 @@ class PathTemplate(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Iterable[str | Group], whole: bool) -> "PathTemplate":
-        """One of pieces, of which texts may follow each other."""
+        """A template of pieces. Neighbouring texts are joined."""
         found: list[str | Group] = []
         for piece in pieces:
             if isinstance(piece, str) and found and isinstance(found[-1], str):
@@ -325,14 +326,14 @@ class PathTemplate(NamedTuple):
 
     @property
     def glob(self) -> str:
-        """A glob for what the pattern matches, and for other texts in the place of numbers."""
+        """A glob for the paths that the pattern matches, with `*` for each number."""
         text = "".join("\uffff" if isinstance(piece, Group) else piece for piece in self.pieces)
         keys = split_path(text if self.whole else text.removesuffix("/"))
         return format_path(tuple(glob_key(key).replace("\uffff", "*") for key in keys))
 
     def pattern(self) -> Pattern:
-        """The regex whose groups are the numbers. Raises ValueError: a number would be beside
-        another one."""
+        """The regex with a group for each number. Raises ValueError: two numbers would have no text
+        between them."""
         if self.whole and not self.groups:
             return whole_path("".join(map(str, self.pieces)))
         plain = ("0" if isinstance(piece, Group) else piece for piece in self.pieces)
@@ -350,8 +351,8 @@ class PathTemplate(NamedTuple):
         return Pattern(text + "$" * self.whole, None)
 
     def replacement(self, pattern: "PathTemplate") -> Replacement:
-        """The text with the numbers that a pattern has found. Raises ValueError: it has not found
-        all of them."""
+        """The replacement with the numbers that a pattern matched. Raises ValueError: the pattern
+        lacks one of them."""
         if not self.groups:
             return literal_replacement("".join(map(str, self.pieces)))
         text = ""
@@ -370,13 +371,13 @@ class PathTemplate(NamedTuple):
         return parse_replacement(text, [pattern.pattern()], ["i"])
 
     def numbered(self, group: int) -> "PathTemplate":
-        """The same with the position of a part in the place of a group."""
+        """The template with the position of a part in the place of a group."""
         pieces = tuple(Group(0) if piece == Group(group) else piece for piece in self.pieces)
         return PathTemplate(pieces, self.whole)
 
 
 def pattern_template(pattern: Pattern) -> PathTemplate:
-    """The template of a pattern. Raises ValueError: it has none."""
+    """The template of a pattern. Raises ValueError: the pattern has other wildcards."""
     if pattern.literal is not None:
         return PathTemplate((pattern.literal,))
     whole = pattern.text.endswith("$")
@@ -394,8 +395,8 @@ def pattern_template(pattern: Pattern) -> PathTemplate:
 
 
 def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
-    """The template of a replacement of whole paths, or of the names of modules. Raises ValueError:
-    it has none."""
+    """The template of a replacement for whole paths, or for paths of modules. Raises ValueError: it
+    is not made of texts and groups."""
     constant = replacement.constant
     pieces: list[str | Group] = [] if constant is None else [constant]
     for part in replacement.parts if constant is None else ():
@@ -415,7 +416,7 @@ def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
 
 
 def _tokens(regex: re.Pattern[str], text: str) -> list[Sequence[str | None]] | None:
-    """The groups of matches that are all of a text; None if there is more in it."""
+    """The groups of the matches that a text consists of; None if there is other text."""
     found = list(regex.finditer(text))
     whole = "".join(match[0] for match in found) == text
     return [match.groups() for match in found] if whole else None

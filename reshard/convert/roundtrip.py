@@ -1,9 +1,9 @@
-"""What NNX cannot hold of a Linen checkpoint, as a note in the checkpoint's custom metadata.
+"""A record in a converted checkpoint's custom metadata of what NNX cannot hold.
 
-With it a converted checkpoint goes back to exactly the tree that it was made of: its paths (boxes
-are levels of them), its leaves without a value, the dtype of its step counter, what was zero and is
-left out. Orbax keeps custom metadata with a checkpoint and ignores them; a program that loads,
-trains and saves again does not carry them on.
+With it, the checkpoint converts back to exactly the tree that it was made of: its paths (boxes are
+levels of them), its leaves without a value, the dtype of its step counter, and its zeros that were
+left out. Orbax keeps custom metadata and ignores them. A program that loads the checkpoint, trains
+and saves again loses the record.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from reshard.sharding.mesh import SingleDeviceSharding, replicated
 from reshard.storage.location import checked
 from reshard.tree import MAX_KEYS, Path, format_path, overlaps
 
-# A leaf map as JSON, and back: what a record has of it. What is read is not trusted.
+# A leaf map as JSON, and back. A document that is read is not trusted.
 
 _OPERATIONS = (
     ops.Transpose,
@@ -57,8 +57,8 @@ _TYPES["block"] = [int, type(None)]
 
 
 def map_json(found: LeafMap) -> dict[str, Any]:
-    """What leaves only change their paths, and the operations on others, one after another: these
-    `enter` a tree of their own, and `leave` it."""
+    """A map as JSON: the leaves that only change their paths (`moved`), and the operations on other
+    leaves in order (`steps`). These leaves `enter` a tree of their own, and `leave` it."""
     values = found.values.items()
     moved = [(value.path, path) for path, value in values if isinstance(value, Source)]
     made = LeafMap({path: value for path, value in values if isinstance(value, Output)})
@@ -89,15 +89,15 @@ def _row_json(row: Row) -> dict[str, Any]:
         "to": [list(path) for path in row.outputs],
     }
     if isinstance(row.operation, ops.Apply):
-        document["Apply"] = {"function": row.operation.name}  # to be told, and never imported
+        document["Apply"] = {"function": row.operation.name}  # for messages, never imported
     elif row.operation is not None:
         document[type(row.operation).__name__] = dataclasses.asdict(row.operation)
     return document
 
 
 def map_of(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap:
-    """The inverse of `map_json` for leaves of these shapes; raises KeyError, TypeError or
-    ValueError for anything else."""
+    """The inverse of `map_json` for leaves of these shapes. Raises KeyError, TypeError or
+    ValueError for any other document."""
     moved, enter, leave = (
         {path_of(old): path_of(new) for old, new in document[name]}
         for name in ("moved", "enter", "leave")
@@ -198,9 +198,9 @@ class _Record(NamedTuple):
     Attributes:
       map: the map to NNX.
       own: NNX's own leaves.
-      leaves: those of the Linen checkpoint: arrays, and the names of empty ones.
+      leaves: the leaves of the Linen checkpoint: arrays, and names of empty leaves.
       containers: Orbax's record of its container types, if it had one.
-      order: what had gone by the order of modules before it was converted.
+      order: what rested on the order of modules before this conversion.
     """
 
     map: LeafMap
@@ -219,16 +219,16 @@ def recorded(
     kind: str,
     dropped: Iterable[Path],
 ) -> Checkpoint:
-    """A converted checkpoint with the record of what it was made of.
+    """A converted checkpoint with the record of its source.
 
     Args:
       ckpt: the NNX checkpoint.
-      linen: the leaves of the Linen checkpoint, without those that were dropped.
+      linen: the leaves of the Linen checkpoint, without dropped ones.
       metadata: its `_METADATA` document.
-      found: how it became the NNX one.
-      own: leaves of the NNX one that the Linen one has nothing of.
-      kind: what the NNX one is, one of `reshard.convert.layout.KINDS`.
-      dropped: the leaves of the Linen one that were dropped.
+      found: the map from the Linen checkpoint to the NNX checkpoint.
+      own: leaves of the NNX checkpoint that are not made of Linen leaves.
+      kind: the layout of the NNX checkpoint, one of `reshard.convert.layout.KINDS`.
+      dropped: the leaves of the Linen checkpoint that were dropped.
     """
     document = {
         "version": _VERSION,
@@ -246,7 +246,7 @@ def recorded(
 
 
 def _custom(ckpt: Checkpoint) -> dict[str, Any]:
-    """A checkpoint's custom metadata; raises CorruptCheckpointError if they are none of Orbax's."""
+    """A checkpoint's custom metadata. Raises CorruptCheckpointError if they are no JSON object."""
     custom = ckpt.source.metadata.get("custom_metadata")
     if custom is not None and not isinstance(custom, dict):
         raise CorruptCheckpointError(
@@ -256,27 +256,27 @@ def _custom(ckpt: Checkpoint) -> dict[str, Any]:
 
 
 def has_record(ckpt: Checkpoint) -> bool:
-    """Whether a checkpoint has such a record."""
+    """Whether a checkpoint has a record of its conversion."""
     custom = ckpt.source.metadata.get("custom_metadata")
     return isinstance(custom, dict) and KEY in custom
 
 
 def recorded_kind(ckpt: Checkpoint) -> str | None:
-    """What a checkpoint with such a record is, which its paths alone may not tell."""
+    """The layout of a checkpoint with a record, which its paths may not show."""
     document = _custom(ckpt)[KEY] if has_record(ckpt) else None
     kind = document.get("layout") if isinstance(document, dict) else None
     return kind if isinstance(kind, str) and kind in KINDS else None
 
 
 def recorded_drop(ckpt: Checkpoint) -> list[Path]:
-    """The leaves of the Linen checkpoint that were dropped; none where that is not on record."""
+    """The leaves of the Linen checkpoint that were dropped; none if they are not recorded."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         return list(map(path_of, ckpt.source.metadata["custom_metadata"][KEY]["dropped"]))
     return []
 
 
 def without_record(ckpt: Checkpoint) -> Checkpoint:
-    """A checkpoint less such a record, which describes another tree."""
+    """A checkpoint without its record, for a changed tree."""
     if not has_record(ckpt):
         return ckpt
     custom = {key: value for key, value in _custom(ckpt).items() if key != KEY}
@@ -284,8 +284,8 @@ def without_record(ckpt: Checkpoint) -> Checkpoint:
 
 
 def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
-    """The Linen checkpoint that an NNX one was made of, and the map to its leaves. Raises
-    TreeMismatchError: the record cannot be read, or its leaves are not those of the checkpoint."""
+    """The Linen checkpoint that an NNX checkpoint was made of, and the map to its leaves. Raises
+    TreeMismatchError: the record cannot be read, or its leaves differ from the checkpoint's."""
     with _readable(_LINEN):
         record = _read(ckpt)
         kinds = {p: kind for p, kind in record.leaves.items() if not isinstance(kind, str)}
@@ -313,9 +313,9 @@ def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
 
 
 def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
-    """A Linen checkpoint as the NNX checkpoint that another one like it has become. Raises
-    TreeMismatchError: the record cannot be read, or its leaves are not those of the Linen
-    checkpoint."""
+    """A Linen checkpoint converted as the recorded source of an NNX checkpoint was. Raises
+    TreeMismatchError: the record cannot be read, or its leaves differ from the Linen
+    checkpoint's."""
     with _readable(_NNX):
         record, dropped = _read(ckpt), {*recorded_drop(ckpt)}
         problems = [
@@ -348,14 +348,14 @@ def _refuse(summary: str, problems: Sequence[str], hint: str) -> None:
 
 
 def _counted_as(leaf: Leaf, like: Leaf) -> Leaf:
-    """A step counter in the dtype that it has in NNX."""
+    """A leaf; if it is the step counter, in its NNX dtype."""
     if not isinstance(leaf, ArrayHandle) or not isinstance(like, ArrayHandle):
         return leaf
     return recounted(leaf, like.dtype) if is_step(leaf.path, leaf, like.dtype) else leaf
 
 
 def _read(ckpt: Checkpoint) -> _Record:
-    """The record of a checkpoint; raises KeyError, TypeError or ValueError for what is none."""
+    """The record of a checkpoint. Raises KeyError, TypeError or ValueError if it is malformed."""
     document = _custom(ckpt)[KEY]
     if document["version"] != _VERSION:
         raise ValueError(f"its version is {document['version']}, not {_VERSION}")
@@ -391,7 +391,7 @@ def _recorded_leaf(kind: Any) -> _Array | str:
 
 
 def _check_tree(paths: Collection[Path]) -> None:
-    """Raises ValueError unless the paths are those of the leaves of one tree."""
+    """Raises ValueError unless the paths can be the leaves of one tree."""
     wrong = [path for _, path, _ in overlaps((path, path) for path in paths)]
     wrong += [path for path in paths if not 0 < len(path) <= MAX_KEYS]
     if wrong:
@@ -400,8 +400,7 @@ def _check_tree(paths: Collection[Path]) -> None:
 
 
 def _check_zeros(found: LeafMap, ckpt: Checkpoint) -> None:
-    """Raises ValueError for more zeros in one place than any array has elements: they belong to
-    leaves that are there."""
+    """Raises ValueError for zeros with more elements than any array of the checkpoint."""
     largest = max((math.prod(array.shape) for array in ckpt.arrays), default=0)
     for path, value in (*found.must_be_zero.items(), *found.values.items()):
         if isinstance(value, Zeros) and math.prod(value.shape) > largest:
@@ -410,7 +409,7 @@ def _check_zeros(found: LeafMap, ckpt: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def _readable(hint: str) -> Iterator[None]:
-    """Whatever a record makes of the checkpoint if it is not one that was written here."""
+    """Errors of reading a malformed record, as TreeMismatchError."""
     try:
         yield
     except ReshardError:
@@ -444,7 +443,7 @@ def _kind(leaf: Leaf) -> dict[str, Any] | str:
 
 
 def _unlike(leaf: Leaf, kind: _Array) -> Iterator[str]:
-    """Why a leaf cannot be the one that was recorded. The step has another dtype in NNX."""
+    """In what a leaf differs from its record. The step counter has another dtype in NNX."""
     if not isinstance(leaf, ArrayHandle):
         return
     name = format_path(leaf.path)
@@ -464,7 +463,7 @@ def _as_recorded(leaf: Leaf, kind: _Array) -> Leaf:
 
 
 def recounted(leaf: ArrayHandle, dtype: np.dtype) -> ArrayHandle:
-    """A step counter in another integer dtype. Raises TreeMismatchError: that does not hold its
+    """A step counter in another integer dtype. Raises TreeMismatchError: the dtype cannot hold its
     value."""
     value = np.asarray(checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes"))
     if int(value) != int(value.astype(dtype)):
@@ -475,20 +474,20 @@ def recounted(leaf: ArrayHandle, dtype: np.dtype) -> ArrayHandle:
 
 
 def on_host(leaf: ArrayHandle) -> ArrayHandle:
-    """A leaf that is no device array, and so has no place on devices."""
+    """A leaf as a host array, without a sharding."""
     return dataclasses.replace(leaf, sharding=None, saved_sharding=None)
 
 
 def is_step(path: Path, leaf: ArrayHandle, like: np.dtype) -> bool:
-    """Whether leaves are the step counter, which has another integer dtype in NNX: `step` at the
-    top, or in an optimizer there. The counts of an optimizer's own have the same in both."""
+    """Whether a leaf is the step counter, which has another integer dtype in NNX: `step` at the
+    top, or in an optimizer there. An optimizer's own counts have one dtype in both."""
     integers = leaf.dtype.kind in "iu" and like.kind in "iu"
     keys = [key for key in path if key != "value"]
     return not leaf.shape and integers and len(keys) <= 2 and keys[-1:] == ["step"]
 
 
 def counter(leaf: Leaf, dtype: np.dtype, value_type: str, like: ArrayHandle) -> Leaf:
-    """A step counter in another integer dtype, which must hold its value."""
+    """A step counter in another integer dtype. The dtype must hold its value."""
     assert isinstance(leaf, ArrayHandle)
     made = dataclasses.replace(recounted(leaf, dtype), value_type=value_type)
     if value_type == "scalar":
@@ -497,8 +496,8 @@ def counter(leaf: Leaf, dtype: np.dtype, value_type: str, like: ArrayHandle) -> 
 
 
 def beside(leaf: ArrayHandle, like: ArrayHandle) -> ArrayHandle:
-    """A leaf that is new among device arrays: replicated on the devices of one of them. Beside host
-    values it is one, too; but Orbax takes only device arrays for PRNG keys."""
+    """A new leaf, replicated on the devices of another leaf. If that is a host array, the new leaf
+    is a host array, too. Orbax accepts only device arrays as PRNG keys."""
     sharding, kind = replicated(like.sharding), like.value_type
     if kind != "jax.Array" and leaf.key_impl is not None:
         import jax

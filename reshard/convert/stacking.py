@@ -1,4 +1,4 @@
-"""Layers on their own, and layers in one array: what `nn.scan` and `nnx.vmap` make, and back."""
+"""Stack the arrays of layers, as `nn.scan` and `nnx.vmap` have them, and unstack them."""
 
 import collections
 import re
@@ -16,8 +16,8 @@ from reshard.tree import Path, format_path
 
 _DIGITS = 5  # of the number of layers in a cycle
 _HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any key"
-# Keys of containers of parameters, whose optimizer state is beside them; and where there are none
-# of these, keys of optimizer state.
+# Keys of the parameters, which have their optimizer state next to them; and keys of that state, for
+# trees without such a key.
 _COLLECTIONS = frozenset(("params", "model"))
 OPTIMIZERS = frozenset(("opt_state", "optimizer", "opt", "optimizer_state"))
 
@@ -191,8 +191,8 @@ def _parsed(layers: str, stacked: str, indices: Sequence[int] | None) -> tuple[s
 def _grouped(
     ckpt: Checkpoint, pattern: str, indices: Sequence[int] | None = None
 ) -> tuple[dict[Path, dict[int, dict[Path, Path]]], list[str]]:
-    """The leaves that match: what the stars of the pattern stand for -> the number, 0 without one
-    -> the keys below -> path. Also the leaves that are in one place."""
+    """The matching leaves: texts of the stars -> number of the layer (or 0) -> keys below it ->
+    path. And the problems: pairs of leaves with the same keys."""
     groups: dict[Path, dict[int, dict[Path, Path]]] = {}
     problems = []
     for path in ckpt:
@@ -214,7 +214,7 @@ def _call(before: str, after: str, axis: int, indices: str, names: Sequence[str]
 def _unlike(
     ckpt: Checkpoint, target: Path, inputs: Mapping[int, Path], numbers: Sequence[int]
 ) -> list[str]:
-    """Why leaves of layers are no stack."""
+    """Why the leaves of layers cannot be stacked."""
     without = [str(number) for number in numbers if number not in inputs]
     kinds = dict.fromkeys(_kind(ckpt[path]) for path in inputs.values())
     if without:
@@ -223,7 +223,7 @@ def _unlike(
 
 
 def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:
-    """The mesh must have the axes of the new axis."""
+    """Raises ShardingError if a mesh lacks axes that partition the new axis."""
     lacking = [f"`{mesh}` has no {n}" for mesh in ckpt.meshes for n in names if n not in mesh.shape]
     if lacking or (names and not ckpt.meshes):
         raise ShardingError(
@@ -234,7 +234,7 @@ def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:
 
 
 def _kind(leaf: Leaf) -> str:
-    """What the leaves of a stack must have in common."""
+    """The kind of a leaf, which all leaves of a stack must share."""
     if not isinstance(leaf, ArrayHandle):
         return repr(leaf)
     kind = leaf.value_type if leaf.key_impl is None else f"{leaf.key_impl} key"
@@ -242,7 +242,7 @@ def _kind(leaf: Leaf) -> str:
 
 
 def _match(pattern: str, path: Path) -> tuple[Path, int, Path] | None:
-    """What the stars and the number (or 0) of a pattern stand for, and the keys after it."""
+    """The texts of a pattern's stars, its number (or 0), and the keys after the pattern."""
     keys = tree.split_path(pattern)
     if len(path) < len(keys):
         return None
@@ -263,8 +263,8 @@ def _match(pattern: str, path: Path) -> tuple[Path, int, Path] | None:
 
 
 def _filled(pattern: str, stars: Path, number: int | None = None) -> Path:
-    """The path that a pattern stands for. A key that is a star is what the star stands for, which
-    may be a list position."""
+    """The path of a pattern, its stars and its number filled in. A key that is a star may become a
+    list position."""
     left = list(stars)
     keys: Path = ()
     for key in tree.split_path(pattern):
@@ -277,7 +277,7 @@ def _filled(pattern: str, stars: Path, number: int | None = None) -> Path:
 
 
 def _like(path: Path, other: Path) -> Path:
-    """The path, with the list positions of another as far as both are the same."""
+    """A path, with the list positions of another path in the keys that both begin with."""
     pairs = zip(path, other, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if str(a) != str(b)), len(path))
     return other[:same] + path[same:]
@@ -286,7 +286,7 @@ def _like(path: Path, other: Path) -> Path:
 def _applied(
     ckpt: Checkpoint, rows: Sequence[Row], small: Mapping[Path, Sequence[Path]]
 ) -> Checkpoint:
-    """The checkpoint after operations on parameters, which its optimizer state follows."""
+    """The checkpoint after operations on parameters. Its optimizer state follows them."""
     arrays = {leaf.path: leaf for leaf in ckpt.arrays}
     taken = {path for row in rows for path in row.inputs}
     model = from_rows(rows, {path: arrays[path].shape for path in arrays if path in taken})
@@ -340,13 +340,13 @@ def _beside(path: Path, other: Path) -> Path:
 def _followed(
     ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle]
 ) -> Iterator[Followed]:
-    """What becomes of optimizer state: for each collection of parameters, of what is beside it."""
+    """What becomes of the optimizer state next to each collection of parameters."""
     taken = model.sources()
     parts: dict[Path, dict[Path, Value]] = {}
     for path, value in model.values.items():
         root = _collection(LeafMap({path: value}).sources())
         parts.setdefault(root, {})[path] = value
-    if len(parts) > 1:  # statistics, stacked together with parameters: no optimizer has these
+    if len(parts) > 1:  # without statistics, which have no optimizer state
         parts.pop((), None)
     for root, own in parts.items():
         parameters, others = {}, {}
@@ -365,7 +365,7 @@ def _followed(
 
 
 def _collection(inputs: Collection[Path]) -> Path:
-    """The path of the collection that all inputs are in; the root if it has no name known."""
+    """The path of the collection of all inputs; the root if there is no known name."""
     first, *_ = inputs
     for depth, key in enumerate(first[:-1]):
         root = first[: depth + 1]
@@ -375,7 +375,7 @@ def _collection(inputs: Collection[Path]) -> Path:
 
 
 def _partition_problems(leaf: Leaf) -> list[str]:
-    """Why the new axis of stacked layers cannot be partitioned as it is to be."""
+    """Why the new axis of stacked layers cannot be partitioned over its mesh axes."""
     if not isinstance(leaf, ArrayHandle) or not isinstance(leaf.data, Derived):
         return []
     operation, inputs = leaf.data.operation, leaf.data.inputs

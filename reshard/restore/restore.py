@@ -24,25 +24,11 @@ from reshard.restore.device_reads import Request
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.lazy_jax import jax
 from reshard.restore.matching import Mismatch, match, mismatch_error
-from reshard.restore.pytrees import (
-    MESH_HINT,
-    StateLeaf,
-    check_state,
-    flatten_state,
-    is_variable,
-)
+from reshard.restore.pytrees import MESH_HINT, StateLeaf, check_state, flatten_state, is_variable
 from reshard.restore.replicas import agreement, read_together
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
-from reshard.tree import (
-    Path,
-    as_python,
-    format_glob,
-    format_path,
-    match_globs,
-    nested,
-    parse_globs,
-)
+from reshard.tree import Path, as_python, format_glob, format_path, match_globs, nested, parse_globs
 from reshard.units import parse_bytes
 
 Progress = Callable[[int], None]
@@ -216,13 +202,12 @@ def _hints(
         hints.append(f"ckpt = reshard.select({given}, drop={as_python(tied)})")
     if "dtype" in kinds and cast != "lossy":
         hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
-    if "kept" in kinds:
-        hints.append("a target whose kept leaves are initialised arrays, not abstract ones")
-    if "x64" in kinds:
-        hints.append('jax.config.update("jax_enable_x64", True)')
-    if "sharding" in kinds:
-        hints.append("reshard.target(state, mesh=mesh, ...) gives every leaf a sharding")
-    return hints
+    texts = {
+        "kept": "a target whose kept leaves are initialised arrays, not abstract ones",
+        "x64": 'jax.config.update("jax_enable_x64", True)',
+        "sharding": "reshard.target(state, mesh=mesh, ...) gives every leaf a sharding",
+    }
+    return hints + [text for kind, text in texts.items() if kind in kinds]
 
 
 def _request(leaf: StateLeaf, handle: ArrayHandle) -> Request:
@@ -260,8 +245,7 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
         keys = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{list(data.shape)} is not the shape of PRNG keys `{impl}`, as recorded",
-            [str(error)],
+            f"{list(data.shape)} is not the shape of PRNG keys `{impl}`, as recorded", [str(error)]
         ) from error
     if keys.sharding == sharding:
         return keys
