@@ -260,8 +260,8 @@ def test_modules_in_a_scan_are_not_compared_one_by_one(tmp_path):
     first, module = refused(compared, *models, map_file=map_of(tmp_path, *rules)).problems
     assert re.fullmatch(DIFFERENT, first)
     assert module == (
-        "the first module whose output differs: last in Linen, last in NNX; what runs before it in "
-        "compiled code (a scan, a jit) was not compared module by module: blocks/before, "
+        "the first module whose output differs: last in Linen, last in NNX; modules that run "
+        "before it in compiled code (a scan, a jit) were not compared one by one: blocks/before, "
         "blocks/dense, blocks/after and blocks"
     )
 

@@ -273,8 +273,8 @@ def _first_difference(linen: Run, nnx: Run, found: LeafMap, to: str) -> list[str
     if compiled:
         before = "before it " if names else ""
         texts.append(
-            f"what runs {before}in compiled code (a scan, a jit) was not compared module by "
-            f"module: {listed(list(compiled))}"
+            f"modules that run {before}in compiled code (a scan, a jit) were not compared one by "
+            f"one: {listed(list(compiled))}"
         )
     return ["; ".join(texts)] if texts else []
 
