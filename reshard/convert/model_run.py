@@ -120,37 +120,34 @@ def arguments_of(inputs: Any) -> dict[str, Arguments]:
     """The arguments of both models.
 
     Args:
-      inputs: a tuple of positional arguments and a dict of keyword ones, for both alike; or a dict
-        of such pairs, `{"linen": ..., "nnx": ...}`. Without `"linen"`, or None, for what Linen's
-        model is initialised with: see `reshard.convert.model_run.run`.
+      inputs: a tuple of positional arguments and a dict of keyword arguments, for both models; or
+        one such pair for each, `{"linen": ..., "nnx": ...}`. Without `"linen"`, or if it is None,
+        the arguments are those that initialise the Linen model: see `run`.
 
     Raises:
       ArgumentError: it is something else.
     """
     if inputs is None:
         return {}
+    found: dict[str, Arguments] = {}
+    problems = []
     pairs = inputs if isinstance(inputs, dict) else {"linen": inputs, "nnx": inputs}
-    problems = [f"unknown side {side!r}" for side in pairs if side not in ("linen", "nnx")]
-    problems += [
-        f"{side}: {pair!r:.80}" for side, pair in pairs.items() if not _are_arguments(pair)
-    ]
+    for side, pair in pairs.items():
+        match pair:
+            case [[*args], {**kwargs}] if side in _NAMES and all(
+                isinstance(k, str) for k in kwargs
+            ):
+                found[side] = tuple(args), kwargs
+            case _:
+                known = side in _NAMES
+                problems.append(f"{side}: {pair!r:.80}" if known else f"unknown side {side!r}")
     if problems:
         raise ArgumentError(
             "the inputs are not positional and keyword arguments",
             problems,
             ["((x,), {})", '{"linen": ((x,), {"train": False}), "nnx": ((x,), {})}'],
         )
-    return {side: (tuple(args), dict(kwargs)) for side, (args, kwargs) in pairs.items()}
-
-
-def _are_arguments(pair: Any) -> bool:
-    return (
-        isinstance(pair, tuple | list)
-        and len(pair) == 2
-        and isinstance(pair[0], tuple | list)
-        and isinstance(pair[1], dict)
-        and all(isinstance(name, str) for name in pair[1])
-    )
+    return found
 
 
 def compare_outputs(
