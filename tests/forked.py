@@ -1,5 +1,5 @@
-"""Processes of Python that have their imports behind them, for tests of which imports are not the
-point: forked by a server that has imported all that the package and its tests use.
+"""Python processes that start with all imports done, for tests that do not test imports. A server
+that has imported everything forks them.
 """
 
 import multiprocessing
@@ -36,13 +36,13 @@ CONTEXT.set_forkserver_preload(
 
 
 def prepared(name: str, without=spawn.get_preparation_data) -> dict:
-    """What such a process is told of this one: not the main module, which is pytest."""
+    """The preparation data of such a process, without the main module, which is pytest."""
     told = without(name)
     return {key: told[key] for key in told if not key.startswith("init_main")}
 
 
 def run(words: list[str], directory: str, environment: dict[str, str], streams: list) -> None:
-    """What the process does, with the words of a command line."""
+    """Runs a command line in the process."""
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)
         stream.close()
@@ -70,7 +70,7 @@ def run(words: list[str], directory: str, environment: dict[str, str], streams: 
 
 class Popen(subprocess.Popen):
     """Such a process for `reshard WORDS`, `python -c CODE` and `python -P -m MODULE`, unless it has
-    an environment of its own; any other program as ever."""
+    an environment of its own. Other programs are started as usual."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         words = [args] if isinstance(args, str) else [*map(str, args)]

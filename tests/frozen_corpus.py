@@ -152,7 +152,7 @@ def filled(make: Callable[[], Any], seed: int) -> Any:
         return jax.tree.map(value, jax.eval_shape(make))
 
 
-# What is where.
+# The corpus.
 
 
 def flax_trees() -> dict[str, Any]:
@@ -172,7 +172,7 @@ LINEN = ("linen-variables-boxed", "linen-params", "linen-train-state")
 NNX = ("nnx-state", "nnx-pure-dict", "nnx-training")
 NEVER_MERGED = {"never-merged-zarr2": "standalone", "never-merged-zarr3": "zarr3-ocdbt"}
 ORBAX = (*layouts.LAYOUTS, *NEVER_MERGED, *OLD)
-# Whose arrays are stored as those of another: less of them is on record.
+# Layouts that store their arrays like another one: less of their output is recorded.
 ALIKE = ("standard", "manager", "step", "bare", "rich", *NEVER_MERGED, *OLD[2:])
 
 
@@ -194,7 +194,7 @@ class Corpus:
         return self._made[name]
 
     def path(self, name: str) -> str:
-        """What is typed for it, in the folder."""
+        """Its path, relative to the folder."""
         return str(self(name).path.relative_to(self.folder))
 
     def _make(self, name: str) -> layouts.Saved:

@@ -1,4 +1,4 @@
-"""Random damage to genuine checkpoints: of their documents, of any byte, of what files are.
+"""Random damage to genuine checkpoints: to documents, to any byte, and to the kind of files.
 
 Each damaged checkpoint is opened, carried over and reshaped, and put through two of the other jobs:
 restored, verified, compared with what it was, converted, or what a stopped job has left of it gone
@@ -54,7 +54,7 @@ FORMATS = {
 }
 # What programs other than Orbax have written.
 FOREIGN = ("safetensors", "msgpack", "zarr-tree")
-# Values that somebody might put where another one is expected.
+# Values that an attacker might use.
 NASTY: list[Any] = [
     *(None, True, -1, 0, 1, 3, 2**31, 2**62, 2**64, 10**30),
     *(0.5, -0.0, float("nan"), float("inf")),
@@ -160,7 +160,7 @@ def sealed(data: bytes) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """One change. What the numbers mean is up to the kind; they may be anything.
+    """One change. Each kind interprets the numbers, which may be anything.
 
     Attributes:
       kind: a function of this module, `damage_<kind>`.
@@ -172,7 +172,7 @@ class Damage:
 
 
 def damage_flip(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """A bit of a file."""
+    """Flips a bit of a file."""
     file = _pick(_files(path), numbers[0])
     data = bytearray(file.read_bytes())
     if data:
@@ -181,7 +181,7 @@ def damage_flip(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_splice(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """Other bytes in place of the end of a file, or more in its middle."""
+    """Replaces the end of a file, or inserts bytes into it."""
     file = _pick(_files(path), numbers[0])
     data = file.read_bytes()
     at = numbers[1] % (len(data) + 1)
@@ -190,7 +190,7 @@ def damage_splice(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_swap(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """Two files with one another."""
+    """Exchanges two files."""
     files = _files(path)
     one, other = _pick(files, numbers[0]), _pick(files, numbers[1])
     data = one.read_bytes()
@@ -199,7 +199,7 @@ def damage_swap(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_replace(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """A file by something else."""
+    """Replaces a file by something else."""
     file = _pick(_files(path), numbers[0])
     file.unlink()
     what = numbers[1] % 6
@@ -218,7 +218,7 @@ def damage_replace(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_directory(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """A directory that is gone, elsewhere, or a file."""
+    """Removes a directory, moves it, or replaces it by a file."""
     folders = sorted(f for f in path.rglob("*") if f.is_dir() and not f.is_symlink())
     if not folders:
         return
@@ -234,7 +234,7 @@ def damage_directory(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_document(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """A value, a key or a list of a JSON document, of zarr metadata or of a sharding."""
+    """Changes a JSON document, zarr metadata or a sharding."""
     documents = list(_documents(path))
     if not documents:
         return
@@ -244,7 +244,7 @@ def damage_document(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_node(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """Bytes of a B-tree node or a manifest, with a checksum that fits again."""
+    """Changes bytes of a B-tree node or a manifest, and corrects the checksum."""
     nodes = list(_nodes(path))
     if not nodes:
         return
@@ -259,7 +259,7 @@ def damage_node(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
 
 
 def damage_record(path: pathlib.Path, numbers: tuple[int, ...]) -> None:
-    """A value, a key or a list of the record of a conversion, if there is one."""
+    """Changes the record of a conversion, if there is one."""
     file = path / "_METADATA"
     if not file.is_file():  # an earlier damage may have left a pipe
         return
@@ -303,7 +303,7 @@ def _documents(path: pathlib.Path) -> Iterator[tuple[Callable[[], Any], Callable
         elif file.suffix == ".safetensors":
             yield _header(file)
     if (path / "_sharding").is_file():
-        # What an earlier damage left of it may be any JSON.
+        # Earlier damage may have left any JSON.
         with contextlib.suppress(ValueError, AttributeError, TypeError):
             for name in sorted(json.loads((path / "_sharding").read_bytes())):
                 yield _inside(path / "_sharding", name)

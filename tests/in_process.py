@@ -1,4 +1,4 @@
-"""Commands run in this process, as the console script runs them in one of its own."""
+"""Commands that run in this process instead of a process of their own."""
 
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ from reshard.cli.model_argument import load_model, model_errors
 
 
 def command(words: list[str]) -> tuple[int, str, str]:
-    """Runs `reshard WORDS`: its exit status, what it shows on stdout, and on stderr."""
+    """Runs `reshard WORDS`. Returns its exit status, stdout and stderr."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     status = 0
     with (
@@ -44,21 +44,21 @@ def reshard_in(directory: pathlib.Path, *words: object) -> tuple[int, str, str]:
 
 
 def shown(directory: pathlib.Path, *words: object) -> str:
-    """What `reshard WORDS` shows on stdout, where there is nothing to say on stderr."""
+    """The stdout of `reshard WORDS`, which succeeds and prints nothing on stderr."""
     status, out, err = reshard_in(directory, *words)
     assert (status, err) == (0, "")
     return out
 
 
 def refused(directory: pathlib.Path, *words: object) -> str:
-    """What is said of `reshard WORDS`, which is refused."""
+    """The stderr of `reshard WORDS`, which fails with status 2."""
     status, out, err = reshard_in(directory, *words)
     assert (status, out) == (2, "")
     return err
 
 
 def run_here(model: str, option: str, task: Callable[[Any], Any]) -> Any:
-    """As `run_in_subprocess`, without a process that imports all libraries of the model."""
+    """The same as `run_in_subprocess`, in this process."""
     asked = pickle.dumps(task)
     with model_errors(option, model):
         return pickle.loads(pickle.dumps(pickle.loads(asked)(load_model(model, option))))

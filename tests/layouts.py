@@ -92,7 +92,7 @@ def random(shape: Sequence[int], dtype: Any = "float32", seed: int = 0):
 
 
 def random_on(on: Mesh, seed: Any = 0) -> Callable[..., jax.Array]:
-    """What makes random arrays on a mesh, of a shape and the entries of a spec."""
+    """A function that makes random arrays on a mesh, from a shape and the entries of a spec."""
     rng = np.random.default_rng(seed)
 
     def made(shape: Sequence[int], *spec: Any, dtype: Any = "float32") -> jax.Array:
@@ -217,7 +217,7 @@ def save_pytree(path: pathlib.Path, tree: Any, **kwargs: Any) -> pathlib.Path:
 
 
 def load_pytree(path: pathlib.Path) -> Any:
-    """What `PyTreeCheckpointer` reads without a target."""
+    """The tree that `PyTreeCheckpointer` reads without a target."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         return checkpointer.restore(path)
 
@@ -230,7 +230,7 @@ def save_standard(path: pathlib.Path, tree: Any, **kwargs: Any) -> pathlib.Path:
 
 
 def load_standard(path: pathlib.Path, target: Any = None) -> Any:
-    """What `StandardCheckpointer` reads."""
+    """The tree that `StandardCheckpointer` reads."""
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path, target)
 
@@ -255,7 +255,7 @@ def split_database(item: pathlib.Path) -> None:
 
 
 def record_deletion(step: pathlib.Path, item: str) -> None:
-    """What Orbax's v1 API leaves in a step if the deletion of one of its items is stopped."""
+    """Leaves a step as Orbax's v1 API does if the deletion of an item is interrupted."""
     before = json.loads((step / "_CHECKPOINT_METADATA").read_text())
     handlers = {name: kind for name, kind in before["item_handlers"].items() if name != item}
     record = {
@@ -276,12 +276,12 @@ def raised(error: type[Exception], call: Callable, *arguments: Any, **keywords: 
 
 
 def refused(error: type[Exception], call: Callable, *arguments: Any, **keywords: Any) -> str:
-    """What is said of a call that is refused."""
+    """The text of the error that a call raises."""
     return str(raised(error, call, *arguments, **keywords))
 
 
 def assert_equal_or_nan(got: Any, expected: Any) -> None:
-    """Bit for bit, but for the payloads of NaNs, which a cast does not keep."""
+    """Equal bit for bit, except the payloads of NaNs, which a cast does not keep."""
     one, other = np.asarray(got), np.asarray(expected)
     nan = np.isnan(other.astype("float64"))
     assert one.dtype == other.dtype
@@ -353,7 +353,7 @@ def _bare(whole: Saved) -> Saved:
     return Saved(whole.directory, whole.tree, whole.mesh, readers=("pytree", "standard"))
 
 
-# Those that are parts of a manager's root.
+# Layouts that are parts of a manager's root.
 PARTS = {"step": _step, "bare": _bare}
 
 
@@ -380,7 +380,7 @@ LAYOUTS: dict[str, Callable[[pathlib.Path, Mesh, int], Saved]] = {
 
 
 def read_pytree(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
-    """What `PyTreeCheckpointer` reads at `path`, a checkpoint laid out as `saved` is."""
+    """The tree that `PyTreeCheckpointer` reads at `path`, in the layout of `saved`."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         if target is None:
             return checkpointer.restore(path / saved.inner)
@@ -389,12 +389,12 @@ def read_pytree(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
 
 
 def read_standard(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
-    """What `StandardCheckpointer` reads."""
+    """The tree that `StandardCheckpointer` reads."""
     return load_standard(path / saved.inner, target)
 
 
 def read_manager(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
-    """What `CheckpointManager` reads."""
+    """The tree that `CheckpointManager` reads."""
     arguments = ocp.args.StandardRestore(target)
     with ocp.CheckpointManager(path) as manager:
         step, _, item = saved.inner.partition("/")
@@ -404,7 +404,7 @@ def read_manager(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
 
 
 def read_v1(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
-    """What Orbax's v1 API reads."""
+    """The tree that Orbax's v1 API reads."""
     return v1.load(path / saved.step, target, checkpointable_name=saved.open.get("item", "AUTO"))
 
 
@@ -472,7 +472,7 @@ def randomized(tree: Any, seed: int = 0) -> Any:
 
 
 def bits(leaf: Any) -> Any:
-    """All there is to a leaf but its layout: type, dtype, shape and every bit."""
+    """Everything but the sharding of a leaf: type, dtype, shape and bits."""
     if isinstance(leaf, jax.Array) and is_key(leaf):
         return str(jax.random.key_impl(leaf)), bits(jax.random.key_data(leaf))
     kind = jax.Array if isinstance(leaf, jax.Array) else type(leaf)
@@ -557,7 +557,7 @@ def _bytes_counted():
     return sum(value["value"] for metric in metrics for value in metric["values"])
 
 
-# What a job leaves beside its destination.
+# Unfinished jobs.
 
 
 def unfinished(out: pathlib.Path) -> pathlib.Path:
@@ -567,7 +567,7 @@ def unfinished(out: pathlib.Path) -> pathlib.Path:
 
 
 class KilledError(Exception):
-    """What a job ends with that is `killed_at_the_end`."""
+    """The error that ends a job that is `killed_at_the_end`."""
 
 
 def _begun(attempt: Any, whole: bool) -> Any:
@@ -577,7 +577,7 @@ def _begun(attempt: Any, whole: bool) -> Any:
 
 @contextlib.contextmanager
 def killed_at_the_end():
-    """A job that ends before its last step, and cannot tidy up; its process is gone afterwards."""
+    """Ends a job before its last step, without a cleanup, as if its process had ended."""
     gone = {**machine.this_process(), "started": "before"}
     owner = mock.patch.object(job, "this_process", lambda: gone)
     dies = mock.patch.object(commit, "publish", side_effect=KilledError)

@@ -1,6 +1,6 @@
-"""A process: logits of a Hugging Face directory by mlx-lm.
+"""A process: logits of Hugging Face directories by mlx-lm.
 
-python logits_by_mlx.py HF_DIR TOKENS.npy LOGITS.npy
+python logits_by_mlx.py TOKENS.npy [HF_DIR CONFIG.json LOGITS.npy]...
 """
 
 import pathlib
@@ -11,9 +11,10 @@ import mlx.nn
 import numpy as np
 from mlx_lm.utils import load_model
 
-directory, tokens, logits = sys.argv[1:]
 # mlx-lm's Gemma 1 has the exact GELU; Hugging Face's and JAX's have the approximate one.
 mlx.nn.gelu = mlx.nn.gelu_approx
 mx.set_default_device(mx.cpu)
-model, _ = load_model(pathlib.Path(directory))
-np.save(logits, np.array(model(mx.array(np.load(tokens)))))
+tokens = mx.array(np.load(sys.argv[1]))
+for directory, _, logits in zip(*[iter(sys.argv[2:])] * 3, strict=True):
+    model, _ = load_model(pathlib.Path(directory))
+    np.save(logits, np.array(model(tokens)))

@@ -256,7 +256,7 @@ class World:
             parts = [
                 str(number) for number in range(SHARES) if not shared or kind[-1] == str(number)
             ]
-            parts += [self.job.REST] if "0" in parts else []
+            parts += [self.job.UNSHARED] if "0" in parts else []
             with self.commit.attempted(attempt, whole=not shared):
                 for part in parts:
                     if found is None or part not in found.parts:
@@ -271,7 +271,7 @@ class World:
         directory = attempt.job.item_directory(0)
         names = {f"{attempt.name(part, '0')}/d/x": b"data " + attempt.job.token.encode()}
         staged = {}
-        if part == self.job.REST:
+        if part == self.job.UNSHARED:
             path = f"{ITEM}/{attempt.name(part, 'files')}/0"
             staged = {f"{ITEM}/{META}": (path, 1)}
             (attempt.job.directory / path).replace(b"meta " + attempt.job.token.encode(), "")
@@ -288,7 +288,7 @@ class World:
         node = f"{attempt.name(self.job.ROOT, '')}/d/n"
         (own.item_directory(0) / node).replace(b"data " + own.token.encode(), "")
         refs = [node, *(name for part in parts.values() for name in part["items"]["0"]["files"])]
-        [(staged, _)] = parts[self.job.REST]["files"].values()
+        [(staged, _)] = parts[self.job.UNSHARED]["files"].values()
         files = {f"{ITEM}/{META}": staged, f"{ITEM}/{MANIFEST}": json.dumps(refs).encode()}
         markers = [(MARKER, b"marker " + own.token.encode())]
         kept = [f"{ITEM}/{ref}" for ref in refs]

@@ -31,13 +31,13 @@ WSGIRequestHandler.protocol_version = "HTTP/1.1"
 WSGIRequestHandler.log = lambda *args: None
 run_simple("127.0.0.1", int(sys.argv[1]), create_backend_app("s3"), threaded=True)
 """
-# Headers that are about one connection.
+# Headers of a single connection.
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
 _MODIFIED = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
 class Request(NamedTuple):
-    """A request that the proxy has seen: `read`, `write`, `delete`, `list`, or the HTTP method of
+    """A request through the proxy: `read`, `write`, `delete`, `list`, or the HTTP method of
     anything else; bucket and key, or the prefix that is listed; bytes that went in, and came back;
     the status, 0 for a connection that was cut; and when it came and was answered, in seconds of
     `time.monotonic`."""
@@ -133,15 +133,15 @@ class Stores:
         return sorted(found)
 
     def answered(self, operation: str, pattern: str = "") -> list[Request]:
-        """The requests of an operation whose key a pattern is found in."""
+        """The requests of an operation whose key matches a pattern."""
         return [r for r in self.requests if r.operation == operation and re.search(pattern, r.key)]
 
     def reset(self) -> None:
-        """Counts anew, with no delay and no faults."""
+        """Removes counted requests, delays and faults."""
         self.requests, self.faults, self.errors, self.delay = [], [], [], 0.0
 
     def wait(self) -> None:
-        """Waits until no request is being handled: also one whose client is gone is done first."""
+        """Waits until no request is in progress, not even one whose client was killed."""
         end = time.monotonic() + 60
         while self._running:
             assert time.monotonic() < end, "a request is never answered"
@@ -254,7 +254,7 @@ def _parsed(method: str, target: str) -> tuple[str, str]:
 
 
 class _CutError(Exception):
-    """The connection is to be closed without an answer."""
+    """Closes the connection without an answer."""
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -269,7 +269,7 @@ class _Server(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=[0.05], daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone is nobody's concern."""
+        """Ignores clients that were killed."""
 
     def close(self) -> None:
         self.shutdown()
@@ -299,7 +299,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _do  # noqa: N815
 
     def forward(self, port: int, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        """The answer of another server of this host, on one connection for all of this one's."""
+        """The answer of another server on this host, over one connection per connection here."""
         connection = self._connections.get(port)
         dropped = {*_OF_CONNECTION, "expect"}
         headers = {k: v for k, v in self.headers.items() if k.lower() not in dropped}
@@ -328,8 +328,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         super().finish()
 
     def answer(self, status: int, headers: dict[str, str], data: bytes, whole: bool = True) -> None:
-        """Answers; with part of what the header says, and the end of the connection, if not
-        whole."""
+        """Answers. If not whole, sends a part of the body, and closes the connection."""
         self.send_response(status)
         length = str(len(data))
         for name, value in headers.items():
@@ -476,7 +475,7 @@ def _resource(bucket: str, key: str, generation: int, data: bytes) -> dict[str, 
 
 @contextlib.contextmanager
 def started() -> Iterator[Stores]:
-    """The stores, for as long as the block runs."""
+    """The stores, for the duration of the block."""
     stores = Stores()
     try:
         yield stores

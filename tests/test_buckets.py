@@ -47,8 +47,7 @@ def put(url, directory):
 
 @pytest.fixture
 def assert_read(saved, read_by_orbax, tmp_path):
-    """Asserts that all that is read of a bucket is what is read of a layout's copy on a disk, by
-    Orbax too."""
+    """Asserts that a bucket reads like the same layout on a disk, also after a save, by Orbax."""
 
     def check(url, layout, path=None):
         source = saved(layout)
@@ -144,7 +143,7 @@ def test_a_root_of_many_steps_is_opened_with_few_requests(saved, stores, kind):
 
 
 def test_a_root_of_many_chunks(saved, stores):
-    """No step's are listed but the last one's, whose documents are told from its chunks."""
+    """Only the chunks of the last step are listed."""
     item = saved("zarr2-files").path
     top = stores.bucket("conditional")
     files = {f"{f.relative_to(item)}": f.read_bytes() for f in item.rglob("*") if f.is_file()}
@@ -182,7 +181,7 @@ def test_without_a_marker_it_is_uncommitted(saved, stores, layout):
 
 
 def test_missing_paths(stores):
-    """The names that are there are told: of directories, or all."""
+    """The hint lists the existing names: of directories, or all."""
     url = stores.bucket("s3")
     write(parse_location(f"{url}/run"), dict.fromkeys(["c", "a/x", "b", "d", "e", "f"], b""))
     text = f"nothing exists at `{url}/run/x`\n\nhint: `{url}/run` has: a"
@@ -226,7 +225,7 @@ def test_opening_repeats_no_request(saved, stores, layout, most):
     stores.reset()
     reshard.open(url)
     asked = [request[:2] for request in stores.requests]
-    # One directory is listed with what is below it, too.
+    # One directory is listed twice: alone, and with everything below it.
     assert len(asked) <= min(most, len(set(asked)) + 1), asked
 
 
@@ -413,7 +412,7 @@ def test_requests_at_once(saved, stores):
 
 
 def test_libraries_print_nothing(saved, stores, tmp_path):
-    """Not even where TensorStore looks for credentials in vain."""
+    """Not even TensorStore, if it finds no credentials."""
     url = put(f"{stores.bucket('gs')}/run", saved("standalone").path)
     lonely = {**os.environ, "HOME": str(tmp_path)}
     del lonely["AWS_ACCESS_KEY_ID"]
@@ -535,7 +534,7 @@ def test_credentials_of_google(monkeypatch):
 @pytest.mark.parametrize("kind", ["s3", "conditional"])
 @pytest.mark.parametrize(("fault", "times"), [(None, 0), ("lost", 1), ("lost", 9), ("cut", 1)])
 def test_an_object_is_created_if_it_is_absent(stores, kind, fault, times):
-    """It is never replaced, whatever the answer, which proves nothing if the first was lost."""
+    """Never replaced. A refusal proves nothing if the answer to the first request was lost."""
     place = parse_location(f"{stores.bucket(kind)}/run/record")
     other = place.beside("other")
     stores.faults.append(Fault("write ", fault, times))
@@ -555,7 +554,7 @@ def test_an_object_is_created_if_it_is_absent(stores, kind, fault, times):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_absent_chunks(stores, kind, tmp_path):
-    """Of an array whose absent chunks have the fill value, one that was there is no such chunk."""
+    """A chunk that was removed is an error, also if absent chunks hold the fill value."""
     x = np.arange(1, 16 * 6 + 1, dtype=np.float32).reshape(16, 6)
     x[6:8, 2:4] = x[14:, 4:] = 0
     layouts.save_pytree(tmp_path / "in", {"a": x}, use_ocdbt=False)

@@ -1,4 +1,4 @@
-"""Checkpoints of which a part was lost: found before anything is written, without reading it."""
+"""Truncated checkpoints: detected before anything is written, without reading an array."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def save(path, names="ab", shape=(256, 256), **form):
 
 
 def jobs(path):
-    """Jobs that move what is stored, and one that decodes it."""
+    """Jobs that copy chunks verbatim, and one that decodes them."""
     ckpt = reshard.open(path)
     renamed = reshard.rename(ckpt, {"^": "params/"})
     return [
@@ -35,7 +35,7 @@ def jobs(path):
 
 
 def assert_refused(path, problems):
-    """By every job, and by its plan, without a trace; and `verify` tells the same."""
+    """By every job and its plan, which leave no file; `verify` reports the same."""
     beside = sorted(os.listdir(path.parent))
     for ckpt, options in jobs(path):
         out = path.with_name("out")

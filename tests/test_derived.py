@@ -403,7 +403,7 @@ def test_whole_chunks_are_moved_undecoded(source, tmp_path, undecoded, name, mov
     forming = Forming(reshard.open(copy), values).steps(MOVES[moves])
     ckpt = forming.checkpoint()
     plan = reshard.save(ckpt, tmp_path / "out", link=link)
-    assert all(array.moved for array in plan.arrays)
+    assert all(array.verbatim for array in plan.arrays)
     assert {array.passes for array in plan.arrays} == {1.0}
     links = link and original.source.store.ocdbt
     moved = sum(array.layout.stored_bytes for array in plan.arrays)
@@ -430,7 +430,7 @@ def test_operations_that_need_decoding(source, keep):
     forming = Forming(*source("zarr2")).steps(steps)
     made = {key for key, handle in forming.handles.items() if isinstance(handle.data, Derived)}
     plan = reshard.plan(forming.checkpoint(), chunks="keep" if keep else "shard")
-    assert made == {key for key, array in plans_of(plan).items() if not array.moved}
+    assert made == {key for key, array in plans_of(plan).items() if not array.verbatim}
 
 
 # Arrays of different kinds.
@@ -510,7 +510,7 @@ def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, c
         count == 4 or encoding.keys() <= {"dimension_separator", "chunk_key_encoding"}
     )
     plan = assert_formed(forming, tmp_path / "out", chunks="keep")
-    assert plans_of(plan)["s"].moved == alike
+    assert plans_of(plan)["s"].verbatim == alike
 
 
 DIFFERENT = "arrays of different kinds cannot be combined\n"
@@ -655,7 +655,7 @@ def test_absent_chunks_stay_the_fill_value(sparse, tmp_path, name):
     forming.steps(steps)
     plan = assert_formed(forming, tmp_path / "out")
     by_name = plans_of(plan)
-    assert all(by_name[key].moved for key in ("s", "n", "f", *names("each_", 8)))
+    assert all(by_name[key].verbatim for key in ("s", "n", "f", *names("each_", 8)))
     values = reshard.open(tmp_path / "out").source.store.values
     assert len(values["s"]) - 1 == chunks[0] == 4 * 8 - 2
     assert sum(len(values[key]) - 1 for key in names("each_", 8)) == chunks[1] == 7
@@ -741,7 +741,7 @@ def test_casts_before_and_after(source, tmp_path, name, first):
     new = forming.checkpoint((1, 8))
     new = new if first else reshard.cast(new, "bfloat16", "**")
     for key, array in plans_of(reshard.plan(new)).items():
-        assert not (array.moved and forming.values[key].dtype in (np.float32, np.float16))
+        assert not (array.verbatim and forming.values[key].dtype in (np.float32, np.float16))
     for got in saved_and_restored(new, tmp_path / "out"):
         for path, leaf in got.items():
             expected = forming.values[path[0]]

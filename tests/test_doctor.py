@@ -16,7 +16,7 @@ import reshard
 from reshard.units import count_of
 
 ORBAX = version("orbax-checkpoint")
-DEVICES = f"orbax    {ORBAX} is installed; without a target, it needs 8 devices"
+DEVICES = f"orbax    {ORBAX} is installed; to restore without a target, it needs 8 devices"
 VARIABLES = "model    linen-variables: collections at the top: `params`, `batch_stats`, ..."
 
 
@@ -69,8 +69,8 @@ def test_a_complete_root(at):
             "format   a CheckpointManager root, OCDBT, zarr2",
             VARIABLES,
             "mesh     data=2,model=4",
-            "steps    3, 20; this is 20",
-            "items    default; this is default",
+            "steps    3, 20; shown: 20",
+            "items    default; shown: default",
             "digests  recorded for 0 of 1 arrays",
             DEVICES,
             *next_steps(path, f"reshard digest {path} --write"),
@@ -123,7 +123,7 @@ def test_an_uncommitted_step(copy):
     uncommit(copy / "20")
     status, lines = doctor(copy, str(copy))
     assert (status, lines[0]) == (0, f"{copy / '3'}: complete")
-    assert "steps    3; this is 3; never committed: 20" in lines
+    assert "steps    3; shown: 3; never committed: 20" in lines
     reason = "was never committed: its _CHECKPOINT_METADATA has no commit time"
     assert doctor(copy, "20") == (
         1,
@@ -201,10 +201,10 @@ def test_each_item_of_a_step(tmp_path):
     ] == [
         f"{folder / 'run' / '1' / 'ema'}: complete",
         "mesh     none",
-        "items    ema, state; this is ema",
+        "items    ema, state; shown: ema",
         f"{folder / 'run' / '1' / 'state'}: complete",
         "mesh     none",
-        "items    ema, state; this is state",
+        "items    ema, state; shown: state",
     ]
     shutil.rmtree(folder / "run" / "1" / "state" / "d")
     document = json.loads(reshard_in(folder, "doctor", "run", "--json")[1])

@@ -1,5 +1,5 @@
 """The oldest releases that are declared are those that the tests are run with, and the README's;
-what they lack is told with the release that has it."""
+errors name the release that has a missing feature."""
 
 import importlib.metadata
 import json

@@ -115,7 +115,7 @@ def test_another_store_is_read_by_orbax(saved, assert_read, tmp_path, layout, ta
     for array in written.arrays:
         assert array.chunk_shape == ckpt[array.path].chunk_shape
     same = "zarr3" not in layout or "zarr3" in target
-    assert [array.moved for array in plan.arrays] == [same] * len(plan.arrays)
+    assert [array.verbatim for array in plan.arrays] == [same] * len(plan.arrays)
     one, other = chunks_of(source.path), chunks_of(out)
     assert one.keys() == other.keys()
     assert (one == other) == same
@@ -165,7 +165,7 @@ def test_what_an_older_orbax_wrote(data, tmp_path, old, target):
     """The last has a database that was never merged, which Orbax cannot read."""
     path, out = data / old, tmp_path / "out"
     plan = reshard.save(reshard.open(path), out, **STORES[target])
-    assert all(array.moved for array in plan.arrays)
+    assert all(array.verbatim for array in plan.arrays)
     assert reshard.diff(path, out, values=True).equal
     if old in OLD:
         layouts.assert_same_tree(old_tree(out), old_tree(path))
@@ -179,7 +179,7 @@ def test_another_database_around_the_same_chunks(tmp_path, link):
     path, out = tmp_path / "saved", tmp_path / "out"
     layouts.save_pytree(path, layouts.small_tree(on, specs, (64, 256)))
     plan = reshard.save(reshard.open(path), out, file_size="32KiB", link=link)
-    assert all(array.moved for array in plan.arrays) and not plan.shared_bytes
+    assert all(array.verbatim for array in plan.arrays) and not plan.shared_bytes
     assert plan.bytes_written >= 4 * 64 * 256 * 4
     assert chunks_of(out) == chunks_of(path)
     sizes = [file.stat().st_size for file in out.glob("ocdbt.process_*/d/*")]
@@ -212,7 +212,7 @@ def test_stacked_layers_in_another_store(tmp_path, target):
     layouts.save_pytree(path, tree)
     ckpt = reshard.stack(reshard.open(path), "layer_{}", into="layers", axis=1)
     plan = reshard.save(ckpt, out, chunks="keep", **STORES[target])
-    assert all(array.moved for array in plan.arrays)
+    assert all(array.verbatim for array in plan.arrays)
     expected = np.stack([np.asarray(tree[name]) for name in specs], axis=1)
     layouts.assert_same_tree(restored(out), {"layers": expected})
 
@@ -398,7 +398,7 @@ def test_what_other_writers_store(tmp_path, layout, ocdbt):
     expected = restored(path)
     assert (expected["filled"][4:] == 7.5).all() and np.isnan(expected["nan"][:4]).all()
     plan = reshard.save(reshard.open(path), out, format=new, ocdbt=ocdbt, digest=True)
-    assert {a.layout.path[0]: a.moved for a in plan.arrays} == {
+    assert {a.layout.path[0]: a.verbatim for a in plan.arrays} == {
         name: same for name, (*_, same) in others.items()
     }
     absent = sum(len(keys) for _, keys, _ in others.values())

@@ -1,18 +1,16 @@
-"""What users see, whole, over a corpus of checkpoints, against what is on record in `data/frozen`.
+"""All output for a corpus of checkpoints, compared with the recordings in `data/frozen`.
 
-Nothing here goes through a module of the package's own: commands by the entry of the console
-script, and `import reshard`. Where something is to look otherwise, record it anew, and read what
-git shows of it:
+Only the entry point of the console script and `import reshard` are used. If output is to change,
+record it again, and read the difference in git:
 
     FREEZE=1 .venv/bin/pytest tests/test_frozen.py
 
-What Orbax saves and JAX prints is that of one release: with older ones, only how commands end is
+The recordings are of one release of Orbax and JAX. With older releases, only exit statuses are
 compared.
 
-Of what varies, placeholders are on record: where the corpus is, hashes of files with a time in
-them, bytes that are shared, as Orbax deals chunks to files as it likes, and the bytes of memory
-that a plan counts, but for `memory-*.json`. A value that is in a file
-already is not there twice: `as in ...` says where. Lists of alike objects are tables.
+Placeholders stand for values that vary: the folder of the corpus, hashes of files that contain a
+time, shared bytes, because Orbax distributes chunks to files at random, and bytes of memory, except
+in `memory-*.json`. A repeated value is `as in ...`. Lists of objects with equal keys are tables.
 """
 
 import difflib
@@ -66,7 +64,7 @@ def surroundings(corpus):
 
 
 class Record:
-    """What is seen of one part of the corpus, against what is in a file.
+    """The output for one part of the corpus, compared with a file.
 
     Args:
       corpus: the corpus.
@@ -80,7 +78,7 @@ class Record:
         self.entries: dict[str, Any] = {}
 
     def run(self, *arguments: object) -> int:
-        """Runs a command, and records what it shows; gives its exit status."""
+        """Runs a command, and records its output. Returns its exit status."""
         words = [str(argument) for argument in arguments]
         status, *streams = in_process.command(words)
         shown: dict[str, Any] = {"status": status}
@@ -91,7 +89,7 @@ class Record:
         return status
 
     def try_(self, name: str, call: Callable[[], Any]) -> None:
-        """Records what a call gives, or the error that it raises."""
+        """Records the result of a call, or the error that it raises."""
         try:
             self.add(name, call())
         except reshard.ReshardError as error:
@@ -103,7 +101,7 @@ class Record:
         self.entries[name] = self._once(self._plain(value), name)
 
     def check(self, name: str) -> None:
-        """Compares with the file of that name; writes it instead where FREEZE is set."""
+        """Compares with the file of that name, or with FREEZE, writes the file."""
         text = pretty(self.entries) + "\n"
         path = FROZEN / f"{name}.json"
         if os.environ.get("FREEZE"):
@@ -119,7 +117,7 @@ class Record:
             pytest.fail(f"{path}\n" + "\n".join(lines), pytrace=False)
 
     def _plain(self, value: Any, key: str = "") -> Any:
-        """Without what varies; text of several lines as a list of them."""
+        """A value with placeholders, and with lists of lines for longer text."""
         if isinstance(value, dict):
             return {k: self._plain(v, k) for k, v in value.items()}
         if isinstance(value, list | tuple):
@@ -138,7 +136,7 @@ class Record:
         return value
 
     def _once(self, value: Any, where: str) -> Any:
-        """A value that has not been seen, or where it has been."""
+        """A value, or if it was recorded before, the place of that."""
         text = json.dumps(value)
         if len(text) > WIDTH:
             if text in self._seen:
@@ -164,12 +162,12 @@ def statuses(entries: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Files that hold the time at which they were written.
+# Files that contain the time of their creation.
 TIMED = ("_CHECKPOINT_METADATA",)
 
 
 def pretty(value: Any, indent: str = "") -> str:
-    """JSON, what fits on a line on one; and each row of a table."""
+    """JSON with short values and the rows of tables on one line each."""
     line = json.dumps(value, ensure_ascii=False)
     if not value or not isinstance(value, dict | list) or (indent and len(indent + line) <= WIDTH):
         return line
@@ -303,7 +301,7 @@ def test_steps(corpus):
 
 
 def names(path: str) -> list[str]:
-    """Files below a path, but for OCDBT's own, whose names are random."""
+    """Files below a path, except OCDBT's data files, whose names are random."""
     found = [p.relative_to(path).as_posix() for p in pathlib.Path(path).rglob("*") if p.is_file()]
     return sorted(name for name in found if "d" not in name.split("/")[:-1])
 
@@ -334,7 +332,7 @@ def test_shown(corpus):
 
 @pytest.mark.parametrize("limit", ["1GiB", "128KiB", "64KiB", "1KiB"])
 def test_memory(corpus, limit):
-    """Numbers of bytes in memory, which are nowhere else on record."""
+    """Bytes of memory, which the other recordings do not have."""
     record = Record(corpus, memory=True)
     for name in ("standalone", "zarr3-files", "dtypes"):
         job = ("ckpt", corpus.path(name), "out/nowhere", "--dry-run", "--max-memory", limit)
@@ -437,7 +435,7 @@ more = 1
 
 @pytest.fixture
 def refused(corpus):
-    """Commands of what cannot be done, and of what is asked for wrongly."""
+    """Commands that fail, and commands with wrong arguments."""
     src, linen, manager = (corpus.path(each) for each in ("standalone", "linen-params", "manager"))
     for folder in ("occupied", "apart"):
         pathlib.Path(folder).mkdir(exist_ok=True)
@@ -527,7 +525,7 @@ def refused(corpus):
 
 
 def test_refusals(corpus, refused):
-    """What is said of them."""
+    """The errors of these commands, and of damaged checkpoints."""
     src, record = corpus.path("standalone"), Record(corpus)
     for command in refused:
         record.run(*command)

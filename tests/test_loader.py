@@ -1,4 +1,4 @@
-"""Opening every layout, and what is said about a path that is not a whole checkpoint."""
+"""Opening every layout, and the errors for paths that are not complete checkpoints."""
 
 import functools
 import json
@@ -207,7 +207,7 @@ def test_missing_steps_and_items(saved, two_trees):
 
 
 def deleted(step, item):
-    """What is said of an item whose deletion has not ended, and how to end it."""
+    """The error for an item with an unfinished deletion, and the hint that finishes it."""
     what = "`_CHECKPOINT_DELETION` next to it records an unfinished deletion"
     call = f'orbax.checkpoint.experimental.v1.delete("{step}", checkpointable_name="{item}")'
     return f"`{step}/{item}` is being deleted: {what}\n\n", f"hint: {call} finishes the deletion"
@@ -387,7 +387,7 @@ def test_on_a_disk_no_marker_is_needed(copy):
 
 @pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-files", "bare"])
 def test_a_missing_tree_document(copy, layout):
-    """Beside which a pickle may be."""
+    """Also next to a pickle."""
     path = copy(layout)
     (path / "_METADATA").unlink()
     for _ in range(2):

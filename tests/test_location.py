@@ -1,4 +1,4 @@
-"""Locations: what text and paths become, what is found there, and checkpoints that travel."""
+"""Locations: text, paths and URLs, listings of a disk, and other systems than Linux."""
 
 import ctypes
 import os
@@ -150,7 +150,7 @@ def test_walk(tmp_path):
 
 
 def test_without_system_calls_of_linux(saved, tmp_path, monkeypatch):
-    """As on macOS: no such calls in the library of C or in `os`, and no `/proc`."""
+    """As on macOS: without these calls in the C library and in `os`, and without `/proc`."""
 
     class Libc:
         """A library of C without the calls of Linux: `syncfs`, `sync_file_range`, `mallopt`."""

@@ -57,7 +57,7 @@ def train_state(seed=0):
 
 
 def leaves(tree):
-    """Path, of texts, -> leaf, of what Flax restores."""
+    """Path of strings -> leaf, of a tree that Flax restored."""
     found = {}
     for path, leaf in jax.tree.flatten_with_path(
         tree, is_leaf=lambda x: x is None or (isinstance(x, dict | list) and not x)
@@ -67,7 +67,7 @@ def leaves(tree):
 
 
 def assert_read(ckpt, tree):
-    """Each leaf is what Flax restores, to the bit."""
+    """Each leaf equals the one that Flax restores, bit for bit."""
     expected = leaves(tree)
     assert {tuple(map(str, path)) for path in ckpt} == expected.keys()
     for path, leaf in ckpt.items():
@@ -87,7 +87,7 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def tree(small_chunks):
-    """All that Flax writes: `rows` and `column` in parts whose seams cut rows and chunks."""
+    """All kinds of leaves. `rows` and `column` have parts that end within rows and chunks."""
     arrays = {dtype: random_bits((3, 5), dtype, n) for n, dtype in enumerate(DTYPES)}
     numbers = {"step": 5, "big": 2**63 + 1, "small": -(2**40), "rate": 2.5, "flag": True}
     others = {"none": None, "text": "abc", "complex": 1 - 2j, "scalar": np.float32(3), "dict": {}}

@@ -1,4 +1,4 @@
-"""The names under which leaves are stored: none is that of two, whatever was done to the tree."""
+"""Stored names of leaves: after any change of a tree, no two leaves have one name."""
 
 import re
 
@@ -158,8 +158,8 @@ SLASHED = {"a/": values(1), "b": {"c//": values(2, ()), "/": values(3, (4, 2))},
 @pytest.mark.parametrize("out", [{}, {"ocdbt": False}], ids=str)
 @pytest.mark.parametrize("flags", FORMATS, ids=str)
 def test_keys_that_end_in_a_slash(flags, out, tmp_path):
-    """TensorStore puts an array called `a/` where it puts one called `a`. It is read there, and
-    written under another name alone: two readers need not agree on such names."""
+    """TensorStore stores the arrays `a/` and `a` in one place. `a/` is read, but only written under
+    another name: readers may disagree on such names."""
     tree = dict(SLASHED)
     if not flags["use_ocdbt"]:  # where Orbax cannot save it
         tree["b"] = {"/": tree["b"]["/"]}
@@ -275,7 +275,7 @@ def test_renames_keep_values_or_are_refused(job, flags, chunks, tmp_path_factory
         out = folder / f"out{number}"
         after = [new.get(path, path) for path in leaves]
         clear = is_tree(after) and is_clear([name(path) for path in after])
-        # By way of numbers, so that no rule meets what another one has made.
+        # Through numbers, so that no rule matches the result of another.
         rules = [
             (f"^{re.escape(format_path(old))}$", f"number{i}") for i, old in enumerate(new)
         ] + [(f"^number{i}$", format_path(path)) for i, path in enumerate(new.values())]

@@ -151,7 +151,7 @@ def test_facts_of_a_plan(planned, run):
     )
     assert before > after == 1.0
     arrays = len(planned.arrays)
-    moved = sum(array.moved for array in planned.arrays)
+    moved = sum(array.verbatim for array in planned.arrays)
     assert 0 < moved < arrays
     assert found.title == f"{run}/run/1 → {run}/out"
     counts = f"{arrays - moved} rewritten, {moved} copied verbatim."
@@ -260,7 +260,7 @@ def test_the_embedded_data_is_that_of_the_plan(planned):
         _, load, moved, _, sides = data["kinds"][kind]
         assert (tuple(shape), nbytes) == (array.layout.shape, array.decoded_bytes)
         known = None if array.layout.path in WITHOUT_MESH else list(array.amplification)
-        assert (load, moved) == (known, array.moved)
+        assert (load, moved) == (known, array.verbatim)
         assert [data["placed"][side][2] for side in sides] == [
             list(array.layout.source_chunk),
             list(array.chunk),
@@ -659,7 +659,7 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
             "not known"
             if array.layout.path in WITHOUT_MESH
             else " → ".join(f"{x:.2f}" for x in array.amplification),
-            "verbatim" if array.moved else "rewritten",
+            "verbatim" if array.verbatim else "rewritten",
         ]
         for array in planned.arrays
     ]

@@ -181,12 +181,12 @@ def test_a_plan_equals_brute_force(job):
             assert plan.split == math.prod(array.target_shard) // math.prod(plan.chunk)
     else:
         assert divides and math.prod(plan.chunk) * array.target_itemsize <= chunks
-    assert plan.moved == (array.same_bytes and plan.chunk == array.source_chunk)
+    assert plan.verbatim == (array.same_bytes and plan.chunk == array.source_chunk)
     # Boxes and passes.
     boxes = list(plan.boxes())
     source, target = labels(array.shape, array.source_chunk), labels(array.shape, plan.chunk)
     reads = np.zeros(source.max(initial=0) + 1, int)
-    if plan.moved:
+    if plan.verbatim:
         assert (boxes, plan.passes, plan_of(plan).chunks_read) == ([], 1.0, len(reads))
         return
     covered = np.zeros(array.shape, int)
@@ -239,7 +239,7 @@ def test_keep_with_a_cast_and_too_little_memory_is_an_error():
 def test_an_array_without_elements(chunks):
     array = layout((0, 4), (1, 4), (0, 2), stored_bytes=0, largest_stored=0, same_bytes=True)
     plan = plan_array(array, chunks, 1 << 20)
-    assert (plan.chunk, plan.moved, plan.amplification) == ((1, 4), True, (1.0, 1.0))
+    assert (plan.chunk, plan.verbatim, plan.amplification) == ((1, 4), True, (1.0, 1.0))
     assert (plan.bytes_read, plan.bytes_written, plan.decoded_bytes) == (0, 0, 0)
 
 
@@ -290,12 +290,12 @@ def test_grids_that_fit_the_new_shards_are_kept(
 ):
     array = layout(shape, source_chunk, target_shard, source_shard=source_shard, same_bytes=True)
     moved = plan_array(array, "shard", 1 << 30)
-    assert (moved.moved, moved.chunk == source_chunk) == (kept, kept)
+    assert (moved.verbatim, moved.chunk == source_chunk) == (kept, kept)
     cast = plan_array(
         dataclasses.replace(array, same_bytes=False, target_itemsize=2), "shard", 1 << 30
     )
     assert cast.chunk == (source_chunk if kept else target_shard)
-    assert not cast.moved
+    assert not cast.verbatim
 
 
 def test_verbatim_arrays_cost_their_stored_bytes_once():
@@ -343,7 +343,7 @@ def test_splitting_to_the_source_grid_copies_it_verbatim():
     # 32 chunks a shard are too many to keep, unless little memory requires chunks of that size.
     array = layout((32 * MIB,), (MIB,), (32 * MIB,), same_bytes=True)
     plan = plan_array(array, "shard", 20 * MIB)
-    assert (plan.chunk, plan.moved, plan.bytes_read) == ((MIB,), True, array.stored_bytes)
+    assert (plan.chunk, plan.verbatim, plan.bytes_read) == ((MIB,), True, array.stored_bytes)
 
 
 # Totals

@@ -167,7 +167,7 @@ def killed(source, out, name="reshard.writer.save:build_root", count=1, **option
 def test_only_what_is_missing_is_written(sources, expected, tmp_path, monkeypatch, kind):
     source, out = sources(kind), tmp_path / "out"
     found = killed(source, out, "reshard.writer.save:write_share", 3)
-    assert set(found) == {"rest", "0", "1"}
+    assert set(found) == {"unshared", "0", "1"}
     written = []
     write = saving.write_share
 
@@ -186,7 +186,7 @@ def test_a_job_that_was_stopped_is_refused_resumed_or_begun_anew(sources, expect
     for how in ("resume", "overwrite"):
         out = tmp_path / how / "out"
         documents = killed(source, out)
-        document = json.loads(documents["rest"].read_bytes())
+        document = json.loads(documents["unshared"].read_bytes())
         with pytest.raises(reshard.DestinationExistsError) as error:
             save(source, out)
         who = f"process {document['owner']['pid']} on {document['owner']['host']}"
@@ -261,8 +261,8 @@ def test_a_job_that_fails_leaves_its_finished_shares_and_says_so(sources, expect
     [note] = stopped(source, out)
     [directory] = unfinished(out)
     found = parts(directory)
-    count = json.loads(found["rest"].read_bytes())["count"]
-    shares = set(found) - {"rest"}
+    count = json.loads(found["unshared"].read_bytes())["count"]
+    shares = set(found) - {"unshared"}
     assert 0 < len(shares) < count
     assert note == (
         f"{len(shares)} of {count} shares are complete, and stay in `{directory}`: "

@@ -31,7 +31,7 @@ NAMES |= {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "c
 
 
 def written(path, tensors):
-    """Tensors in a file, as the format's own page says."""
+    """Writes tensors into a file, by the description of the format."""
     header, begin = {}, 0
     for name, (dtype, values) in tensors.items():
         end = begin + values.nbytes

@@ -573,7 +573,7 @@ def test_kept_chunks_are_linked(saved, read_by_orbax, save, layout, relabel):
     source = saved(layout)
     ckpt = reshard.open(source.path, **source.open)
     out = save(reshard.to_mesh(ckpt, "1x8") if relabel else ckpt, chunks="keep")
-    assert all(array.moved for array in save.plan.arrays)
+    assert all(array.verbatim for array in save.plan.arrays)
     ours, theirs = inodes(out), inodes(source.path)
     linked = {path for path, inode in ours.items() if inode in theirs.values()}
     assert {path: ours[path] for path in linked} == {path: theirs[path] for path in linked}
@@ -641,7 +641,7 @@ def test_kept_chunks_are_copied_without_links(saved, read_by_orbax, save, layout
     source = saved(layout)
     out = save(reshard.open(source.path), chunks="keep", link=False)
     assert save.plan.shared_bytes == 0
-    assert all(array.moved for array in save.plan.arrays)
+    assert all(array.verbatim for array in save.plan.arrays)
     assert not {*inodes(source.path).values()} & {*inodes(out).values()}
     assert arrays_of(out) == arrays_of(source.path)
     layouts.assert_same_tree(layouts.read_pytree(source, out), read_by_orbax(layout, "pytree"))
@@ -673,7 +673,7 @@ def test_few_kept_leaves_are_copied(saved, save):
     source = saved("standalone")
     ckpt = reshard.select(reshard.open(source.path), ["params/uneven", "params/column"])
     out = save(ckpt, chunks="keep")
-    assert all(array.moved for array in save.plan.arrays)
+    assert all(array.verbatim for array in save.plan.arrays)
     assert save.plan.shared_bytes == 0
     assert not layouts.data_inodes(out).keys() & layouts.data_inodes(source.path).keys()
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

@@ -137,7 +137,7 @@ def test_shares_that_are_killed_and_written_again_and_twice(jobs, tmp_path, monk
     write(source, out)
     again = json.loads(part(out, 3).read_bytes())
     part(out, 3).unlink()
-    part(out, "rest").unlink()
+    part(out, "unshared").unlink()
     write(source, out, [3, 0])
     assert json.loads(part(out, 3).read_bytes())["job"] == again["job"]
     assert reshard.commit(out)
@@ -325,7 +325,7 @@ def flipped(data, rng):
                 return bytes(copy)
 
 
-@pytest.mark.parametrize("name", ["2", "rest"])
+@pytest.mark.parametrize("name", ["2", "unshared"])
 def test_documents_that_are_damaged_are_refused(jobs, tmp_path, name):
     """By the commit, and they can be written again."""
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
@@ -337,7 +337,7 @@ def test_documents_that_are_damaged_are_refused(jobs, tmp_path, name):
         file.write_bytes(damaged)
         refused(reshard.DestinationError, text, reshard.commit, out)
     file.unlink()
-    missing = {"rest": 0}.get(name, name)
+    missing = {"unshared": 0}.get(name, name)
     with pytest.raises(reshard.DestinationError, match=rf"missing: {missing}\n"):
         reshard.commit(out)
     write(source, out, [int(missing)], 3)
@@ -411,7 +411,7 @@ def test_a_job_of_an_executor_that_fails_is_resumed(jobs, tmp_path, monkeypatch)
         text = "the third one fails"
         error = refused(CorruptCheckpointError, text, save, source, out, executor=thread)
         [left] = unfinished(out)
-        document = json.loads(part(out, "rest").read_bytes())
+        document = json.loads(part(out, "unshared").read_bytes())
         done = {int(file.stem) for file in left.rglob("*.json") if file.stem.isdigit()}
         told = f"{len(done)} of {document['count']} shares are complete, and stay in `{left}`: "
         assert error.__notes__ == [f"{told}resume=True continues it"]
@@ -437,7 +437,7 @@ def test_an_interrupt_ends_all_shares(jobs, threads, tmp_path, monkeypatch):
         save(source, out, executor=threads, overwrite=True, progress=interrupt)
     left = unfinished(out)
     for directory in left:
-        parts = {file.stem for file in directory.rglob("*.json")} - {"rest"}
+        parts = {file.stem for file in directory.rglob("*.json")} - {"unshared"}
         assert parts and all(part.isdigit() for part in parts)  # a share is complete
     assert hashes(out) == before
 

@@ -1,4 +1,4 @@
-"""Other items of a step, and other files: what is copied and counted."""
+"""Other items of a step, and other files: their copies, in the plan and in the progress."""
 
 import collections
 import functools
@@ -66,7 +66,7 @@ def shared(source, out):
 
 
 def copies(root, item="state"):
-    """What is carried over: everything but the marker, and what is written of the item."""
+    """The paths that are copied: all but the marker and the files of the written item."""
     kept = f"3/{item}/_CHECKPOINT_METADATA"
     found = {path for path in inodes(root) if path == kept or not path.startswith(f"3/{item}/")}
     return found - {f"3/{MARKER}"}
@@ -126,8 +126,8 @@ def test_other_items_are_copied(roots, tmp_path, name):
 
 @pytest.fixture(params=["Orbax", "one database"])
 def split(request, tmp_path, monkeypatch):
-    """A tree, and where it is saved with values and nodes in folders apart: by Orbax, which has no
-    public option for that, in databases of processes that are merged; or in one alone."""
+    """A tree, and its checkpoint, with values and nodes in separate folders: in one database, or in
+    merged ones by Orbax, which has no public option for that."""
     tree = {"w": put(np.random.default_rng(5), (96, 64), "data", "model"), "one": np.float32(0.3)}
     if request.param == "Orbax":
         make = getattr(tensorstore_utils, "OcdbtKvStoreWriteOptions", None)
@@ -206,7 +206,7 @@ def test_files_that_look_like_data_files_are_copied(root, tmp_path):
 
 @pytest.mark.parametrize("part", ["whole", "half", "gone"])
 def test_an_item_that_is_being_deleted_is_not_copied(root, tmp_path, part):
-    """Nor what records it: the item would come back, or another one of its name would be hidden."""
+    """Nor is the record of the deletion: it would hide another item of that name."""
     layouts.record_deletion(root / "3", "ema")
     if part != "whole":
         (root / "3" / "ema" / "_METADATA").unlink()
@@ -307,7 +307,7 @@ BESIDE = [
 
 
 def not_resumed(root, out, **options):
-    """What is said of a job that is another one by now."""
+    """The lines of the error for a job that differs from the unfinished one."""
     with pytest.raises(reshard.DestinationError) as error:
         reshard.save(opened(root), out, resume=True, **options)
     lines = str(error.value).splitlines()
@@ -346,8 +346,8 @@ def test_the_source_changes_during_the_job(root, tmp_path, where, change, resume
 
 
 def test_changes_outside_the_step(root, tmp_path):
-    """A training goes on while one of its steps is taken: logs grow, and are copied once, as they
-    were; other steps come and go."""
+    """A training continues while one of its steps is copied. Logs grow, and are copied as they
+    were. Other steps appear and disappear."""
     out, logs = tmp_path / "new" / "out", root / "notes" / "today"
     shutil.copytree(root / "3", root / "2")
     stopped(root, out)

@@ -288,7 +288,7 @@ def test_single_bits_are_found_and_not_passed_on(copied, tmp_path, form):
         file.write_bytes(before)
     assert changed >= len(places) // 8
     plan = reshard.save(reshard.to_mesh(reshard.open(path), "8x1"), out)
-    assert not any(array.moved for array in plan.arrays)
+    assert not any(array.verbatim for array in plan.arrays)
     assert reshard.verify(out, path).ok
 
 

@@ -267,7 +267,7 @@ def test_a_directory_that_is_swept_away_while_it_is_written(run, stores, url):
     for point, removed, text in (
         (r"process_\w+/0.json", "", short),
         (r"process_\w+/0.json", "x0/d/", short),
-        (r"process_\w+/0.json", "restxfiles/", short),
+        (r"process_\w+/0.json", "unsharedxfiles/", short),
         (RECORD, "rootx/d/", gone),
     ):
         stores.faults = [Fault(f"write .*{point}", lambda key, removed=removed: remove(removed))]
@@ -286,7 +286,7 @@ def test_a_store_that_refuses(kind, small, stores):
     url = f"{stores.bucket(kind)}/out"
     for point, there in (
         ("begun.json", None),
-        (r"rest\w+/", None),
+        (r"unshared\w+/", None),
         (SHARE, "the documents and other items are complete, and stay"),
         (f"/{RECORD}", "1 of 1 shares are complete, and stay"),
         ("/_METADATA", "1 of 1 shares are complete, and stay"),
@@ -330,7 +330,9 @@ def test_a_store_that_ignores_conditions(small, stores):
 def test_what_passes_is_tried_again(kind, small, stores):
     url = f"{stores.bucket('conditional')}/out"
     stores.faults += [Fault("(write|read|delete) ", kind) for _ in range(2)]
-    stores.faults += [Fault(f"{verb} .*/rest.json", kind) for verb in ("write", "read", "delete")]
+    stores.faults += [
+        Fault(f"{verb} .*/unshared.json", kind) for verb in ("write", "read", "delete")
+    ]
     stores.faults += [Fault("list ", kind)]
     assert_saved(url, small, stores)
 
@@ -481,7 +483,7 @@ def test_a_job_that_fails_deletes_only_what_it_has_written(below, run, small, st
         parse_location(f"{url}/notes.txt").write(b"kept")
         reshard.save(on("1x8", small), f"{url}/{below}")
 
-    stores.faults += [Fault("write .*restxfiles/", save)]
+    stores.faults += [Fault("write .*unsharedxfiles/", save)]
     stores.faults += [Fault("write .*/7/[^/]+/ocdbt.*_sharding", 403)]
     failed(on("1x8", run), url)
     assert stores.errors == []

@@ -1,4 +1,4 @@
-"""zarr metadata documents, against TensorStore and Orbax, which write them and read by them."""
+"""zarr metadata documents, compared with TensorStore's and Orbax's."""
 
 import itertools
 import json
@@ -210,7 +210,7 @@ UNMOVABLE = [
 
 
 def test_when_chunks_can_be_copied_verbatim():
-    """Neither the keys of chunks, nor the version of zarr, nor how a fill value of zero is said."""
+    """Equal codecs. Keys, versions of zarr and spellings of a zero fill value may differ."""
     assert all(encoding(document).ignores_unit_axes for document in MOVABLE)
     assert not any(encoding(document).ignores_unit_axes for document in UNMOVABLE)
     same: dict = {}

@@ -142,7 +142,7 @@ def _orbax(ckpt: Checkpoint) -> str:
     if str(ckpt.source.root).startswith("s3://"):
         return "it cannot read s3://: copy the checkpoint to a disk or to gs://"
     devices = max((mesh.size for mesh in ckpt.meshes), default=1)
-    return f"{installed}without a target, it needs {devices} devices"
+    return f"{installed}to restore without a target, it needs {devices} devices"
 
 
 def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> list[str]:
@@ -188,8 +188,8 @@ def _facts(tree: dict[str, Any]) -> dict[str, str]:
         "format": f"{options.kind_text(tree['kind'], tree['v1'])}, {tree['format']}",
         "model": f"{tree['layout']}: {kind}" if kind else f"not detected: {tree['why'][0]}",
         "mesh": "; ".join(dict.fromkeys(meshes)) or "none",
-        "steps": listed("steps", f"; this is {tree['step']}{left_out}"),
-        "items": listed("items", f"; this is {tree['item']}"),
+        "steps": listed("steps", f"; shown: {tree['step']}{left_out}"),
+        "items": listed("items", f"; shown: {tree['item']}"),
         "digests": f"recorded for {tree['recorded_digests']} of {tree['arrays']} arrays",
         "orbax": tree["orbax"],
     }

@@ -1,4 +1,4 @@
-"""Boxes in batches: what is read together, since it shares stored chunks or is small."""
+"""Batches of boxes: boxes that share stored chunks, or are small, are read together."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,10 +15,10 @@ class Unit(NamedTuple):
     """Boxes that are in one batch, since they share stored chunks.
 
     Attributes:
-      buffers: bytes of what they are read into, unless that is part of a result.
-      consumer_bytes: bytes of it once it has been read.
+      buffers: bytes of their buffers, without buffers that belong to a result.
+      consumer_bytes: bytes that their consumer holds once they have been read.
       shared_bytes: as for `Batch`.
-      own_batch: nothing else is in its batch, for want of memory.
+      own_batch: it is the only unit of its batch, to save memory.
     """
 
     reads: Sequence[Read]
@@ -29,7 +29,7 @@ class Unit(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Bytes that boxes take together, as of `Unit`, and how many boxes they are."""
+    """The bytes of several units, as in `Unit`, and the number of their boxes."""
 
     decoding: int = 0
     buffers: int = 0
@@ -43,8 +43,8 @@ class _Sizes(NamedTuple):
 
 
 def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
-    """All units in order, in batches of `limit` bytes, unless a single unit takes more; of `most`
-    bytes where units share chunks with those before them, which are decoded once then."""
+    """All units in order, in batches of at most `limit` bytes, unless a single unit takes more. A
+    batch may have `most` bytes if its units share chunks, which are then decoded once."""
     reads: list[Read] = []
     sizes, union, own_batch = _Sizes(), ChunkUnion(), False
     for unit in units:
@@ -71,7 +71,8 @@ def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
 def in_groups(
     items: Iterable[T], nbytes: Callable[[T], int], limit: int, most: int | None = None
 ) -> Iterator[list[T]]:
-    """Items in order, in groups of `limit` bytes, unless a single one has more, and of `most`."""
+    """Items in order, in groups of at most `limit` bytes, unless one item has more, and of at most
+    `most` items."""
     group: list[T] = []
     size = 0
     for item in items:

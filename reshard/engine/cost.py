@@ -1,10 +1,10 @@
-"""What reading takes: the stored chunks that boxes touch, once however many boxes touch them.
+"""The cost of reading: the stored chunks that boxes touch, each counted once.
 
     a box of a derived array  ->  boxes of stored arrays  ->  ranges of their chunks
     layer_3 [0:16, 0:8]           layers [3:4, 0:16, 0:8]     (0, 1) (0, 1) (0, 2)
 
 Counted per axis, never chunk by chunk. Boxes that are read together count the union of their
-chunks: each is fetched and decoded once. What boxes take beside that is in `engine.memory`.
+chunks: each chunk is fetched and decoded once. `engine.memory` counts the buffers.
 """
 
 import math
@@ -20,7 +20,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Decoded(NamedTuple):
-    """What decoding chunks takes: bytes, encoded and decoded, and elements that they hold."""
+    """The cost of decoding chunks: bytes, encoded and decoded, and the number of elements."""
 
     nbytes: int
     elements: int
@@ -38,7 +38,7 @@ class Chunks(NamedTuple):
 
 
 class ChunkUnion:
-    """Chunks, each of them once."""
+    """A set of chunks."""
 
     def __init__(self) -> None:
         # For each array disjoint ranges, and the smallest one around them.
@@ -46,7 +46,7 @@ class ChunkUnion:
         self._hulls: dict[Hashable, Ranges] = {}
 
     def missing(self, chunks: Chunks) -> list[Chunks]:
-        """The part of a range that is not in it, as disjoint ranges."""
+        """The part of a range that is not in the set, as disjoint ranges."""
         hull = self._hulls.get(chunks.array)
         if hull is None or not _meet(hull, chunks.ranges):
             return [chunks]
@@ -56,7 +56,7 @@ class ChunkUnion:
         return [chunks._replace(ranges=ranges) for ranges in rest]
 
     def add(self, chunks: Iterable[Chunks]) -> list[Chunks]:
-        """Adds ranges; what was not in it."""
+        """Adds ranges. Returns the parts that were not in the set."""
         added = []
         for each in chunks:
             new = self.missing(each)
@@ -68,7 +68,7 @@ class ChunkUnion:
 
 
 def _without(one: Ranges, other: Ranges) -> Iterator[Ranges]:
-    """Disjoint ranges of what is in one, and not in the other."""
+    """Disjoint ranges that cover one range without the other."""
     if not _meet(one, other):
         yield one
         return
@@ -119,7 +119,7 @@ def _computed(made: ArrayHandle, box: Box) -> Chunks:
 
 
 def total(chunks: Iterable[Chunks]) -> Decoded:
-    """What decoding disjoint ranges takes."""
+    """The cost of decoding disjoint ranges."""
     nbytes = elements = 0
     for _, ranges, shape, chunk_shape, chunk_bytes in chunks:
         dims = zip(ranges, shape, chunk_shape, strict=True)
@@ -135,8 +135,7 @@ def first_cell(handle: ArrayHandle) -> Box:
 
 
 def decoded_together(handles: Sequence[ArrayHandle]) -> Decoded:
-    """What decoding one box of each takes at most, where they are read together, in the grid that
-    is the same for all of them."""
+    """The largest cost of decoding one box of each array together. All have one grid of boxes."""
     if len(handles) == 1 and not isinstance(handles[0].data, Derived):
         return total(chunks_of(handles[0], first_cell(handles[0])))
     # Layers that are stacked may be in chunks of any sizes.

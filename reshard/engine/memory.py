@@ -1,8 +1,8 @@
 """The memory of a job: bytes in flight, and what frees them.
 
-Whoever starts something reserves what it takes; a reservation ends when what it waits for has
-ended: a transaction that is committed, an array that is on its device. A single reservation may be
-larger than the limit, when nothing else is in flight.
+Each reader and writer reserves the bytes that it needs. A reservation ends when its transaction is
+committed, or its array is on its device. A single reservation may exceed the limit if nothing else
+is in flight.
 """
 
 import collections
@@ -28,16 +28,16 @@ READ_OVERHEAD = 1 << 14
 
 
 def usable(max_memory: int) -> int:
-    """Bytes of `max_memory` that several boxes may take together; one may take it all. A quarter
-    is left for what the allocator keeps of memory that was freed."""
+    """The part of `max_memory` that several boxes may take together. One box may take it all. A
+    quarter is left for freed memory that the allocator keeps."""
     return max_memory - max_memory // 4
 
 
 def limiter_bytes(max_memory: int, cores: int, largest: int, remote: bool = False) -> int:
-    """Bytes that a job of `max_memory` bytes keeps in flight, of which one box takes `largest` at
-    most: half of them, as much as keeps every core busy, or such a box while another is written. Of
-    large boxes as many as there are cores: each is of few chunks, and a single core decodes one. To
-    or from a bucket (`remote`) there are more, for which cores only wait."""
+    """The bytes that a job keeps in flight. Half of `max_memory`, but no more than keeps every core
+    busy; or enough for the `largest` box while another one is written. A large box has few
+    chunks, and one core decodes a chunk: so one box for each core. A `remote` job has more,
+    since its cores wait for requests."""
     large = largest > 2 * IN_FLIGHT_PER_CORE
     boxes = largest * min(max(cores, 2), MOST_LARGE) if large else largest + largest // 2
     busy = IN_FLIGHT_PER_CORE * cores * (REMOTE if remote else 1)
@@ -46,20 +46,20 @@ def limiter_bytes(max_memory: int, cores: int, largest: int, remote: bool = Fals
 
 
 def cost_bytes(decoding: int, buffers: int, consumer: int, boxes: int = 1) -> int:
-    """Bytes of memory that boxes take that are read together: while they are read, what decoding
-    their chunks takes and what they are read into; then what is held for their consumer. Plans,
-    batches, and the refusal of what is too large all ask this."""
+    """Bytes of memory that boxes take that are read together. While they are read: their chunks and
+    their buffers. Then: the bytes that their consumer holds. Plans, batches and memory errors
+    all use this."""
     return max(decoding + buffers + boxes * READ_OVERHEAD, consumer)
 
 
 def copy_bytes(nbytes: int) -> int:
-    """Bytes of memory that copying stored bytes takes: as they are read, and as they are
+    """Bytes of memory that it takes to copy stored bytes: once as they are read, once as they are
     written."""
     return 2 * nbytes
 
 
 def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
-    """Raises MemoryLimitError for all boxes, each a path and its bytes, that are too large."""
+    """Raises MemoryLimitError with all boxes, each a path and its bytes, that are too large."""
     too_large = [(path, cost) for path, cost in costs if cost > max_memory]
     if too_large:
         least = max(cost for _, cost in too_large)
@@ -72,7 +72,7 @@ def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
 
 
 class Reservation:
-    """So many bytes that are in use."""
+    """Bytes that are in use."""
 
     def __init__(self, limiter: "MemoryLimiter", nbytes: int):
         self.nbytes = nbytes
@@ -80,7 +80,7 @@ class Reservation:
         self._limiter = limiter
 
     def shrink(self, nbytes: int = 0) -> None:
-        """Gives back all but `nbytes` of them."""
+        """Frees all but `nbytes` of them."""
         self._limiter.used -= self.nbytes - nbytes
         self.nbytes = nbytes
 
@@ -90,18 +90,18 @@ class Reservation:
         done: Callable[[], object] = lambda: None,
         is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Gives them back once `wait`, which blocks unless it `is_ready`, has returned; then calls
-        `done`, unless something has failed before. The thread that runs out of memory calls both,
-        or they are called at the end, in the order of these calls."""
+        """Frees them when `wait` has returned, which blocks unless `is_ready`; then calls `done`,
+        unless something failed before. Reservations are freed in the order of these calls, when
+        memory is needed or at the end."""
         self.wait, self.done, self.is_ready = wait, done, is_ready
         self.is_pending = True
         self._limiter.pending.append(self)
 
 
 class MemoryLimiter:
-    """The bytes in flight of one job, `used` of its `limit`, and what is waited for, oldest first.
-    As a context, it ends when all that was begun has ended, after an error too; what fails then is
-    ignored."""
+    """The bytes in flight of one job: `used` of its `limit`, and the pending reservations, oldest
+    first. As a context, it ends when all pending work has ended, also after an error. Later
+    errors are ignored."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -110,26 +110,26 @@ class MemoryLimiter:
         self._failed = False
 
     def fits(self, nbytes: int) -> bool:
-        """Whether so many more bytes are within the limit."""
+        """Whether this many more bytes are within the limit."""
         return self.used + nbytes <= self.limit
 
     def reserve(self, nbytes: int) -> Reservation:
-        """Counts bytes as used, whether they fit or not."""
+        """Counts bytes as used, even if they do not fit."""
         self.used += nbytes
         return Reservation(self, nbytes)
 
     def make_room(self, nbytes: int) -> None:
-        """Waits until so many bytes fit, or nothing is left to wait for."""
+        """Waits until this many bytes fit, or nothing is pending."""
         while self.pending and not self.fits(nbytes):
             self.wait_oldest()
 
     def is_ready(self) -> bool:
-        """Whether what has been pending for longest need not be waited for."""
+        """Whether the oldest pending work has ended."""
         return self.pending[0].is_ready()
 
     def wait_oldest(self) -> None:
-        """Waits for what has been pending for longest. What fails, or is interrupted, stays
-        pending, and is waited for at the end."""
+        """Waits for the oldest pending work. If it fails or is interrupted, it stays pending, and
+        the end of the context waits for it."""
         oldest = self.pending[0]
         try:
             oldest.wait()

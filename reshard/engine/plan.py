@@ -92,38 +92,38 @@ class ArrayLayout:
     group_bytes: int
 
     def one_pass(self, box: Shape) -> int:
-        """Bytes of memory that rewriting one box takes, with those that are read together with it:
-        while it is read, its chunks and a buffer; while it is written, the buffer and what it is
-        encoded to."""
+        """Bytes of memory to rewrite one box, together with the boxes that are read with it: while
+        it is read, its chunks and a buffer; while it is written, the buffer and the encoded
+        chunks."""
         elements = self.co_read * self._elements(box)
         decoding = grid_size(box, self.source_chunk) * self.group_bytes
         buffers = elements * self.read_itemsize
         return cost_bytes(decoding, buffers, self.consumer_bytes(elements), self.co_read)
 
     def one_step(self, box: Shape) -> int:
-        """The same where the chunks of a box are read one after another."""
+        """The same if the chunks of a box are read one after another."""
         return cost_bytes(self.chunk_bytes, 0, 0) + self.consumer_bytes(self._elements(box))
 
     def _elements(self, box: Shape) -> int:
         return math.prod(map(min, box, self.shape))
 
     def consumer_bytes(self, elements: int) -> int:
-        """Bytes of memory for elements that were read: as they are written, and encoded; or, before
-        that, as they were read and as they are written."""
+        """Bytes of memory for elements that were read: as they are written, and either as they were
+        read or as they are encoded."""
         return elements * (self.target_itemsize + max(self.read_itemsize, self.target_itemsize))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayPlan:
-    """What becomes of one array.
+    """The plan of one array.
 
     Attributes:
       layout: the array.
       chunk: shape of a chunk of the destination.
-      box: shape of what is read and written at once; None where stored chunks are copied verbatim.
-      serial: source chunks are read into a box one after another, for want of memory.
-      passes: how often each stored byte is read, 1.0 where one pass fits.
-      split: chunks for each shard, more than 1 where a shard was split.
+      box: shape of a box, which is read and written at once; None if chunks are copied verbatim.
+      serial: the source chunks of a box are read one after another, to save memory.
+      passes: how often each stored byte is read; 1.0 if one pass fits.
+      split: chunks for each shard; more than 1 if a shard was split.
       linked: its stored chunks are in data files that are shared with the source.
     """
 
@@ -136,21 +136,21 @@ class ArrayPlan:
     linked: bool = False
 
     @property
-    def moved(self) -> bool:
-        """Whether stored chunks are copied or shared as they are, undecoded."""
+    def verbatim(self) -> bool:
+        """Whether stored chunks are copied or shared without decoding."""
         return self.box is None
 
     @property
     def amplification(self) -> tuple[float, float]:
-        """Bytes decoded for each byte wanted, when the target mesh loads the array: from the source
-        and from the destination."""
+        """Decoded bytes for each byte that is needed when the target mesh loads the array: from the
+        source, and from the destination."""
         array = self.layout
         before = read_amplification(array.shape, array.source_chunk, array.target_shard)
         return before, read_amplification(array.shape, self.chunk, array.target_shard)
 
     @property
     def box_bytes(self) -> int:
-        """Bytes in flight that rewriting one box takes; 0 where none is."""
+        """Bytes in flight to rewrite one box; 0 if none is rewritten."""
         if self.box is None:
             return 0
         return self.layout.one_step(self.box) if self.serial else self.layout.one_pass(self.box)
@@ -166,13 +166,13 @@ class ArrayPlan:
 
     @property
     def bytes_written(self) -> int:
-        """Stored bytes written: exact where chunks are copied verbatim, an estimate otherwise."""
-        if self.moved:
+        """Stored bytes written: exact if chunks are copied verbatim, otherwise an estimate."""
+        if self.verbatim:
             return 0 if self.linked else self.layout.stored_bytes
         return round(self.decoded_bytes * self.layout.encoded_ratio)
 
     def with_larger_boxes(self, nbytes: int) -> "ArrayPlan":
-        """It with boxes of several chunks, of about so many bytes in flight."""
+        """The plan with boxes of several chunks, of about `nbytes` in flight."""
         if self.box is None:
             return self
         shape, count = self.layout.shape, nbytes // max(self.box_bytes, 1)
@@ -183,20 +183,19 @@ class ArrayPlan:
         )
 
     def boxes(self, start: int = 0, stop: int | None = None) -> Iterator[Box]:
-        """What is read and written at once, in row-major order; all of it, or from one number to
-        another."""
+        """Its boxes in row-major order, from one number to another."""
         if self.box is None:
             return iter(())
         return itertools.islice(grid_boxes(self.layout.shape, self.box), start, stop)
 
 
 def co_read(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
-    """Arrays that are read box by box together, in the place of the first of them; all others, and
-    those whose boxes are not in the same places, on their own. Without those that are copied
+    """Groups of arrays that are read box by box together, at the place of their first array. An
+    array whose boxes are elsewhere is a group of its own. Without arrays that are copied
     verbatim."""
     groups: dict[Hashable, list[ArrayPlan]] = {}
     for number, array in enumerate(arrays):
-        if not array.moved:
+        if not array.verbatim:
             alone = array.serial or array.layout.co_read == 1
             key = number if alone else (array.layout.group, array.box)
             groups.setdefault(key, []).append(array)
@@ -219,12 +218,12 @@ def read_amplification(shape: Shape, chunk: Shape, shard: Shape) -> float:
 
 
 def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayPlan:
-    """What becomes of one array. Raises MemoryLimitError where no target chunk fits beside a source
-    chunk, or chunks are too many.
+    """The plan of one array. Raises MemoryLimitError if a target chunk and a source chunk do not
+    fit into memory together, or there are too many chunks.
 
     Args:
-      chunks: `"shard"` for one chunk a shard, split where memory asks for it; `"keep"` for the
-        source's grid; or the most decoded bytes a chunk may have.
+      chunks: `"shard"` for one chunk per shard, split if memory requires it; `"keep"` for the
+        source's grid; or the largest number of decoded bytes in a chunk.
     """
     most = None if isinstance(chunks, str) else chunks
     keeps = chunks == "keep" or 0 in array.shape or _grid_fits(array, most)
@@ -247,7 +246,7 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
 
 
 def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
-    """Whether shards are whole source chunks already, not too large ones and not too many."""
+    """Whether shards already consist of whole source chunks, not too large and not too many."""
     if most is not None and math.prod(array.source_chunk) * array.target_itemsize > most:
         return False
     pairs = list(zip(array.source_chunk, array.target_shard, strict=True))
@@ -258,8 +257,9 @@ def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
 
 
 def _split(array: ArrayLayout, most: int | None, max_memory: int) -> ArrayPlan:
-    """An array whose shards are split into chunks of at most `most` decoded bytes: in one pass, or
-    else into the largest chunks that fit beside one source chunk, which are read one at a time."""
+    """The plan of an array whose shards are split into chunks of at most `most` decoded bytes. One
+    pass if it fits. Otherwise the largest chunks that fit together with one source chunk; source
+    chunks are then read one at a time."""
     grids = array.shape, array.source_chunk, array.target_shard, array.target_itemsize
     candidates = _even_splits(*grids, most)
     plan = _one_pass(array, candidates, max_memory)
@@ -285,7 +285,7 @@ def _split(array: ArrayLayout, most: int | None, max_memory: int) -> ArrayPlan:
 def _one_pass(
     array: ArrayLayout, candidates: Sequence[_Split], max_memory: int
 ) -> ArrayPlan | None:
-    """The first split of which two boxes are in memory at once, or else one."""
+    """The first split of which two boxes fit into memory, or else one box."""
     for limit in (usable(max_memory) // 2, max_memory):
         for chunk, box, split in candidates:
             if array.one_pass(box) <= limit:
@@ -335,7 +335,7 @@ def _parts(size: int, source: int, shard: int, fewest: int | None) -> Sequence[i
 
 
 def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
-    """The error for an array of which one stored chunk takes `needed` bytes to rewrite."""
+    """The error for an array if it takes `needed` bytes to rewrite one stored chunk."""
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     one_pass = array.one_pass(array.source_chunk)
     least, once = map(whole_kib, (needed, one_pass))

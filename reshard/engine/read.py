@@ -36,8 +36,9 @@ class Read(NamedTuple):
     """One box to read.
 
     Attributes:
-      owner: what its consumer knows it by.
-      into: called when the read begins: the buffers of its parts, or None for one new buffer.
+      owner: the consumer's own value for it.
+      into: called when the read begins. Returns the buffers of its parts, or None for one new
+        buffer.
     """
 
     handle: ArrayHandle
@@ -55,10 +56,9 @@ class Batch(NamedTuple):
     """Boxes that are read together.
 
     Attributes:
-      reading: bytes of memory that it takes at most: stored chunks and buffers while it is read.
-      consumer_bytes: bytes once it has been read, as long as its consumer holds it.
-      shared_bytes: bytes of buffers that this batch begins and later ones fill, too. Whoever makes
-        them reserves them.
+      reading: bytes of memory, at most, while it is read: stored chunks and buffers.
+      consumer_bytes: bytes of memory once it has been read, while its consumer holds it.
+      shared_bytes: bytes of buffers that later batches fill, too. Their owner reserves them.
     """
 
     reads: Sequence[Read]
@@ -68,15 +68,15 @@ class Batch(NamedTuple):
 
 
 class Filled:
-    """A batch that is being read, and then what was read of it.
+    """A batch that is being read, and then its values.
 
     Attributes:
-      values: for each read its values, of the handle's dtype; None where it has buffers of its own,
+      values: the values of each read, of the handle's dtype. None if it has buffers of its own,
         or failed.
       errors: number of a read -> why it failed.
       parts: number of a read, and a future of a part of it.
-      reservation: the bytes that are held, which are free when the next batch is asked for unless
-        the consumer says what to wait for.
+      reservation: the consumer's bytes. They are free when the next batch is asked for, unless
+        the consumer calls `free_after`.
     """
 
     def __init__(self, batch: Batch, reservation: Reservation):
@@ -92,7 +92,7 @@ class Filled:
             raise self.errors[min(self.errors)]
 
     def begin(self, views: dict[int, ts.TensorStore]) -> None:
-        """Begins the reads. `views` are those of the last batch's arrays."""
+        """Begins the reads. `views` has the open arrays of the last batch."""
         handles = {id(read.handle) for read in self.batch.reads}
         for known in [known for known in views if known not in handles]:
             del views[known]
@@ -115,7 +115,7 @@ class Filled:
                     self.errors[number] = error
 
     def wait(self) -> None:
-        """Waits until all has been read."""
+        """Waits until everything has been read."""
         reads = self.batch.reads
         for number, future in self.parts:
             try:
@@ -133,15 +133,15 @@ class Filled:
         return all(future.done() for _, future in self.parts)
 
     def close(self) -> None:
-        """Lets go of what nobody holds."""
+        """Frees its buffers, unless the consumer holds them."""
         self.values.clear()
         if not self.reservation.is_pending:
             self.reservation.shrink()
 
 
 def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
-    """Reads batches in order, up to `READ_AHEAD` of them before they are asked for. One is asked
-    for when the limiter may have room for it, of which others reserve some, too."""
+    """Reads batches in order, up to `READ_AHEAD` of them before they are asked for. The next batch
+    begins when the limiter has enough bytes for it. Others reserve bytes of the limiter, too."""
     views: dict[int, ts.TensorStore] = {}
     ahead: collections.deque[Filled] = collections.deque()
     try:
@@ -167,7 +167,8 @@ def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
 
 
 def _is_freed_first(limiter: MemoryLimiter, ahead: "collections.deque[Filled]") -> bool:
-    """Waits until what the consumer holds is free, or the oldest batch has been read; which."""
+    """Waits until the consumer's oldest bytes are free, or the oldest batch has been read. Whether
+    it was the former."""
     while ahead and not limiter.is_ready():
         if ahead[0].is_read():
             return False
@@ -176,7 +177,7 @@ def _is_freed_first(limiter: MemoryLimiter, ahead: "collections.deque[Filled]") 
 
 
 def _oldest(ahead: "collections.deque[Filled]") -> Iterator[Filled]:
-    """What has been read of the oldest batch, which is no longer one of these then."""
+    """The values of the oldest batch, which is removed from the queue."""
     filled = ahead[0]
     filled.wait()
     ahead.popleft()

@@ -43,24 +43,23 @@ Report = Callable[[int], None]
 
 
 class Task(Protocol):
-    """A part of a job, which pickles, and so does its result; `str()` names it.
+    """A part of a job. It pickles, and so does its result; `str()` names it.
 
     Attributes:
-      nbytes: bytes of work: what it reports of at most, and counts as in the end.
+      nbytes: bytes of work; it reports at most as many.
     """
 
     @property
     def nbytes(self) -> int: ...
 
     def run(self, report: Report) -> Any:
-        """Does it; calls `report` with numbers of bytes that are done, now and then."""
+        """Does the work; calls `report` with numbers of bytes that are done."""
         ...
 
 
 def task_count(nbytes: int, workers: int | None) -> int:
-    """In how many tasks a job of so many bytes is divided: a few for each worker, or of as many as
-    are not known, since one that is lost is done again; not too small ones, and as many for each,
-    so that none waits for the others at the end."""
+    """The number of tasks for a job of this size: several for each worker, since a lost task is
+    repeated; not too small; and the same number for each worker, so that they end together."""
     check_workers(workers)
     each = nbytes // _SMALLEST // (workers or 1)
     most = _TASKS if workers else _TASKS * _WORKERS
@@ -68,7 +67,7 @@ def task_count(nbytes: int, workers: int | None) -> int:
 
 
 def check_workers(workers: int | None) -> None:
-    """Raises ArgumentError for what is not a number of workers."""
+    """Raises ArgumentError for a wrong number of workers."""
     if workers is not None and (type(workers) is not int or workers < 1):
         raise ArgumentError(f"`{workers}` is not a number of workers")
 
@@ -76,9 +75,9 @@ def check_workers(workers: int | None) -> None:
 def check_tasks(
     tasks: Sequence[object], executor: concurrent.futures.Executor | None = None
 ) -> None:
-    """Raises ArgumentError where tasks, or parts of them, do not pickle, or an executor's workers
-    cannot import what they need from this very release, and ReshardError where no worker answers:
-    before anything is begun."""
+    """Raises ArgumentError if a task does not pickle, or an executor's workers lack a module or
+    have another release of this package. Raises ReshardError if no worker answers. To be called
+    before a job begins."""
     try:
         imported = [bytes(_Checker(task).pickled) for task in tasks]
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -107,7 +106,7 @@ def check_tasks(
 
 
 class _Checker(pickle.Pickler):
-    """Pickles what a task is made of, less what is stored."""
+    """Pickles a task without its stored values."""
 
     def __init__(self, task: object):
         self.pickled = bytearray()
@@ -126,7 +125,7 @@ class _Checker(pickle.Pickler):
 
 
 def _release(imported: Sequence[bytes]) -> str:
-    """The release of this package, where all of that can be imported."""
+    """The release of this package, once everything has been imported."""
     for data in imported:
         pickle.loads(data)
     return importlib.metadata.version("reshard")
@@ -144,15 +143,15 @@ def run_tasks(
     """Runs tasks that were checked, and returns their results in order.
 
     Args:
-      report: called with numbers of bytes that are done; a negative one for a task that is lost.
-      workers: processes to run them in; one, if nothing is said.
-      executor: runs them instead; what a task reports on the way is not told then.
-      stop: tells the tasks of an executor to end, which are waited for then; without it, those
-        that run are left alone.
-      meanwhile: what this process does while they run, and reports of.
+      report: called with numbers of bytes that are done; with a negative one if a task is lost.
+      workers: the number of processes; one by default.
+      executor: runs the tasks instead, and reports only when one is done.
+      stop: makes the executor's tasks end, after an error; they are waited for then. Without it,
+        running tasks go on.
+      meanwhile: work of this process while the tasks run.
 
     Raises:
-      ReshardError: what a task has raised; or a task kills its workers, or the executor breaks.
+      ReshardError: a task has raised it, a task kills its workers, or the executor breaks.
     """
     run = _Run(tasks, report, workers or 1, executor)
     with run.ended:
@@ -181,9 +180,9 @@ class _Run:
     """Tasks that run in an executor, or in a process pool of their own.
 
     Attributes:
-      futures: future -> number of its task, of tasks that are not known to be done.
+      futures: future -> number of its task, for tasks that are not known to be done.
       results: number of a task -> its result.
-      ended: ends the pool, and all its workers at once.
+      ended: ends the pool and all its workers at once.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class _Run:
         self._processes: Any = [0] * len(tasks)
 
     def begin(self) -> None:
-        """Begins all tasks that are not done."""
+        """Submits all tasks that are not done."""
         self._events: queue.SimpleQueue[concurrent.futures.Future] = queue.SimpleQueue()
         self.futures.clear()
         with contextlib.ExitStack() as submitted:
@@ -268,7 +267,7 @@ class _Run:
             self._reported = done
 
     def _count_break(self, error: concurrent.futures.BrokenExecutor) -> None:
-        """Raises ReshardError if pools have broken too often in the middle of a task."""
+        """Raises ReshardError if pools have broken too often during one task."""
         running: list[int | None] = [n for n in self.futures.values() if self._processes[n]]
         self._breaks.update(running or [None])
         often = [number for number, count in self._breaks.items() if count == _BREAKS]
@@ -281,7 +280,7 @@ class _Run:
             ) from error
 
     def left(self) -> list[str]:
-        """The tasks that are not done, in their order."""
+        """The tasks that are not done, in order."""
         done = set(self.results)
         for future, number in self.futures.items():
             if future.done() and not future.cancelled() and future.exception() is None:
@@ -290,8 +289,8 @@ class _Run:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether an executor has lost a task, rather than that the task has failed. What Dask raises
-    has nothing in common but where it is defined."""
+    """Whether an executor has lost a task, as opposed to a failed task. Dask's own errors have only
+    their module in common."""
     own = (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError)
     return isinstance(error, own) or type(error).__module__.startswith("distributed.")
 
@@ -302,8 +301,8 @@ def _describe(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _spawning() -> Iterator[None]:
-    """Processes that are spawned meanwhile do not run the script of this one, which need not be
-    written for that, and an interrupt from the keyboard is not for them."""
+    """Processes that are spawned meanwhile do not run this process's script, and ignore an
+    interrupt from the keyboard."""
     main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -320,7 +319,7 @@ _shared: tuple[Any, Any] | None = None
 
 
 def _begin_worker(among: int, end: "Connection", *shared: Any) -> None:
-    """Begins a worker, one of several on its machine."""
+    """Initializes a worker, one of several on its machine."""
     global _shared
     _shared = shared
     os.setpgid(0, 0)
@@ -332,15 +331,15 @@ def _begin_worker(among: int, end: "Connection", *shared: Any) -> None:
 
 
 def _end_with(end: "Connection") -> None:
-    """Ends this process, and those that it has started, once nobody holds the other end."""
+    """Ends this process and its children once nobody holds the other end of the pipe."""
     with contextlib.suppress(EOFError, OSError):
         end.recv_bytes()
     os.kill(0, signal.SIGKILL)  # all of its process group
 
 
 def _answer(number: int, data: bytes) -> tuple[str, Any]:
-    """What a task answers. What an executor may try again is raised: a bucket has not answered,
-    for one."""
+    """Runs a task. A bucket's errors are raised, since an executor may try the task again; other
+    errors are returned."""
 
     def report(nbytes: int) -> None:
         if _shared is not None:

@@ -1,14 +1,15 @@
-"""The work of a job in shares: which boxes and which stored values each of them has.
+"""The work of a job in shares: the boxes and the stored values of each share.
 
-Pure: no I/O and no jax. The work is in one order, that of the plan, and has a weight; a share is
-what begins between two cuts of it, each found in sums of the weights:
+Pure: no I/O and no jax. The work is in one order, that of the plan, and each box has a weight. A
+share has the boxes that begin between two cuts. The cuts are equally far apart in sums of the
+weights:
 
     share       0           1           2           3
           |-----------|-----------|-----------|-----------|     equal parts of the weight
     work  [ a0 | a1 | a2 | a3 ][   b0   |   b1   ][ c0 | c1 ]   boxes of arrays a, b and c
 
-So a share is contiguous, each box is in exactly one, and two shares differ by one box at most. It
-depends on the plan and on the number of shares, and not on who carries them out.
+So a share is contiguous, each box is in exactly one share, and two shares differ by at most one
+box. A division depends on the plan and the number of shares, not on the workers.
 """
 
 import bisect
@@ -28,27 +29,27 @@ CHUNK_BYTES = 1 << 16
 
 
 class Piece(Protocol):
-    """Some of the work, in an order of its own: `count` boxes or values."""
+    """A part of the work with an order of its own: `count` boxes or values."""
 
     @property
     def count(self) -> int: ...
 
     def weight(self, count: int) -> int:
-        """What the first so many weigh."""
+        """The weight of the first `count` boxes or values."""
         ...
 
 
 class Boxes:
-    """The boxes of arrays that are read together: of all of them the first one, then the second
-    one, and so on."""
+    """The boxes of arrays that are read together: the first box of each, then the second box of
+    each, and so on."""
 
     def __init__(self, arrays: Sequence[ArrayPlan]):
         self.arrays = arrays
         self.count = grid_size(arrays[0].layout.shape, arrays[0].box or ())
 
     def weight(self, count: int) -> int:
-        """Bytes that the first so many boxes of each array weigh: those that are read, those that
-        are written, and what their chunks take."""
+        """The weight, in bytes, of the first `count` boxes of each array: bytes read, bytes
+        written, and `CHUNK_BYTES` for each chunk."""
         weight = 0
         for array in self.arrays:
             layout = array.layout
@@ -67,14 +68,14 @@ class Boxes:
 
 
 class Values:
-    """Stored values that are copied as they are, of so many bytes each."""
+    """Stored values that are copied verbatim, with their sizes in bytes."""
 
     def __init__(self, sizes: Sequence[int]):
         self.count = len(sizes)
         self._sums = _summed(np.array(sizes, np.int64))
 
     def weight(self, count: int) -> int:
-        """Bytes that the first so many weigh, as of `Boxes`."""
+        """The weight, in bytes, of the first `count` values, as for `Boxes`."""
         return 2 * int(self._sums[count]) + count * CHUNK_BYTES
 
     def nbytes(self, start: int, stop: int) -> int:
@@ -83,7 +84,7 @@ class Values:
 
 
 class Part(NamedTuple):
-    """A part of the work: of the piece with a number, what is from `start` to `stop`."""
+    """A part of the work: the range `start` to `stop` of one piece."""
 
     piece: int
     start: int
@@ -99,7 +100,7 @@ class Division:
         self._ends = [0, *itertools.accumulate(weights)]
 
     def share(self, number: int, count: int) -> list[Part]:
-        """Share `number` of so many, from 0."""
+        """Share `number`, from 0, of `count` shares."""
         first, start = self._cut(number, count)
         last, stop = self._cut(number + 1, count)
         parts = [
@@ -109,12 +110,12 @@ class Division:
         return [part for part in parts if part.start < part.stop]
 
     def weight(self, parts: Sequence[Part]) -> int:
-        """What a share weighs."""
+        """The weight of a share."""
         pieces = self._pieces
         return sum(pieces[n].weight(stop) - pieces[n].weight(start) for n, start, stop in parts)
 
     def _cut(self, number: int, count: int) -> tuple[int, int]:
-        """Where a share begins: the number of a piece, and what is the first of it."""
+        """Where a share begins: the number of a piece, and the first box or value of it."""
         target = self._ends[-1] * number // count
         piece = bisect.bisect_right(self._ends, target) - 1
         if piece == len(self._pieces):
@@ -126,8 +127,8 @@ class Division:
 
 @functools.lru_cache(maxsize=64)
 def _sums(shape: Shape, box: Shape, chunk: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """Elements, and chunks, of the first boxes of a grid, in row-major order: of none of them, of
-    one, and so on. The last boxes along an axis are clipped."""
+    """The number of elements, and of chunks, in the first n boxes of a grid in row-major order, for
+    each n from 0. The last boxes along an axis are clipped."""
     elements = chunks = np.ones((), np.int64)
     for size, step, part in zip(shape, box, chunk, strict=True):
         lengths = np.minimum(step, size - np.arange(0, size, step))

@@ -42,7 +42,7 @@ _LOCAL_DISKS = {0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0xF2F52010, 0x794C76
 # Flags of renameat2, and its number of the working directory.
 _NO_REPLACE, _EXCHANGE, _HERE = 1, 2, -100
 # Flags of sync_file_range.
-_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
+_WAIT_BEFORE, _WRITE = 1, 2
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 is_file, absolute, remove_tree = os.path.isfile, os.path.abspath, shutil.rmtree
@@ -543,52 +543,18 @@ def sync(path: AnyPath) -> None:
 
 
 def write_back(path: AnyPath) -> None:
-    """Starts to write a file to the disk, and gives back the pages that the disk has: see
-    `Writeback`."""
-    if hasattr(_LIBC, "sync_file_range") and hasattr(os, "posix_fadvise"):
-        descriptor, whole = os.open(path, os.O_RDONLY), ctypes.c_int64(0)
-        _LIBC.sync_file_range(descriptor, whole, whole, _WAIT_BEFORE | _WRITE)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+    """Starts to write a file to the disk, and gives back the pages that the disk has.
 
-
-class Writeback:
-    """Writes new data files of a directory to the disk while the job computes.
-
-    Otherwise the job would wait for all of them at its end. And a new file would take new pages
-    of the page cache. The first touch of a page is the largest cost of writing. So the pages of a
-    written file are given back, and used for the next one. Makes nothing durable: see `sync`.
+    Otherwise a job would wait for the disk at its end. And a new file would take new pages of the
+    page cache. The first touch of a page is the largest cost of writing, so pages are used again.
+    Makes nothing durable: see `sync`.
     """
-
-    def __init__(self, directory: AnyPath):
-        self._directory = directory
-        self._seen: set[str] = set()
-        self._started: list[int] = []
-
-    def advance(self) -> None:
-        """Finishes the files that the last call started, and starts new ones."""
-        self.finish()
-        if not hasattr(_LIBC, "sync_file_range") or not os.path.exists(self._directory):
-            return
-        for name in set(os.listdir(self._directory)) - self._seen:
-            self._seen.add(name)
-            with contextlib.suppress(FileNotFoundError):  # a lock file, removed by its writer
-                descriptor = os.open(os.path.join(self._directory, name), os.O_RDONLY)
-                self._started.append(descriptor)
-                _sync_range(descriptor, _WRITE)
-
-    def finish(self) -> None:
-        """Waits for the files that were started."""
-        while self._started:
-            descriptor = self._started.pop()
-            _sync_range(descriptor, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    if hasattr(_LIBC, "sync_file_range") and hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(FileNotFoundError):  # a lock file, removed by its writer
+            descriptor, whole = os.open(path, os.O_RDONLY), ctypes.c_int64(0)
+            _LIBC.sync_file_range(descriptor, whole, whole, _WAIT_BEFORE | _WRITE)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-
-
-def _sync_range(descriptor: int, flags: int) -> None:
-    _LIBC.sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), flags)
 
 
 def kernel_text(name: str) -> str:

@@ -46,8 +46,7 @@ CACHE_BYTES = 4 << 20
 
 
 class BoxRange(NamedTuple):
-    """Boxes of arrays that are read together, of each from one number to another: all, without a
-    last one."""
+    """Boxes, from one number to another, of arrays that are read together. Without `stop`, all."""
 
     arrays: Sequence[tuple[ArrayHandle, ArrayPlan]]
     start: int = 0
@@ -55,15 +54,15 @@ class BoxRange(NamedTuple):
 
 
 class ValueRange(NamedTuple):
-    """Stored values of an array that is copied verbatim, from one number to another: all, without a
-    last one."""
+    """The stored values, from one number to another, of an array that is copied verbatim. Without
+    `stop`, all."""
 
     handle: ArrayHandle
     start: int = 0
     stop: int | None = None
 
     def chunks(self, form: TargetFormat) -> list[tuple[str, StoredChunk]]:
-        """Where each of them is, with its key in the target."""
+        """The stored chunks, each with its key in the target."""
         name = stored_name(self.handle.path)
         chunks = stored_chunks(self.handle, form.encoding(self.handle)) or {}
         own = [*chunks.items()][self.start : self.stop]
@@ -72,14 +71,14 @@ class ValueRange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ItemShare:
-    """What of an item is in a share. It pickles without anything open.
+    """The part of an item that is in a share. It pickles without open files.
 
     Attributes:
       item: the item's number.
       format: how its arrays are stored.
       metadata: metadata of arrays, by their keys.
-      values: what is copied verbatim.
-      boxes: what is rewritten.
+      values: the values that are copied verbatim.
+      boxes: the boxes that are rewritten.
       files: the safetensors files that hold the boxes, if that is the format.
     """
 
@@ -106,14 +105,14 @@ class ItemShare:
 
 
 class Written(NamedTuple):
-    """What one attempt has written of an item.
+    """The result of an attempt, for one item.
 
     Attributes:
-      databases: those in the item's directory, and how many keys each has; none for plain files.
-      files: data files below the item's directory, and their bytes.
-      nodes: the same of the databases' other files, which are not needed once they are merged.
-      digests: name of an array -> the state of its digest, after what was written of it.
-      chunks: final path of a plain file -> where it was written.
+      databases: name in the item's directory -> number of keys. None for plain files.
+      files: data files below the item's directory -> bytes.
+      nodes: the databases' other files -> bytes. They are not needed after the merge.
+      digests: name of an array -> the state of its digest.
+      chunks: final path of a plain file -> its path until the commit.
     """
 
     databases: Mapping[str, int] = {}
@@ -127,10 +126,11 @@ def write_item(
     share: ItemShare, directory: Location, name: str, max_memory: int, report: Report
 ) -> Written:
     """Writes a share of an item below the item's directory, under names that begin with `name`. On
-    a disk, what is written is durable then.
+    a disk, the data is then durable.
 
     Raises CorruptCheckpointError if stored bytes do not decode, or written bytes are missing, and
-    DestinationError if a write fails."""
+    DestinationError if a write fails.
+    """
     digests = share.new_digests()
     if share.files:
         written = _write_files(share, directory, f"{name}0", digests, max_memory, report)
@@ -201,10 +201,7 @@ def _write_databases(
         kvstore = functools.cache(root.store.kvstore)
         for key, chunk in some.chunks(share.format):
             values.append((kvstore(chunk.name), chunk.key, key, chunk.value.size))
-    with (
-        target.writing(),
-        memory.MemoryLimiter(share.limiter_bytes(directory, max_memory)) as limiter,
-    ):
+    with memory.MemoryLimiter(share.limiter_bytes(directory, max_memory)) as limiter:
         write_values(share.metadata, target, limiter)
         copy_chunks(values, target, limiter, report)
         write_chunks(share, target.write, digests, limiter, report)
@@ -223,7 +220,7 @@ def _write_databases(
     problems = [f"`{directory / file}` is missing" for file in files - sizes.keys()]
     # A chunk that holds only the fill value may be absent on a disk.
     missing = _key_count(share) - (sum(databases.values()) if ocdbt else len(sizes))
-    if missing and not share.format.fills:
+    if missing and not share.format.omits_fill:
         problems.append(f"{missing} chunks are missing")
     _check_written(problems)
     sync(directory, sizes)
@@ -236,7 +233,7 @@ def _write_databases(
 
 
 def _look(directory: Location, ocdbt: bool) -> tuple[dict[str, int], tuple[int, set[str]] | None]:
-    """Files that have been written, with their bytes; and what is in a database, if it is one."""
+    """The files that have been written, with their bytes; and the contents of the database."""
     with directory.cached_listing():
         directory.prefetch(unseen=[MANIFEST] if ocdbt else [], below=True)
         sizes = {entry.path: entry.nbytes for entry in directory.walk() if entry.is_file}
@@ -252,7 +249,7 @@ def sync(directory: Location, files: Collection[str]) -> None:
 
 
 def _key_count(share: ItemShare) -> int:
-    """How many keys the databases of a share have: chunks and metadata."""
+    """The number of keys, of chunks and metadata, in the databases of a share."""
     count = len(share.metadata) + sum(len(some.chunks(share.format)) for some in share.values)
     for group, start, stop in share.boxes:
         for _, array in group:
@@ -268,39 +265,35 @@ def _check_written(problems: Sequence[str]) -> None:
 
 class Target:
     """The databases, or the directory of plain files, that a share of an item is written into.
-    Batches take turns in several databases, so that several commits are under way."""
+    Batches take turns in several databases, so that several commits run at once."""
 
     def __init__(self, directory: Location, names: Sequence[str], form: TargetFormat):
         self.directory = directory
         self._format = form
         self._context = new_context(CACHE_BYTES)
-        self._writeback = None
+        self._data: Location | None = None  # data files that are written by this machine
+        self._handed: collections.Counter[str] = collections.Counter()
         specs = [(directory / name).spec for name in names]
         if form.ocdbt:
             specs = [stage_spec(directory, name, form.file_bytes) for name in names]
             if directory.is_local:
-                self._writeback = disk.Writeback(directory / names[0] / "d")
+                self._data = directory / names[0] / "d"
         self._stores = [ts.KvStore.open(spec, context=self._context).result() for spec in specs]
         self._arrays: dict[tuple[Path, int], ts.TensorStore] = {}
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Ends with the files that are on their way to the disk."""
-        try:
-            yield
-        finally:
-            if self._writeback is not None:
-                self._writeback.finish()
-
     def committed(self) -> None:
-        """Called after a batch has been committed, and all before it."""
-        if self._writeback is not None:
-            self._writeback.advance()
+        """Called after the commit of a batch and of all earlier ones. Hands each new data file to
+        the disk; the next call gives back its pages."""
+        if self._data is not None and self._data.is_dir():
+            for name in self._data.names():
+                if self._handed[name] < 2:
+                    self._handed[name] += 1
+                    disk.write_back(self._data / name)
 
     def begin(self, number: int) -> tuple[ts.Transaction, ts.KvStore]:
-        """The transaction of a batch, and the store that it writes to. On a disk it may be several
-        commits, of what is encoded first and of the rest; in a bucket each would be three requests,
-        one after another."""
+        """The transaction of a batch, and its store. On a disk the transaction may be several
+        commits, so that encoded chunks are written early. In a bucket each commit would be three
+        requests."""
         atomic = self._format.ocdbt and not self.directory.is_local
         return ts.Transaction(atomic=atomic), self._stores[number % len(self._stores)]
 
@@ -333,7 +326,7 @@ class Target:
     def _open(self, store: ts.KvStore, handle: ArrayHandle, array: ArrayPlan) -> ts.TensorStore:
         """An array of the destination, whose metadata are written separately."""
         metadata = self._format.metadata(handle, array.chunk)
-        options = {"store_data_equal_to_fill_value": not self._format.fills}
+        options = {"store_data_equal_to_fill_value": not self._format.omits_fill}
         spec = array_spec(self._format.driver, metadata, **options)
         below = store / f"{stored_name(handle.path)}/"
         return ts.open(spec, kvstore=below, context=self._context).result()
@@ -346,15 +339,15 @@ def write_chunks(
     limiter: memory.MemoryLimiter,
     report: Report,
 ) -> None:
-    """Reads, casts and writes boxes, and takes the digests of what is written.
+    """Reads, casts and writes boxes, and computes the digests of the written values.
 
-    While batches are written (encoded, and committed in one transaction each), others are read.
-    One commit for many chunks matters for OCDBT: each commit writes the B-tree again.
+    While some batches are encoded and committed, others are read. A batch is one transaction: each
+    commit of an OCDBT database writes its B-tree again.
 
     Args:
-      write: called with the number of a batch, its boxes, and what they have reserved.
-      limiter: what is in flight; the batches are of a size that several fit into it.
-      report: called with the number of decoded bytes of each batch that was handed over.
+      write: called with the number of a batch, its boxes, and their reservation.
+      limiter: limits the bytes in flight. Several batches fit into it.
+      report: called with the decoded bytes of each batch.
     """
     todo = in_batches(units(share.boxes, limiter), limiter.limit // memory.WINDOW, limiter.limit)
     for number, filled in enumerate(read(todo, limiter)):
@@ -373,12 +366,12 @@ def write_chunks(
 
 
 class _Box:
-    """A box on its way, in one piece, or in pieces that are read one after another into one buffer.
+    """A box that is read in one piece, or piece by piece into one buffer.
 
     Attributes:
-      left: pieces that are still to be read.
-      buffer: what several pieces are read into.
-      buffer_reservation: what the buffer has reserved beyond the batches of its pieces.
+      left: the number of pieces that are not read yet.
+      buffer: the buffer of several pieces.
+      buffer_reservation: the bytes of the buffer, which the batches of its pieces do not count.
     """
 
     def __init__(self, handle: ArrayHandle, array: ArrayPlan, box: Box):
@@ -391,7 +384,7 @@ class _Box:
         self.buffer_reservation: memory.Reservation | None = None
 
     def pieces(self, limiter: memory.MemoryLimiter) -> Iterator[Unit]:
-        """What is read of it, one source chunk at a time."""
+        """The reads of its pieces, one source chunk each."""
         pieces = list(source_pieces(self.array, self.box))
         self.left = len(pieces)
         nbytes = self.array.layout.consumer_bytes(self.elements)
@@ -409,9 +402,8 @@ class _Box:
 
 
 def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator[Unit]:
-    """Boxes in order. Those of arrays that share stored chunks are read together; where an
-    array is read in several passes, the chunks of a box are read one after another, into a buffer
-    that is reserved in the limiter."""
+    """Boxes in order. Boxes of arrays that share stored chunks are read together. If an array is
+    read in several passes, the chunks of a box are read one after another into one buffer."""
     for group, start, stop in groups:
         for boxes in zip(*(array.boxes(start, stop) for _, array in group), strict=True):
             together = [_Box(*pair, box) for pair, box in zip(group, boxes, strict=True)]
@@ -426,7 +418,8 @@ def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator
 
 
 def _whole_box(read: Read, values: np.ndarray | None) -> _Filled | None:
-    """The box that a read has completed, if it has, and its values as they are written."""
+    """The box that a read completes, with its values as they are written; None if pieces of it are
+    left."""
     box: _Box = read.owner
     box.left -= 1
     if box.left:
@@ -455,8 +448,8 @@ def copy_chunks(
     limiter: memory.MemoryLimiter,
     report: Report,
 ) -> None:
-    """Copies stored values verbatim: for each where to read, its key there, its key in the target,
-    and its stored bytes. While a batch is written, the next one is read."""
+    """Copies stored values verbatim. Each has its source store, its key there, its key in the
+    target, and its stored bytes. While a batch is written, the next one is read."""
     ahead: collections.deque[tuple[int, Sequence[_Copy], memory.Reservation]] = collections.deque()
 
     def write_oldest() -> None:
@@ -492,7 +485,7 @@ def copy_chunks(
 def write_values(
     values: Mapping[str, bytes], target: Target, limiter: memory.MemoryLimiter
 ) -> None:
-    """Writes small values, in one transaction, which is committed while others are."""
+    """Writes small values in one transaction, which is committed in the background."""
     if values:
         transaction, store = target.begin(0)
         store = store.with_transaction(transaction)

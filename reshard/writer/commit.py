@@ -1,14 +1,14 @@
-"""How the parts of a job become a checkpoint, whole or not at all, whoever else writes there.
+"""How the parts of a job become a checkpoint, completely or not at all, whoever else writes there.
 
-There is no lock and no clock. Any process may stop anywhere, for any time, and go on; a request may
-arrive late, twice, or be done although its answer is lost. What decides is one step:
+There is no lock and no clock. Any process may stop anywhere, for any time, and go on. A request may
+arrive late, twice, or be done although its answer is lost. One step decides:
 
-- on a disk the rename of the job's directory to the destination, which takes no name that is taken,
-  or with `overwrite` exchanges the two;
-- in a bucket the commit record, an object that is created if it is absent. It names the parts that
-  count, and all that is to be at names without a token. Nothing is at such a name before it, it is
-  never replaced, and whoever finds it only goes forward: creates each of these if it is absent, the
-  markers last, and then deletes what it does not name.
+- on a disk, the rename of the job's directory to the destination. It fails if the name is taken;
+with `overwrite` it exchanges the two;
+- in a bucket, the creation of the commit record, if it is absent. It names the parts that count,
+and the contents of all names without a token. Before it, no such name exists, and it is never
+replaced. Every process that finds it only goes forward: it creates each of these names if it is
+absent, the markers last, and then deletes the files that the record does not name.
 """
 
 import base64
@@ -31,8 +31,8 @@ from reshard.storage.ocdbt import MANIFEST, PROCESS, value_files
 from reshard.tree import as_python, shell_quoted
 from reshard.units import format_runs
 from reshard.writer.job import (
-    REST,
     ROOT,
+    UNSHARED,
     Attempt,
     Found,
     Job,
@@ -54,14 +54,14 @@ OVERWRITE = "overwrite=True starts again"
 
 
 class Result(NamedTuple):
-    """What a job has decided: all that is at names without a token, once it is committed.
+    """The result of a job: the contents of all names without a token, after the commit.
 
     Attributes:
-      files: path -> its bytes, or the path of a file of an attempt that has them.
-      markers: the same of the commit markers, in their order.
+      files: path -> its bytes, or the path of an attempt's file that has them.
+      markers: the same for the commit markers, in order.
       kept: files of attempts that the checkpoint refers to.
       dropped: files at names without a token that it does not refer to.
-      folders: directories, which are there on a disk even where nothing is in them.
+      folders: directories, which exist on a disk even if they are empty.
     """
 
     files: Mapping[str, bytes | str]
@@ -82,18 +82,18 @@ def begin(
     overwrite: bool = False,
     shared: bool = False,
 ) -> tuple[Location, Found | None, frozenset[str]] | None:
-    """Where a job is to write, what it goes on with there, and the tokens of attempts that do not
-    count. None for a job to resume that is complete.
+    """The directory of a job, the parts that it can use, and the tokens of attempts that do not
+    count. None if the job to resume is complete.
 
     Args:
       token: of the job.
-      resume: parts that an earlier run of it has written count.
-      overwrite: leftovers do not matter, and on a disk the destination may be there.
+      resume: use the parts that an earlier run has written.
+      overwrite: ignore leftovers, and on a disk an existing destination.
       shared: other processes write other shares of the job.
 
     Raises:
-      DestinationError: another job writes there, has left something, or is another one than the
-        one to resume; or the destination is complete.
+      DestinationError: another job writes there or has left parts, the job to resume is a
+        different one, or the destination is complete.
     """
     replaced = destination.beside(destination.name + REPLACED_SUFFIX)
     # A job was stopped between two renames, or after them.
@@ -138,7 +138,7 @@ def _beside(destination: Location, token: str) -> Location:
 
 
 def jobs(destination: Location) -> dict[Location, Found]:
-    """Where jobs of a destination write, and what is there."""
+    """The directories of a destination's jobs, with their contents."""
     if not destination.is_local:
         return {destination: look(destination)}
     parent = destination.parent
@@ -148,19 +148,19 @@ def jobs(destination: Location) -> dict[Location, Found]:
 
 
 def share_count(destination: Location) -> int | None:
-    """How many shares the unfinished job of a destination has; None where there is none."""
+    """The number of shares of a destination's unfinished job; None without one."""
     return next((found.count for found in jobs(destination).values() if found.documents), None)
 
 
 def restart_hint(left: Location) -> str:
-    """How to begin without what a job has left."""
+    """How to start without the leftovers of a job."""
     removes = f"rm -r {shell_quoted(str(left))}" if left.is_local else f"delete `{left}`"
     return f"{removes}, then start again"
 
 
 def _is_committed(destination: Location, found: Found, token: str | None) -> bool:
-    """Whether a prefix holds the checkpoint of a job, which is completed then. Raises
-    DestinationError where it holds another one, or something else."""
+    """Whether a prefix holds the checkpoint of a job, which is then completed. Raises
+    DestinationError if it holds anything else."""
     names = [path for path in found.sizes if not is_of_an_attempt(path)]
     if RECORD in names and forward(destination)[0]["job"] == token:
         return True
@@ -179,8 +179,8 @@ def _is_committed(destination: Location, found: Found, token: str | None) -> boo
 
 
 def remove_aside(destination: Location, directory: Location) -> None:
-    """Deletes a directory of a job that has ended, once it has another name: whoever goes on there
-    nevertheless finds nothing to rename."""
+    """Renames the directory of a job that has ended, then deletes it. A process that still writes
+    there finds nothing to publish."""
     aside = _beside(destination, secrets.token_hex(8))
     with contextlib.suppress(FileNotFoundError):  # another process does the same
         disk.rename(directory, aside)
@@ -191,7 +191,7 @@ def remove_aside(destination: Location, directory: Location) -> None:
 
 
 def whole_parts(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
-    """For each part that is written a document, of an attempt whose files are all there."""
+    """For each part, the document of an attempt whose files are all complete."""
     whole: dict[str, Mapping[str, Any]] = {}
     for part, documents in found.parts.items():
         for token, document in sorted(documents.items()):
@@ -206,14 +206,14 @@ def whole_parts(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
 
 
 def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
-    """The parts that become a checkpoint. Raises DestinationError with the shares that are missing,
-    as a range that an array job takes."""
+    """The parts that become the checkpoint. Raises DestinationError with the missing shares, as a
+    range for an array job."""
     whole = whole_parts(job, found)
     missing = [number for number in range(job.count) if str(number) not in whole]
-    if missing or REST not in whole:
-        numbers = sorted({*missing} if REST in whole else {*missing, 0})
+    if missing or UNSHARED not in whole:
+        numbers = sorted({*missing} if UNSHARED in whole else {*missing, 0})
         problems = [f"missing: {format_runs(numbers)}"]
-        if REST not in whole:
+        if UNSHARED not in whole:
             problems.append("share 0, which also writes documents and other items, is not finished")
         problems += [f"begun: {line}" for line in writers(found.begun)]
         count = len(numbers)
@@ -227,7 +227,7 @@ def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
 
 
 def needed(job: Job, document: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    """Paths and bytes of all files that the document of a part names."""
+    """Paths and bytes of all files that a part's document names."""
     for number, written in document["items"].items():
         for name, size in {**written["files"], **written["nodes"]}.items():
             yield job.path(number, name), size
@@ -236,8 +236,8 @@ def needed(job: Job, document: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
 
 @contextlib.contextmanager
 def attempted(attempt: Attempt, whole: bool = False) -> Iterator[None]:
-    """Runs an attempt: if it fails, what it has not published is removed. Where it is at a `whole`
-    job, or at its commit, which removes what has ended, the error notes what remains of the job."""
+    """Runs an attempt. If it fails, its unpublished files are removed. For a `whole` job or its
+    commit, the error then says what is left."""
     try:
         with disk_errors(attempt.job.destination):
             attempt.begin()
@@ -247,18 +247,18 @@ def attempted(attempt: Attempt, whole: bool = False) -> Iterator[None]:
             attempt.abandon()
         if whole:
             with contextlib.suppress(ReshardError, OSError):
-                _note_rest(attempt, error)
+                _note_parts(attempt, error)
         raise
     if not whole:
         with contextlib.suppress(ReshardError):  # what it has done stands
             attempt.end()
 
 
-def _note_rest(attempt: Attempt, error: BaseException) -> None:
-    """Notes what remains of a job in the error that has ended it, if anything is worth keeping."""
+def _note_parts(attempt: Attempt, error: BaseException) -> None:
+    """Adds a note to the error that has ended a job: which parts are left."""
     job = attempt.job
     found = look(job.directory)
-    count = sum(part != REST for part in found.parts)
+    count = sum(part != UNSHARED for part in found.parts)
     begun = [d for d in found.begun if has_ended(d["owner"]) is not True]
     others = begun or found.tokens - {attempt.token}
     if job.directory.is_local and not others and (job.count == 1 or not count):
@@ -271,7 +271,7 @@ def _note_rest(attempt: Attempt, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def disk_errors(destination: Location) -> Iterator[None]:
-    """Raises DestinationError for errors of the operating system."""
+    """Turns errors of the operating system into DestinationError."""
     try:
         yield
     except OSError as error:
@@ -287,8 +287,8 @@ def disk_errors(destination: Location) -> Iterator[None]:
 
 
 def publish(attempt: Attempt, result: Result, overwrite: bool, check: Callable[[], object]) -> None:
-    """Makes a checkpoint of a job, of which all parts are written, after a `check` of what is to be
-    published. Raises DestinationExistsError where another one is complete by now."""
+    """Makes a checkpoint of a job whose parts are all written, after `check`. Raises
+    DestinationExistsError if another job has completed meanwhile."""
     job = attempt.job
     attempt.published.add(ROOT)
     if job.destination.is_local:
@@ -310,8 +310,8 @@ def publish(attempt: Attempt, result: Result, overwrite: bool, check: Callable[[
 def forward(
     destination: Location, record: Mapping[str, Any] | None = None
 ) -> tuple[Mapping[str, Any], bool]:
-    """Does all that the commit record of a bucket says, as far as it is not done: the record, which
-    is read unless it is given, and whether something was left to do."""
+    """Completes the checkpoint of a commit record in a bucket. The record is read unless it is
+    given. Returns it, and whether anything was left to do."""
     record = record or parsed(destination / RECORD)
     if record is None:
         raise DestinationError(f"`{destination / RECORD}` could not be written")
@@ -336,7 +336,7 @@ def forward(
 
 
 def _item(path: str) -> str:
-    """The directory of the item that an attempt has written a file of."""
+    """The directory of the item that an attempt's file belongs to."""
     return path.partition(PROCESS)[0]
 
 
@@ -349,8 +349,8 @@ def _text(content: bytes | str) -> dict[str, str]:
 def _fix(
     destination: Location, path: str, content: Mapping[str, str], sizes: Mapping[str, int]
 ) -> None:
-    """Creates what is at a name without a token, if it is absent. Raises DestinationError if
-    something else is there. `sizes` are those of the objects that were there before."""
+    """Creates a name without a token, if it is absent. Raises DestinationError if it has other
+    contents. `sizes` are the objects that existed before."""
     place = destination / path
     if "bytes" in content:
         data = base64.b64decode(content["bytes"])
@@ -425,7 +425,7 @@ def _publish_on_disk(
 
 
 def _synced(directory: Location, attempt: Attempt) -> set[str]:
-    """Makes durable what no share has; paths of all files."""
+    """Makes everything durable that is not in a share. Returns the paths of all files."""
     there = set()
     for entry in directory.walk():
         if entry.is_dir or not is_of_an_attempt(entry.path) or attempt.token in entry.path:
@@ -437,7 +437,8 @@ def _synced(directory: Location, attempt: Attempt) -> set[str]:
 
 
 def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
-    """Gives the job's directory the destination's name; where what was there before is now."""
+    """Gives the job's directory the destination's name. Returns the place of the replaced
+    checkpoint."""
     directory, destination = attempt.job.directory, attempt.job.destination
     try:
         if not (overwrite and destination.exists()):
@@ -464,8 +465,8 @@ def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
 
 
 def _prune(directory: Location, unneeded: Sequence[str]) -> None:
-    """Deletes files that a checkpoint does not refer to, and the directories that are empty then.
-    Files of attempts: no other checkpoint has their names, should one be in its place by now."""
+    """Deletes files that the checkpoint does not refer to, and directories that are then empty. No
+    other checkpoint has files of these names."""
     directory.remove_files(unneeded)
     above = (itertools.accumulate(path.split("/")[:-1], "{}/{}".format) for path in unneeded)
     for folder in sorted({*itertools.chain.from_iterable(above)}, reverse=True):

@@ -84,8 +84,8 @@ def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
 
 
 def _in_order(paths: Iterable[Path]) -> Iterator[Path]:
-    """The paths with the positions of each list ascending: Orbax before 0.12 appends to lists as it
-    reads, so it fails where a position comes before a smaller one."""
+    """The paths with the positions of each list in ascending order. Orbax before 0.12 appends to
+    lists as it reads, and fails if a larger position comes first."""
 
     def below(node: dict[Key, Any]) -> Iterator[Path]:
         positions = all(isinstance(key, int) for key in node)
@@ -165,9 +165,9 @@ _NOT_READ_BACK = "written values differ when read back"
 
 
 def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> digest_record.Record:
-    """What is recorded of the source, by names in its store; raises CorruptCheckpointError where
-    that is of other arrays or files. Sibling items and files need only be there: they are compared
-    by `verify`."""
+    """The recorded digests of the source, by names in its store. Raises CorruptCheckpointError if
+    arrays or documents differ from the record. Sibling items and files need only exist: `verify`
+    compares them."""
     source = ckpt.source
     record = digest_record.read_record(source.store.directory / digest_record.FILE)
     if record is None:
@@ -199,22 +199,23 @@ def read_again(
     record: digest_record.Record,
     digest: bool,
 ) -> tuple[list[ArrayHandle], list[ArrayHandle]]:
-    """What else is read for its digests: with `digest`, also arrays that are copied without one."""
+    """Arrays that are read only for their digests: recorded sources of cast and derived arrays, and
+    with `digest` also arrays that are copied without a digest."""
     pairs = [*zip(handles, arrays, strict=True)]
-    as_read = {h.stored.name for h, a in pairs if h.stored is not None and not a.moved}
+    as_read = {h.stored.name for h, a in pairs if h.stored is not None and not a.verbatim}
     roots = _stored(h for h in handles if h.stored is None)
     sources = [h for name, h in roots.items() if name not in as_read and record.digest(h)]
-    verbatim = [h for h, a in pairs if digest and a.moved and not record.digest(h)]
+    verbatim = [h for h, a in pairs if digest and a.verbatim and not record.digest(h)]
     return sources, verbatim
 
 
 def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
-    """Path, and bytes that a chunk takes, of all that is read beside what is rewritten."""
+    """Path, and bytes of a chunk, of all arrays that are read but not rewritten."""
     for handle in (*item.read_sources, *item.read_verbatim):
         yield handle.path, least_memory((handle,))
     if verify:
         for handle, array in zip(item.handles, item.arrays, strict=True):
-            if array.moved:
+            if array.verbatim:
                 yield handle.path, least_memory((handle,))
                 continue
             # Once it is written; at most, since it is encoded anew.
@@ -227,11 +228,10 @@ def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
 def item_record(
     item: ItemPlan, hashes: Mapping[str, str], max_memory: int, report: Callable[[int], None]
 ) -> digest_record.Record:
-    """What is to be recorded of an item, whose documents have these hashes, less the digests that
-    the shares have. Reads what is read beside what is rewritten: arrays that others are made of, as
-    they are stored, and arrays that are copied verbatim; of those that are not read, the source's
-    digests count. Raises CorruptCheckpointError where one cannot be read, or is not what is
-    recorded of the source."""
+    """The record of an item whose documents have these hashes, without the digests that the shares
+    compute. Reads the arrays that are read only for their digests. For arrays that are not read,
+    the source's digests count. Raises CorruptCheckpointError if an array cannot be read, or
+    differs from its recorded digest."""
     # Apart, and by name: another leaf may have been renamed to the path of a source.
     sources = _stored(item.read_sources)
     by_name = [h.at((name,)) for name, h in sources.items()]
@@ -258,7 +258,7 @@ def item_record(
 
 
 def other_values(source: str, told: Sequence[str], hint: str) -> CorruptCheckpointError:
-    """The error for arrays of a source that are not what is recorded of them, a line each."""
+    """The error for arrays that differ from their recorded digests, a line each."""
     return CorruptCheckpointError(
         f"values read from `{source}` do not match its recorded digests",
         told,
@@ -284,8 +284,8 @@ def read_back(
     max_memory: int,
     report: Callable[[int], None],
 ) -> None:
-    """Reads arrays that were written, by their names; raises CorruptCheckpointError unless they are
-    what is to be recorded of them. The hint says how to look at the source."""
+    """Reads written arrays, by their names. Raises CorruptCheckpointError if they differ from their
+    new record. The hint says how to check the source."""
     handles = [*handles_of(arrays)]
     digests, failed = read_digests(handles, max_memory, report)
     names = {handle.path: stored_name(handle.path) for handle in handles}
@@ -304,7 +304,7 @@ def read_back(
 
 
 def verify_hint(source: Source) -> str:
-    """What to type to look at a source."""
+    """The call that checks a source."""
     step = as_python(str(source.root / source.step))
     if len(source.items) > 1:
         step = f"reshard.open({step}, item={as_python(source.item)})"
@@ -312,7 +312,7 @@ def verify_hint(source: Source) -> str:
 
 
 def _stored(handles: Iterable[ArrayHandle]) -> dict[str, ArrayHandle]:
-    """Name -> stored array, uncast: those that these are, or are derived from."""
+    """Name -> stored array, uncast: the stored arrays behind these."""
     found: dict[str, ArrayHandle] = {}
     for handle in handles:
         for root, data in handle.roots():

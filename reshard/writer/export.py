@@ -191,7 +191,7 @@ def plan_export(
 
 
 def _unwritable(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:
-    """Leaves that have no type in the format."""
+    """Leaves that safetensors has no type for."""
     reasons = {
         path: why for path, leaf in ckpt.items() if (why := target_format.why_not_written(leaf))
     }
@@ -216,7 +216,7 @@ def _unwritable(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:
 
 
 def _clashes(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:
-    """Leaves that would have one name, or one that no file can hold."""
+    """Leaves that would have the same name, or a name that a file cannot hold."""
     problems = name_clashes(ckpt)
     for path in ckpt:
         name = stored_name(path)
@@ -228,7 +228,7 @@ def _clashes(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:
 
 
 def _unlike(ckpt: Checkpoint, like: location.Location | None) -> Iterator[errors.ReshardError]:
-    """In what the tensors are not those of a Hugging Face directory."""
+    """How the tensors differ from those of a Hugging Face directory."""
     if like is None:
         return
     if not like.is_dir():

@@ -45,7 +45,7 @@ _ABOUT = {"format": "pt"}
 
 
 class File(NamedTuple):
-    """A file of a checkpoint.
+    """A safetensors file.
 
     Attributes:
       header: the bytes before the tensors.
@@ -60,7 +60,7 @@ class File(NamedTuple):
 
 
 def why_not_written(leaf: Leaf) -> str | None:
-    """Why the format does not hold a leaf; None if it does."""
+    """Why safetensors cannot hold a leaf; None if it can."""
     if not isinstance(leaf, ArrayHandle):
         return f"safetensors has no {type_name(leaf)}"
     if leaf.key_impl is not None:
@@ -73,8 +73,8 @@ def why_not_written(leaf: Leaf) -> str | None:
 
 
 def in_files(handles: Sequence[ArrayHandle], file_size: int) -> Iterator[File]:
-    """The files of arrays, in their order: each of tensors of `file_size` bytes at most, unless one
-    has more."""
+    """The files of arrays, in their order. Each has tensors of at most `file_size` bytes, unless
+    one tensor has more."""
     groups = list(in_groups(handles, lambda handle: handle.nbytes, file_size)) or [[]]
     for number, group in enumerate(groups, 1):
         of = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
@@ -104,7 +104,7 @@ def _place(handle: ArrayHandle) -> tuple[int, bytes]:
 
 
 def header_problems(files: Sequence[File]) -> list[str]:
-    """Files whose headers no reader takes, a line each."""
+    """Files whose headers are too large for readers, a line each."""
     return [
         f"`{file.name}`: a header of {units.format_bytes(len(file.header))}, and readers take "
         f"{units.format_bytes(MAX_HEADER)}"
@@ -114,7 +114,7 @@ def header_problems(files: Sequence[File]) -> list[str]:
 
 
 def index(files: Sequence[File]) -> bytes:
-    """The document that says which file has which tensor."""
+    """The document that maps each tensor to its file."""
     names = {stored_name(path): file.name for file in files for path in file.offsets}
     size = sum(file.nbytes - len(file.header) for file in files)
     document = {"metadata": {"total_size": size}, "weight_map": names}
@@ -137,12 +137,12 @@ _BLOSC = ("lz4", "lz4hc", "blosclz", "zlib", "zstd")
 
 
 class Codec(NamedTuple):
-    """What chunks are to be compressed with.
+    """The requested compression of chunks.
 
     Attributes:
       name: `"none"`, `"zstd"` or `"blosc"`.
-      level: None for the source's if it has that codec, else the usual one.
-      inner: what blosc compresses with; None as for the level.
+      level: None for the source's level if it has that codec, or else the default.
+      inner: blosc's own codec; None as for the level.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Codec(NamedTuple):
     inner: str | None = None
 
     def applied(self, encoding: Encoding) -> Encoding:
-        """An encoding with this codec in the place of its own. Checksums stay."""
+        """An encoding with this codec instead of its own. Checksums stay."""
         kept = tuple(text for text in encoding.compressors if json.loads(text)["name"] == "crc32c")
         if self.name == "none":
             return encoding._replace(compressors=kept)
@@ -179,25 +179,25 @@ class TargetFormat(ZarrVersion):
 
     Attributes:
       ocdbt: in an OCDBT database rather than plain files.
-      codec: what chunks are compressed with, None for what each of them is in the source.
-      file_bytes: bytes that data files of the database have, about.
-      shares: data files of the source may become data files of the destination.
-      fills: chunks that hold the fill value alone are left out, as they are in the source.
-      usual: the encoding of arrays that come from no stored one.
-      files: safetensors files that hold the arrays, in the place of chunks.
+      codec: the requested compression; None keeps the source's.
+      file_bytes: approximate bytes of a data file of the database.
+      linkable: data files of the source may become data files of the destination.
+      omits_fill: chunks that hold only the fill value are left out, as in the source.
+      usual: the encoding of arrays that have no stored source.
+      files: safetensors files, which hold the arrays instead of chunks.
     """
 
     ocdbt: bool
     codec: Codec | None
     file_bytes: int
-    shares: bool
-    fills: bool
+    linkable: bool
+    omits_fill: bool
     usual: Encoding
     files: tuple[File, ...] = ()
 
     @property
     def format(self) -> str:
-        """It in words, as `Source.format` has it."""
+        """Its name, as in `Source.format`."""
         if self.files:
             return "safetensors"
         return f"{'OCDBT' if self.ocdbt else 'plain files'}, {'zarr3' if self.zarr3 else 'zarr2'}"
@@ -212,7 +212,7 @@ class TargetFormat(ZarrVersion):
         return f"{self.format}{codec}{size}"
 
     def encoding(self, handle: ArrayHandle) -> Encoding:
-        """How an array's chunks are encoded; raises ValueError where zarr has no such codec."""
+        """How an array's chunks are encoded. Raises ValueError if zarr has no such codec."""
         version = 3 if self.zarr3 else 2
         if self.codec is None and handle.stored is not None:
             encoding = handle.stored.encoding
@@ -225,7 +225,7 @@ class TargetFormat(ZarrVersion):
         return _encoding(encoding, derived, cast, self.codec, version)
 
     def check(self, handle: ArrayHandle) -> None:
-        """Raises ValueError where this version of zarr lacks the codec or the fill value."""
+        """Raises ValueError if this version of zarr lacks the codec or the fill value."""
         encoding = self.encoding(handle)
         _, root = next(handle.roots(), (None, None))
         if root is None or encoding.fill in ZEROS or self.zarr3 == root.store.zarr3:
@@ -237,7 +237,7 @@ class TargetFormat(ZarrVersion):
             raise ValueError(f"zarr{3 if self.zarr3 else 2} has no fill value {encoding.fill}")
 
     def check_chunk(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> None:
-        """Raises ArgumentError for a chunk that the codec of an array does not take."""
+        """Raises ArgumentError for a chunk that is too large for the codec of an array."""
         nbytes = math.prod(chunk) * handle.dtype.itemsize
         if nbytes > _MAX_BLOSC and not self.files and self.encoding(handle).is_blosc:
             raise errors.ArgumentError(
@@ -247,14 +247,14 @@ class TargetFormat(ZarrVersion):
             )
 
     def verbatim(self, handle: ArrayHandle) -> list[StoredValue] | None:
-        """The stored values that an array consists of as they are; None if it is rewritten."""
+        """The stored values of an array that can be copied as they are; None if it is rewritten."""
         return None if self.files else stored_values(handle, self.encoding(handle))
 
     def metadata(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> bytes:
         return self.encoding(handle).document(handle.shape, chunk, handle.dtype)
 
     def is_verbatim(self, handle: ArrayHandle) -> bool:
-        """Whether all that is stored of an array is as it is in the source, key for key."""
+        """Whether everything that is stored of an array stays as it is, key for key."""
         stored = handle.stored
         if stored is None or stored.store.ranged:
             return False
@@ -265,7 +265,7 @@ class TargetFormat(ZarrVersion):
 def _encoding(
     encoding: Encoding, derived: bool, cast: bool, codec: Codec | None, version: int
 ) -> Encoding:
-    """The encoding of an array that is derived, or cast, from one that has another."""
+    """The encoding of an array that is derived, or cast, from one with another encoding."""
     if derived:
         encoding = encoding.of_derived()
     if cast:
@@ -290,10 +290,10 @@ def target_format(
     codec: str | None,
     file_size: int | str | None,
 ) -> TargetFormat:
-    """The format of an item: as asked for, else the source's. In a bucket data files are small
-    enough to be held in memory until they are there, and all chunks are there: one that is not is
-    seen to be lost. Raises ArgumentError for wrong arguments, or where arrays have codecs that this
-    version of zarr lacks."""
+    """The format of an item: the requested one, or else the source's. In a bucket, data files are
+    small enough to be held in memory, and no chunk is left out, so that a lost chunk is
+    detected. Raises ArgumentError for wrong arguments, or if this version of zarr lacks a codec
+    of an array."""
     if format not in (None, "zarr2", "zarr3"):
         hints = ['format="zarr2"', 'format="zarr3"']
         raise errors.ArgumentError(f"`{format}` is not a format", hints=hints)
@@ -367,7 +367,7 @@ _MAX_NAME = 255
 
 
 def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[errors.ReshardError]:
-    """What stands against the names of the leaves of an item, as it is to be stored."""
+    """Problems with the names of an item's leaves in this format."""
     if clashes := _clashes(ckpt, form):
         yield errors.TreeMismatchError("two leaves would be stored under one name", clashes)
     unusable = [
@@ -395,7 +395,7 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[errors.Reshard
 
 
 def _not_files(ckpt: Checkpoint) -> Iterator[str]:
-    """Arrays whose names are none of directories, or those of something else in the item."""
+    """Arrays whose names cannot be names of directories, or are names of other files."""
     directory = ckpt.source.store.directory
     names = [] if ckpt.source.is_foreign else directory.names()  # nothing beside it is copied
     taken = {name for name in names if is_sibling(ckpt, directory / name)}
@@ -416,7 +416,7 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
 
 
 def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
-    """Leaves of which one would overwrite the other, or could not be written beside it."""
+    """Leaves of which one would overwrite the other, or cannot be stored next to it."""
     arrays = {handle.path: handle for handle in ckpt.arrays}
     strings = [path for path, leaf in ckpt.items() if isinstance(leaf, str)]
 
@@ -446,9 +446,9 @@ def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
 def _file_above(
     form: TargetFormat, outer: ArrayHandle, inner: ArrayHandle, below: str
 ) -> str | None:
-    """The chunk or metadata of an array that is in the place of what is stored of another (called
-    `below`, seen from the first), or of a directory that this is in; None if there is none. In an
-    OCDBT database there are no directories."""
+    """The key of an outer array's chunk or metadata that an inner array needs as a file, or as a
+    directory. The inner array is `below` the outer one. None without a conflict. In an OCDBT
+    database there are no directories."""
     chunks = form.encoding(outer).chunk_keys(len(outer.shape))
     first = form.encoding(inner).chunk_key((0,) * len(inner.shape))
     *directories, whole = itertools.accumulate(f"{below}/{first}".split("/"), "{}/{}".format)

@@ -1,13 +1,14 @@
-"""What the processes of one job know of one another: a directory, and documents in it.
+"""The directory of a job and the documents in it, by which its processes know of one another.
 
-On a disk the directory is beside the destination, and becomes it by one rename; in a bucket it is
-the destination. Before the commit, every name that an attempt writes there holds its token:
+On a disk the directory lies next to the destination, and one rename gives it the destination's
+name. In a bucket it is the destination. Before the commit, every name that an attempt writes holds
+its token:
 
-    ITEM/ocdbt.process_TOKEN/begun.json    who writes, for as long as that goes on
+    ITEM/ocdbt.process_TOKEN/begun.json    who writes, while it writes
     ITEM/ocdbt.process_TOKEN/3.json        share 3 is written: its databases, files and digests
-    ITEM/ocdbt.process_TOKEN/rest.json     what is in no share is written: documents, other items
+    ITEM/ocdbt.process_TOKEN/unshared.json     the unshared part is written: documents, other items
     ITEM/ocdbt.process_TOKEN3x0/           a database of share 3
-    ITEM/ocdbt.process_TOKENrestxfiles/    files that get their names with the commit
+    ITEM/ocdbt.process_TOKENunsharedxfiles/    files that get their names with the commit
     ITEM/ocdbt.process_TOKENrootx/         nodes of the root's B-tree, by an attempt to commit
 
 So two attempts at one share do no harm: the commit takes one of them.
@@ -38,7 +39,7 @@ from reshard.tree import shell_quoted
 from reshard.writer.arrays import Written
 from reshard.writer.plan import ItemPlan, Plan
 
-BEGUN, REST, ROOT = "begun", "rest", "root"
+BEGUN, UNSHARED, ROOT = "begun", "unshared", "root"
 _TOKEN = rf"{re.escape(PROCESS)}([0-9a-f]{{16}})"
 _OWN = re.compile(rf"(?:.*/)?{_TOKEN}[^/]*/.+", re.DOTALL)
 _DOCUMENT = re.compile(rf"(?:.*/)?{_TOKEN}/(\w+)\.json", re.DOTALL)
@@ -49,14 +50,14 @@ _LARGEST = 1 << 28
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A plan that is being written somewhere.
+    """A plan that is being written.
 
     Attributes:
-      destination: where it will be.
-      directory: where it is written.
+      destination: where the checkpoint will be.
+      directory: where the job writes.
       items: directories of its items, below that.
-      token: the same for all that write this plan there, and for no others.
-      count: how many shares there are.
+      token: the same for all processes that write this plan there, and for no others.
+      count: the number of shares.
       ignored: tokens of attempts whose parts do not count.
     """
 
@@ -76,12 +77,12 @@ class Job:
 
 
 class Attempt:
-    """One process that writes some of a job: shares, the rest, the commit.
+    """One process that writes some of a job: shares, the unshared part, the commit.
 
     Attributes:
       token: drawn when it begins; no other attempt has it.
       begun: the document that says who writes.
-      published: parts that others may refer to: `abandon` removes nothing of them.
+      published: parts that others may refer to. `abandon` removes nothing of them.
     """
 
     def __init__(self, job: Job):
@@ -100,18 +101,18 @@ class Attempt:
         }
 
     def name(self, part: str, suffix: str) -> str:
-        """The name in an item's directory of what it writes for a part."""
+        """The name in an item's directory for the files of a part."""
         return f"{PROCESS}{self.token}{part}x{suffix}"
 
     def begin(self) -> None:
-        """Says who writes."""
+        """Writes the document that says who writes."""
         self._data = dumped(self._about)
         self.begun.create(self._data)
 
     def publish(self, part: str, document: Mapping[str, Any]) -> None:
-        """Says that a part is written, the last thing that is done for it: from then on it belongs
-        to the job. Raises DestinationError where the job is complete by now, or was removed, and
-        StoreError for a bucket that ignores conditions."""
+        """Writes the document of a part, as the last step. From then on the part belongs to the
+        job. Raises DestinationError if the job is complete or was removed, and StoreError for a
+        bucket that ignores conditions."""
         if self.begun.create(self._data):
             self.begun.check_conditions(self._data, self.job.destination)
             raise DestinationError(f"the job that writes `{self.job.destination}` has ended")
@@ -120,17 +121,17 @@ class Attempt:
         (self._folder / f"{part}.json").replace(data, f".{part}")
 
     def is_in(self, destination: Location) -> bool:
-        """Whether a directory is the one that it has written into, under another name. Whoever has
-        committed the job, too, may have removed some of that."""
+        """Whether a directory is the one that it has written into, under another name. Another
+        process that has committed the job may have removed some of its files."""
         return any(self.token in entry.path for entry in destination.walk())
 
     def end(self) -> None:
-        """Says that nothing more will be written."""
+        """Removes the document that says who writes."""
         self.begun.remove()
         self._folder.remove_empty()  # of one that had nothing left to do
 
     def abandon(self) -> None:
-        """Removes what it has written, but for published parts."""
+        """Removes everything that it has written, except published parts."""
         self.end()
         for number in range(len(self.job.items)):
             directory = self.job.item_directory(number)
@@ -145,11 +146,11 @@ class Attempt:
 
 
 class Found(NamedTuple):
-    """What is in the directory of a job.
+    """The contents of a job's directory.
 
     Attributes:
       sizes: path of each file below it -> its bytes.
-      begun: documents of attempts that have not ended, or were killed.
+      begun: documents of attempts that are running, or were killed.
       parts: part -> token of an attempt -> its document.
     """
 
@@ -159,12 +160,12 @@ class Found(NamedTuple):
 
     @property
     def tokens(self) -> frozenset[str]:
-        """Of attempts that have written parts."""
+        """The tokens of attempts that have written parts."""
         return frozenset(token for part in self.parts.values() for token in part)
 
     @property
     def count(self) -> int | None:
-        """How many shares the job has."""
+        """The job's number of shares."""
         return next((document["count"] for document in self.documents), None)
 
     @property
@@ -173,8 +174,7 @@ class Found(NamedTuple):
 
 
 def look(directory: Location) -> Found:
-    """What attempts have written into a directory, and everything else that is there. Raises
-    DestinationError where a document is not what was written."""
+    """Reads the contents of a job's directory. Raises DestinationError for a damaged document."""
     sizes = {entry.path: entry.nbytes for entry in directory.walk() if entry.is_file}
     names = [match for path in sizes if (match := _DOCUMENT.fullmatch(path))]
     for match in names:
@@ -196,7 +196,7 @@ def look(directory: Location) -> Found:
 
 
 def is_of_an_attempt(path: str) -> bool:
-    """Whether the path of a file is one that an attempt writes before the commit."""
+    """Whether an attempt writes a file of this path before the commit."""
     return _OWN.fullmatch(path) is not None
 
 
@@ -207,13 +207,12 @@ def _command() -> str:
 
 
 def dumped(document: Mapping[str, Any]) -> bytes:
-    """A document as it is written, with a hash of what it says."""
+    """A document as it is written, with its hash."""
     return json.dumps({**document, "sha256": _hash(document)}).encode()
 
 
 def parsed(path: Location) -> dict[str, Any] | None:
-    """What a document says; None where it is gone. Raises DestinationError where it is not what was
-    written."""
+    """A document; None if it is missing. Raises DestinationError if it is damaged."""
     data = path.read_whole()
     if data is None:
         return None
@@ -237,12 +236,12 @@ def _hash(document: Mapping[str, Any]) -> str:
 
 
 def written_of(document: Mapping[str, Any]) -> dict[int, Written]:
-    """What the document of a part says that was written, by the number of an item."""
+    """The items of a part's document, by their numbers."""
     return {int(number): Written(**found) for number, found in document["items"].items()}
 
 
 def writers(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Who wrote documents, a line each."""
+    """The processes that wrote documents, a line each."""
     lines = {
         f"process {d['owner']['pid']} on {d['owner']['host']}, since {d['since']}: {d['command']}"
         for d in documents
@@ -282,7 +281,7 @@ def _lines(item: ItemPlan, loaded: bool) -> Iterator[str]:
 
 
 def _described(handle: ArrayHandle, loaded: bool) -> Iterator[str]:
-    """All there is to an array, and to those that it is derived from."""
+    """Everything that an array depends on."""
     yield repr((handle.path, handle.dtype, handle.shape, handle.sharding))
     yield repr((handle.value_type, handle.key_impl))
     data = handle.data

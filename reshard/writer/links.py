@@ -1,8 +1,8 @@
-"""Data files that the destination shares with the source, under hard links.
+"""Data files that the destination shares with the source, as hard links.
 
-Where nearly all of an item is copied verbatim, the source's data files get a second name inside
-the destination, under the same relative path, and the source's B-tree entries are copied: no array
-byte is read. That takes the same `ts.Context` on both sides, and a source database whose base lies
+If nearly all of an item is copied verbatim, the source's data files get second names inside the
+destination, under the same relative paths. The source's B-tree entries are copied, and no array
+byte is read. This takes the same `ts.Context` on both sides, and a source database whose base lies
 inside the target's: the source is opened with the destination's files and its own manifest.
 """
 
@@ -37,9 +37,9 @@ _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
 
 def files_to_link(store: ArrayStore, values: Iterable[StoredValue]) -> dict[str, int] | None:
-    """Data files, with their bytes, that hold values which stay; None where they are not worth
-    sharing: less than half of their bytes stay, and less than all that the source itself uses.
-    Raises CorruptCheckpointError where one is missing."""
+    """The data files of the values that stay, with their bytes. None if linking is not worth it:
+    less than half of the files' bytes stay, and less than the source itself uses. Raises
+    CorruptCheckpointError if a file is missing."""
     kept = {(v.file, v.offset): v.size for v in values if v.file is not None}
     used = {
         (v.file, v.offset): v.size
@@ -59,9 +59,9 @@ def files_to_link(store: ArrayStore, values: Iterable[StoredValue]) -> dict[str,
 
 
 def link_files(item: ItemPlan, directory: Location) -> tuple[bool, dict[str, int]]:
-    """Gives an item's data files, and the B-tree nodes that lead to them, a name in the
-    destination: whether all could be linked, and those, with their bytes, that are not needed after
-    the commit: the files of nodes, or where one cannot be linked all that were."""
+    """Links an item's data files, and the files of their B-tree nodes, into the destination.
+    Returns whether all could be linked, and the files, with their bytes, that are not needed
+    after the commit: the files of nodes; or all linked files if one failed."""
     source, files = item.ckpt.source.store, item.files or {}
     if not files:
         return False, {}
@@ -82,7 +82,7 @@ def link_files(item: ItemPlan, directory: Location) -> tuple[bool, dict[str, int
 
 
 def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
-    """Writes a database in an item's directory, of nodes alone, which refer to linked files."""
+    """Writes a database in an item's directory that has only nodes, and refers to linked files."""
     source, form = item.ckpt.source.store, item.format
     context = new_context()
     transaction = ts.Transaction(atomic=True)

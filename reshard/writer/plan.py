@@ -1,4 +1,4 @@
-"""`Plan`: what becomes of every item of a job, decided and counted before a byte is written."""
+"""`Plan`: the plan of every item of a job, made before a byte is written."""
 
 import dataclasses
 import functools
@@ -32,8 +32,8 @@ _SHOWN_SPLITS = 10
 
 
 class Network(NamedTuple):
-    """What goes from buckets and to them: bytes, and requests at most. Chunks that are near to one
-    another in a data file are fetched together."""
+    """The traffic from and to buckets: bytes, and the most requests. Chunks that are close to each
+    other in a data file are fetched together."""
 
     fetched: int
     fetches: int
@@ -43,14 +43,14 @@ class Network(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A part of a plan that a process can carry out alone, which pickles without anything open.
+    """A part of a plan that one process can execute. It pickles without open files.
 
     Attributes:
       number, count: which share it is, from 0, and of how many.
-      items: what it has of the items.
+      items: its part of each item.
       max_memory: bytes.
-      nbytes: bytes that are written: decoded ones of what is rewritten, and stored ones of what is
-        copied.
+      nbytes: bytes that are written: decoded bytes of rewritten chunks, stored bytes of copied
+        ones.
     """
 
     number: int
@@ -73,19 +73,18 @@ _Work = BoxRange | ValueRange | FileGroup
 
 @dataclasses.dataclass(frozen=True)
 class ItemPlan:
-    """What becomes of one item.
+    """The plan of one item.
 
     Attributes:
       ckpt: its tree.
-      format: how its arrays are to be stored.
+      format: how its arrays are stored.
       handles: its arrays.
       arrays: the plan of each of them.
-      files: data files to share with the source, and their bytes; None where nothing may be shared.
-      record: what is recorded of the source.
-      read_sources: what is read for its digests, beside what is rewritten: recorded arrays that
-        cast or derived arrays are made of; these are not written as they were read, and have no
-        digest that could be copied.
-      read_verbatim: the same: arrays that are copied verbatim and have no digest.
+      files: data files to share with the source, and their bytes; None if none is shared.
+      record: the recorded digests of the source.
+      read_sources: recorded arrays that are read only for their digests: cast and derived arrays
+        are made of them.
+      read_verbatim: arrays that are copied verbatim, have no digest, and are read for one.
     """
 
     ckpt: Checkpoint
@@ -99,22 +98,22 @@ class ItemPlan:
 
     @property
     def linked(self) -> list[ArrayHandle]:
-        """Arrays whose stored chunks stay where they are, in shared data files."""
+        """Arrays whose stored chunks stay in shared data files."""
         return [h for h, array in self._pairs() if array.linked]
 
     @property
     def copied(self) -> list[ArrayHandle]:
-        """Arrays whose stored chunks are copied undecoded."""
-        return [h for h, array in self._pairs() if array.moved and not array.linked]
+        """Arrays whose stored chunks are copied without decoding."""
+        return [h for h, array in self._pairs() if array.verbatim and not array.linked]
 
     @property
     def rewritten(self) -> list[ArrayHandle]:
         """Arrays that are decoded and encoded."""
-        return [h for h, array in self._pairs() if not array.moved]
+        return [h for h, array in self._pairs() if not array.verbatim]
 
     def groups(self, in_memory: bool) -> list[BoxRange]:
-        """The arrays that are rewritten, those that are read together in one: those that are made
-        of values `in_memory`, or all others."""
+        """The rewritten arrays, in groups that are read together: those made of values `in_memory`,
+        or all others."""
         handles = {handle.path: handle for handle in self.handles}
         groups = [[(handles[a.layout.path], a) for a in group] for group in co_read(self.arrays)]
         whole = bool(self.format.files)  # a share writes all of a file
@@ -125,7 +124,7 @@ class ItemPlan:
         ]
 
     def file_groups(self) -> list[FileGroup]:
-        """The files of an export, in groups that one share writes: files whose arrays are read
+        """The files of an export, in groups that one share writes. Files whose arrays are read
         together are in one group."""
         if not self.format.files:
             return []
@@ -141,22 +140,22 @@ class ItemPlan:
         return [FileGroup([self.format.files[n] for n in sorted(f)], boxes) for f, boxes in found]
 
     def metadata(self) -> dict[str, bytes]:
-        """Metadata of arrays, by their keys, that are not copied as they are."""
+        """Metadata of arrays, by their keys, unless they are copied from the source."""
         if self.format.files:
             return {}
         return {
             f"{stored_name(h.path)}/{self.format.metadata_key}": self.format.metadata(
-                h, h.chunk_shape if array.moved else array.chunk
+                h, h.chunk_shape if array.verbatim else array.chunk
             )
             for h, array in self._pairs()
-            if not (array.moved and self.format.is_verbatim(h))
+            if not (array.verbatim and self.format.is_verbatim(h))
         }
 
     def _pairs(self) -> Iterator[tuple[ArrayHandle, ArrayPlan]]:
         return zip(self.handles, self.arrays, strict=True)
 
     def values(self, handle: ArrayHandle) -> list[StoredValue]:
-        """The stored values that an array consists of in the destination as they are."""
+        """The stored values of an array that are copied verbatim."""
         return self.format.verbatim(handle) or []
 
     def directory(self, root: Location) -> Location:
@@ -166,7 +165,7 @@ class ItemPlan:
         return root / self.ckpt.source.step / self.ckpt.source.item
 
     def documents(self, steps: bool) -> Iterator[dict[str, Any]]:
-        """What a plan's JSON document has of each array; with `steps` also which step's it is."""
+        """The arrays in the plan's JSON document; with `steps`, each has its step."""
         for handle, array in self._pairs():
             saved = sharding_document(handle.saved_sharding)
             nbytes = handle.nbytes // handle.dtype.itemsize * array.layout.source_itemsize
@@ -181,7 +180,7 @@ class ItemPlan:
                 **sharding_document(handle.sharding),
                 "saved": saved | {"chunk_shape": list(handle.chunk_shape), "bytes": nbytes},
                 "read_amplification": _before_and_after(array.amplification),
-                "moved": array.moved,
+                "moved": array.verbatim,
                 "passes": array.passes,
                 "split": array.split,
                 "bytes_read": array.bytes_read,
@@ -191,18 +190,19 @@ class ItemPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A job, counted. `save` executes it; `print()` shows it. It pickles without anything open.
+    """A job: what is read and written. `save` executes it; `print()` shows it. It pickles without
+    open files.
 
     Attributes:
-      items: what becomes of each item; several where steps of one manager's root are saved.
-      siblings: files and directories beside the arrays, other items among them.
-      destination: where it is written; None where that is not known yet.
+      items: the plan of each item; several if steps of one manager's root are saved.
+      siblings: files and directories that are copied, other items among them.
+      destination: where it is written; None if that is not known yet.
       max_memory: bytes.
-      overwrite: what is at the destination is replaced.
-      verify: all that is written is read back before the commit.
-      digest: arrays that are copied verbatim have digests, too.
-      source_state: a hash of the names, sizes and times of each of the source's directories; empty
-        without a destination, where nothing can be executed.
+      overwrite: an existing destination is replaced.
+      verify: everything that is written is read back before the commit.
+      digest: arrays that are copied verbatim get digests, too.
+      source_state: a hash of the names, sizes and times of each of the source's directories;
+        empty without a destination, since the plan cannot be executed.
       errors: why it cannot be executed.
       notes: what the user should know.
     """
@@ -220,28 +220,28 @@ class Plan:
 
     @functools.cached_property
     def arrays(self) -> tuple[ArrayPlan, ...]:
-        """Each array's plan, in the order in which they are carried out."""
+        """Each array's plan, in the order of execution."""
         return tuple(array for item in self.items for array in item.arrays)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why it cannot be executed, all of it, a line each."""
+        """Why it cannot be executed: all problems, a line each."""
         return tuple(lines_of(self.errors))
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """What to type about the problems."""
+        """How to solve the problems."""
         return tuple(dict.fromkeys(hint for error in self.errors for hint in error.hints))
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """What is saved."""
+        """The checkpoints that are saved."""
         return [item.ckpt for item in self.items]
 
     @functools.cached_property
     def _work(self) -> tuple[list[tuple[int, _Work, Boxes | Values]], Division]:
-        """All that is rewritten or copied, without what is made of values in memory: the number of
-        an item, the work, and its measure; and the division of it all."""
+        """The work of all shares: the number of an item, a piece of work, and its measure; and the
+        division of it all."""
         work: list[tuple[int, _Work, Boxes | Values]] = []
         for number, item in enumerate(self.items):
             for handle in item.copied:
@@ -255,8 +255,8 @@ class Plan:
         return work, Division([measure for _, _, measure in work])
 
     def share_count(self, workers: int | None = None) -> int:
-        """In how many shares the plan is divided: of about 1 GiB each, as it is stored then, or
-        less where there is one for each of so many workers. No share is empty."""
+        """The number of shares: of about 1 GiB of stored bytes each, or smaller ones to have one
+        for each worker. No share is empty."""
         nbytes = sum(a.bytes_written for item in self.items for a in item.arrays)
         wanted = max(math.ceil(nbytes / SHARE_BYTES), min(workers or 1, nbytes // _SMALLEST))
         _, division = self._work
@@ -267,10 +267,9 @@ class Plan:
         return count
 
     def share(self, number: int, count: int) -> Share:
-        """Share `number`, from 0, of `count` that are equal as far as boxes are: together they are
-        all of the plan but what is made of values in memory, and no two have anything in common.
-        Share 0 has the metadata of all arrays. Raises ArgumentError where there is no such
-        share."""
+        """Share `number`, from 0, of `count` equal ones. Together they have all work of the plan
+        except values in memory, each piece once. Share 0 also has the metadata of all arrays.
+        Raises ArgumentError if there is no such share."""
         if not 0 <= number < count:
             raise ArgumentError(f"there is no share {number} of {count}: they are numbered from 0")
         pieces, division = self._work
@@ -297,17 +296,17 @@ class Plan:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of files that the destination will share with the source."""
+        """Bytes of files that the destination shares with the source."""
         return sum(sum((item.files or {}).values()) for item in self.items)
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of what is copied beside the arrays (other items, for one)."""
+        """Bytes of the files that are copied, for example of other items."""
         return sum(sibling.nbytes for sibling in self.siblings)
 
     @property
     def peak_memory(self) -> int:
-        """Bytes in flight at most."""
+        """The most bytes in flight."""
         costs = [cost for array in self.arrays for cost in _costs(array)]
         largest = max((cost for cost, _ in costs), default=0)
         limit = max(limiter_bytes(self.max_memory, cores(), largest, _is_remote(self)), largest)
@@ -320,12 +319,12 @@ class Plan:
 
     @property
     def bytes_written(self) -> int:
-        """Stored bytes that will be written (estimated for arrays that are encoded again)."""
+        """Stored bytes that will be written; an estimate for arrays that are encoded again."""
         return sum(array.bytes_written for array in self.arrays) + self.other_bytes
 
     @property
     def network(self) -> Network | None:
-        """What crosses the network; None for a job on disks alone."""
+        """The network traffic; None for a job on disks alone."""
         if not _is_remote(self):
             return None
         here = all(c.source.root.is_local for c in self.checkpoints)
@@ -373,8 +372,8 @@ class Plan:
 
     @property
     def amplification(self) -> tuple[float, float]:
-        """Bytes decoded for each byte wanted when the target mesh loads the checkpoint: from the
-        source, and from the destination."""
+        """Decoded bytes for each byte that is needed when the target mesh loads the checkpoint:
+        from the source, and from the destination."""
         total = self.decoded_bytes or 1
         before = sum(a.amplification[0] * a.decoded_bytes for a in self.arrays)
         after = sum(a.amplification[1] * a.decoded_bytes for a in self.arrays)
@@ -382,8 +381,8 @@ class Plan:
 
     @property
     def bytes_per_device(self) -> tuple[int | None, int | None]:
-        """Bytes of arrays with a mesh on the device that holds the most of a step: on the saved
-        meshes, and on the new one. None where no array has a mesh."""
+        """Bytes on the device that holds most of a step, of arrays with a mesh: on the saved
+        meshes, and on the new one. None if no array has a mesh."""
         before, after = [], []
         for item in self.items:
             layouts = [(h, a.layout) for h, a in zip(item.handles, item.arrays, strict=True)]
@@ -395,13 +394,14 @@ class Plan:
 
     @property
     def passes(self) -> float:
-        """Stored bytes fetched for each stored byte that is decoded; 1.0 where one pass fits."""
-        stored = sum(a.layout.stored_bytes for a in self.arrays if not a.moved)
-        return sum(a.bytes_read for a in self.arrays if not a.moved) / stored if stored else 1.0
+        """How often each stored byte of rewritten arrays is fetched, on average; 1.0 if one pass
+        fits."""
+        stored = sum(a.layout.stored_bytes for a in self.arrays if not a.verbatim)
+        return sum(a.bytes_read for a in self.arrays if not a.verbatim) / stored if stored else 1.0
 
     def document(self, phrase: Callable[[str], str] = str) -> dict[str, Any]:
-        """What `reshard ckpt --dry-run --json` prints. `phrase` says how a hint is written: as a
-        call, if nothing else is said."""
+        """The document of `reshard ckpt --dry-run --json`. `phrase` turns a hint into text; by
+        default hints are calls."""
         counts = ("bytes_read", "bytes_written", "decoded_bytes", "shared_bytes")
         counts += ("chunks_read", "chunks_written", "passes")
         handles = [handle for item in self.items for handle in item.handles]
@@ -433,7 +433,7 @@ class Plan:
         return framed(self) if len(self.items) == 1 else None  # a page shows one step
 
     def _per_step(self) -> Iterator[str]:
-        """What a device holds and a restore reads; each step's own, those that are alike once."""
+        """Bytes per device, and bytes that a restore reads: for each step, equal steps once."""
         steps: dict[tuple[str, str], list[int | None]] = {}
         for item in self.items:
             one = dataclasses.replace(self, items=(item,))
@@ -447,7 +447,7 @@ class Plan:
             yield f"load     a restore reads {load}{of}"
 
     def __repr__(self) -> str:
-        verbatim = sum(a.moved for a in self.arrays)
+        verbatim = sum(a.verbatim for a in self.arrays)
         counts = len(self.arrays), self.chunks_read, self.chunks_written
         arrays, read, written = (
             f"{count} {noun}{'s' * (count != 1)}"
@@ -469,7 +469,7 @@ class Plan:
             *self._per_step(),
             *[f"rounded  {self.rounded}"] * bool(self.rounded.arrays),
         ]
-        split = [a for a in self.arrays if not a.moved and (a.split > 1 or a.passes > 1)]
+        split = [a for a in self.arrays if not a.verbatim and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
             lines.append(
                 f"split    {format_path(a.layout.path)}: {a.split} chunks a shard, "
@@ -487,8 +487,7 @@ def _before_and_after(pair: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
-    """Bytes in flight of one step of rewriting or copying an array, and how many steps there
-    are."""
+    """Bytes in flight of one step of rewriting or copying an array, and the number of steps."""
     layout = array.layout
     if array.linked:
         return []
@@ -499,6 +498,6 @@ def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
 
 
 def _is_remote(plan: Plan) -> bool:
-    """Whether anything is read from a bucket, or written to one."""
+    """Whether a bucket is read or written."""
     places = [*(c.source.root for c in plan.checkpoints), plan.destination]
     return any(place is not None and not place.is_local for place in places)

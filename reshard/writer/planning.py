@@ -1,4 +1,4 @@
-"""`plan`: a job from storage to storage, and all that can be known before a byte is written."""
+"""`plan`: a job from storage to storage, and everything known before a byte is written."""
 
 import concurrent.futures
 import dataclasses
@@ -139,19 +139,18 @@ def plan(
 
 
 def with_cost_errors(plan: P, errors: Sequence[ReshardError]) -> P:
-    """The plan with its errors: these, and those about memory and the disk."""
+    """The plan with these errors, and with those about memory and the disk."""
     return dataclasses.replace(
         plan, errors=tuple(_one_memory_error([*errors, *_cost_errors(plan)]))
     )
 
 
 def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
-    """Why what is copied verbatim, or read back, does not fit into memory, or what is written onto
-    the disk."""
+    """Copies and reads that do not fit into memory, and too little free space on the disk."""
     place, limit = plan.destination, plan.max_memory
     for array in plan.arrays:
         needed = copy_bytes(array.layout.largest_stored)
-        if array.moved and not array.linked and needed > limit:
+        if array.verbatim and not array.linked and needed > limit:
             yield too_large(array.layout, needed, limit)
     if place is not None and place.is_local:
         yield from _room_errors(place, int(plan.bytes_written * _ESTIMATE_ERROR))
@@ -180,7 +179,7 @@ def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
 
 
 def _room_errors(destination: Location, nbytes: int) -> Iterator[DestinationError]:
-    """Whether the destination's disk has less than `nbytes` free."""
+    """An error if the destination's disk has less than `nbytes` free."""
     free = disk.free_bytes(destination)
     parent = destination.parent
     for name in parent.names() if parent.is_dir() else ():
@@ -194,7 +193,7 @@ def _room_errors(destination: Location, nbytes: int) -> Iterator[DestinationErro
 
 
 def _check_apart(destination: Location, source: Location) -> None:
-    """Raises DestinationError where one of the two is inside the other."""
+    """Raises DestinationError if one of the two is inside the other."""
     real, root = destination.resolved(), source.resolved()
     if real.below(root) is not None or root.below(real) is not None:
         beside = "write to another path, check the result, then rename it"
@@ -207,8 +206,8 @@ def _check_apart(destination: Location, source: Location) -> None:
 def check_destination(
     destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
 ) -> list[str]:
-    """What the user should know of a destination; raises DestinationError unless these may be
-    written there."""
+    """Notes about a destination. Raises DestinationError if these checkpoints may not be written
+    there."""
     parent = destination.parent
     _check_apart(destination, checkpoints[0].source.root)
     with parent.cached_listing():
@@ -228,9 +227,9 @@ def check_destination(
 
 
 def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
-    """Which step of a manager's root is written where. Raises DestinationError if that root would
-    have the name of a step: the manager of the directory around it would list that step, and could
-    not restore it."""
+    """Notes about where each step of a manager's root is written. Raises DestinationError if the
+    new root would have the name of a step: the manager of the directory around it would list
+    that step, and could not restore it."""
     written = [f"step {s.number} of `{s.root}` -> `{destination / s.step}`" for s in steps]
     name, digits = destination.name, "0123456789"
     prefixes = {"", *(source.step.rstrip(digits) for source in steps)}
@@ -246,7 +245,7 @@ def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
 def _check_directory(
     destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
 ) -> list[str]:
-    """Raises DestinationError unless a job may write a directory; what the user should know."""
+    """Notes about a destination on a disk. Raises DestinationError if it may not be written."""
     exists = destination.exists()
     if destination.is_symlink() or (exists and not destination.is_dir()):
         raise DestinationExistsError(f"`{destination}` is a file or a symbolic link")
@@ -274,8 +273,8 @@ def _check_directory(
 
 
 def _check_prefix(destination: Location) -> list[str]:
-    """Raises DestinationError unless a job may write below a prefix; what the user should know.
-    What is there already is looked at when the job begins."""
+    """Notes about a destination in a bucket. Raises DestinationError if it may not be written. Its
+    objects are checked when the job begins."""
     parent = destination.parent
     if destination == parent:
         raise DestinationError(
@@ -303,7 +302,7 @@ def _check_prefix(destination: Location) -> list[str]:
 
 
 def _one_memory_error(found: list[ReshardError]) -> list[ReshardError]:
-    """The same errors, with those about memory as one, whose hints are enough for all of them."""
+    """The errors, with all memory errors as one. Its hints are enough for all of them."""
     memory = [error for error in found if isinstance(error, MemoryLimitError)]
     if len(memory) < 2:
         return found
@@ -349,7 +348,7 @@ def plan_item(
     digest: bool,
     errors: list[ReshardError],
 ) -> ItemPlan:
-    """The plan of one item; errors of its leaves are added to `errors`."""
+    """The plan of one item. Errors of its leaves are added to `errors`."""
     collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
     if collided:
         errors.append(collision_error(collided))
@@ -378,14 +377,14 @@ def plan_item(
             if form.files:
                 array = array.with_larger_boxes(min(_LARGE_BOX, max_memory // 4))
             arrays.append(array)
-            stored.append(values if array.moved else None)
+            stored.append(values if array.verbatim else None)
             handles.append(handle)
         except ReshardError as error:
             errors.append(error)
     arrays = with_passes(arrays, handles)
     files = _files_to_link(ckpt, destination, form, arrays, stored) if link else None
     if files is not None:
-        arrays = [dataclasses.replace(array, linked=array.moved) for array in arrays]
+        arrays = [dataclasses.replace(array, linked=array.verbatim) for array in arrays]
     record = NO_RECORD
     try:
         record = source_record(ckpt, handles)
@@ -405,8 +404,8 @@ def _files_to_link(
     """The data files that the destination shares with the source; None if it shares none."""
     directory = ckpt.source.store.directory
     every = sum(array.layout.stored_bytes for array in arrays)
-    verbatim = sum(array.layout.stored_bytes for array in arrays if array.moved)
-    if not (form.shares and directory.is_local and verbatim and verbatim >= _MOST * every):
+    verbatim = sum(array.layout.stored_bytes for array in arrays if array.verbatim)
+    if not (form.linkable and directory.is_local and verbatim and verbatim >= _MOST * every):
         return None
     if destination is not None and not (
         destination.is_local and disk.device(directory) == disk.device(destination)
@@ -418,18 +417,18 @@ def _files_to_link(
 def _layout(
     handle: ArrayHandle,
     form: TargetFormat,
-    moved: Sequence[StoredValue] | None,
+    verbatim: Sequence[StoredValue] | None,
     sizes: Sequence[int],
     group: int,
     co_read: int,
     together: Decoded,
 ) -> ArrayLayout:
-    """What the planner needs to know of an array, which is stored in `sizes` bytes a chunk, may be
-    copied verbatim as `moved`, and belongs to a co-read group."""
+    """The planner's facts about an array. It is stored in `sizes` bytes a chunk, may be copied as
+    its stored values `verbatim`, and belongs to a co-read group."""
     if not isinstance(handle.data, Derived):
         stored = sum(sizes)
-    elif moved is not None:
-        stored = sum(value.size for value in moved)
+    elif verbatim is not None:
+        stored = sum(value.size for value in verbatim)
     else:
         stored = stored_share(handle)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
@@ -446,7 +445,7 @@ def _layout(
         target_shard=shard_shape(handle.shape, handle.sharding),
         stored_bytes=stored,
         largest_stored=max(sizes, default=0),
-        same_bytes=moved is not None,
+        same_bytes=verbatim is not None,
         encoded_ratio=stored / decoded if decoded and sizes else 1.0,
         chunk_bytes=alone.nbytes,
         amplification=_amplification(alone, cell),
@@ -454,7 +453,7 @@ def _layout(
         co_read=co_read,
         group_bytes=together.nbytes,
     )
-    if moved is not None:
+    if verbatim is not None:
         return layout
     kinds = {bool(data.encoding.compressors) for _, data in handle.roots()}
     if form.files or handle.dtype != handle.stored_dtype or False in kinds:
@@ -467,12 +466,13 @@ def _layout(
 
 
 def _amplification(decoded: Decoded, elements: int) -> float:
-    """Elements decoded for each of these; of values in memory, none are."""
+    """Elements decoded for each of `elements`. For values in memory, none are decoded."""
     return max(decoded.elements / elements, 1.0) if elements else 1.0
 
 
 def with_passes(plans: Sequence[ArrayPlan], handles: Sequence[ArrayHandle]) -> list[ArrayPlan]:
-    """The plans, in which each array of a co-read group reads its part of what they share."""
+    """The plans with their passes. In a co-read group, each array reads its part of the shared
+    chunks."""
     by_path = {handle.path: handle for handle in handles}
     passes: dict[Path, float] = {}
     for group in co_read(plans):
@@ -490,7 +490,7 @@ def with_passes(plans: Sequence[ArrayPlan], handles: Sequence[ArrayHandle]) -> l
 
 
 def _check_fits(handle: ArrayHandle) -> None:
-    """Raises ShardingError where an array keeps a saved sharding that cannot be its own."""
+    """Raises ShardingError if an array keeps a saved sharding that does not fit its shape."""
     if isinstance(handle.sharding, NamedSharding):
         mesh = handle.sharding.mesh
         problems = spec_problems(handle.shape, mesh, handle.sharding.spec)
@@ -508,7 +508,7 @@ def _notes(item: ItemPlan) -> Iterator[str]:
     store = item.ckpt.source.store
     if (item.format.ocdbt, item.format.zarr3) != (store.ocdbt, store.zarr3):
         yield f"the arrays are stored as {item.format.format}, not {item.ckpt.source.format}"
-    if item.format.codec is not None and not all(array.moved for array in item.arrays):
+    if item.format.codec is not None and not all(array.verbatim for array in item.arrays):
         yield (
             f"rewritten chunks are compressed with {item.format.codec}; their sizes are estimates"
         )

@@ -1,5 +1,5 @@
-"""`save` and `commit`: a plan, executed. Its shares are written, one after another or by others at
-the same time; then they are merged, checked and published."""
+"""`save` and `commit`: the execution of a plan. Its shares are written, one after another or at the
+same time. Then they are merged, checked and published."""
 
 import concurrent.futures
 import contextlib
@@ -41,8 +41,8 @@ from reshard.writer.arrays import (
 )
 from reshard.writer.commit import Result
 from reshard.writer.job import (
-    REST,
     ROOT,
+    UNSHARED,
     Attempt,
     Job,
     is_of_an_attempt,
@@ -163,7 +163,7 @@ def save(
 
 
 def check_share(share: object, resume: bool, workers: object, executor: object) -> None:
-    """Raises ArgumentError if a share is combined with what concerns a whole job."""
+    """Raises ArgumentError if a share is combined with an option for a whole job."""
     if share is not None and (resume or workers is not None or executor is not None):
         raise errors.ArgumentError(
             "a share cannot be combined with resume, workers or executor",
@@ -180,7 +180,7 @@ def execute(
     executor: concurrent.futures.Executor | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Writes what a plan says, whole or not at all; arguments and errors are as of `save`."""
+    """Executes a plan, completely or not at all. Arguments and errors are those of `save`."""
     errors.raise_all(plan.errors)
     check_workers(workers)
     shared = share is not None or workers is not None or executor is not None
@@ -191,7 +191,7 @@ def execute(
     job = attempt.job
     numbers = range(job.count) if share is None else [share[0]]
     shares = [plan.share(number, job.count) for number in numbers if str(number) not in parts]
-    unshared = REST not in parts and 0 in numbers
+    unshared = UNSHARED not in parts and 0 in numbers
     whole = sum(each.nbytes for each in shares) + unshared * unshared_bytes(plan)
     whole += (share is None and plan.verify) * plan.decoded_bytes
     with _unchanged(plan, job.directory if share is None else None):
@@ -233,7 +233,7 @@ def _begun(
     workers: int | None,
 ) -> tuple[Attempt, Mapping[str, Mapping[str, Any]]] | None:
     """An attempt at the job of a plan, or at one share of it, and the documents of the parts that
-    are written; None where the job to resume is complete."""
+    are already written. None if the job to resume is complete."""
     destination = plan.destination
     if destination is None:
         raise errors.ArgumentError("the destination is missing")
@@ -264,9 +264,9 @@ def _begun(
 
 @contextlib.contextmanager
 def _unchanged(plan: Plan, directory: Location | None) -> Iterator[None]:
-    """Raises CorruptCheckpointError if files of the source have changed since the plan was made, in
-    the place of the error that this has led to; deletes what a job of this process alone has
-    written in a directory on a disk."""
+    """Raises CorruptCheckpointError if an error was caused by a change of the source since the plan
+    was made. Then it deletes the directory that a job of this process alone has written on a
+    disk."""
     try:
         yield
     except (errors.ReshardError, OSError) as error:
@@ -293,10 +293,10 @@ def _source_changed(changed: Sequence[str], *hints: str) -> errors.CorruptCheckp
 
 @dataclasses.dataclass(frozen=True)
 class ShareTask:
-    """A share as a process writes it that knows nothing else of the job.
+    """A share for a process that knows nothing else of the job.
 
     Attributes:
-      begun: the document of the process that commits: it is there as long as the job goes on.
+      begun: the document of the process that commits, which exists while the job goes on.
     """
 
     job: Job
@@ -311,7 +311,7 @@ class ShareTask:
         return f"share {self.share.number} of {self.share.count}"
 
     def run(self, report: Report) -> None:
-        """Writes it; `report` is called with numbers of bytes."""
+        """Writes the share; `report` is called with numbers of bytes."""
         next_look = 0.0
 
         def look_and_report(nbytes: int) -> None:
@@ -330,7 +330,7 @@ class ShareTask:
 
 
 def write_share(attempt: Attempt, share: Share, report: Report) -> None:
-    """Writes a share, and says so."""
+    """Writes a share and its document."""
     part = str(share.number)
     items = {}
     for item in share.items:
@@ -341,17 +341,18 @@ def write_share(attempt: Attempt, share: Share, report: Report) -> None:
 
 
 def unshared_bytes(plan: Plan) -> int:
-    """Bytes that `write_unshared` reads or writes, as it reports them."""
+    """The bytes that `write_unshared` reports."""
     again = [h for item in plan.items for h in (*item.read_sources, *item.read_verbatim)]
     made = [h for i in plan.items for group in i.groups(in_memory=True) for h, _ in group.arrays]
     return sum(h.nbytes for h in (*again, *made)) + sum(s.nbytes for s in plan.siblings)
 
 
 def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
-    """Writes what is in no share: other items and files, documents and metadata, values in memory,
-    and what is shared with the source. With that, the commit knows all of the plan."""
+    """Writes the part that is in no share: other items and files, documents and metadata, values in
+    memory, and links to the source. Its document has everything else that the commit needs to
+    know of the plan."""
     job = attempt.job
-    folder = job.item_directory(0) / attempt.name(REST, "files")
+    folder = job.item_directory(0) / attempt.name(UNSHARED, "files")
     exported = [file.name for item in plan.items for file in item.format.files]
     markers = {} if exported else siblings.marker_texts(plan.checkpoints, job.destination)
     # Markers of other items have another path in them.
@@ -376,7 +377,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
         entries.append(_entry(item, hashes, plan.max_memory, report))
     top = folder.below(job.directory)
     attempt.publish(
-        REST,
+        UNSHARED,
         {
             "items": items,
             "files": {path: (f"{top}/{name}", size) for path, (name, size) in files.items()},
@@ -393,7 +394,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
 
 
 def _last_files(files: Collection[str], exported: Sequence[str]) -> list[str]:
-    """The files that are written last in a bucket: commit markers; of an export its index, or else
+    """The files that are written last in a bucket: commit markers; for an export its index, or else
     the configuration, or the weights."""
     if not exported:
         return [path for path in files if path.endswith(MARKER)]
@@ -403,7 +404,7 @@ def _last_files(files: Collection[str], exported: Sequence[str]) -> list[str]:
 def _write_item(
     attempt: Attempt, number: int, item: ItemPlan, max_memory: int, report: Report
 ) -> Written:
-    """Writes what an item has in no share."""
+    """Writes the unshared part of an item."""
     directory = attempt.job.item_directory(number)
     linked, spare = link_files(item, directory)
     groups = item.groups(in_memory=True)
@@ -411,9 +412,9 @@ def _write_item(
     written = found = Written()
     if values or groups:
         share = ItemShare(number, item.format, {}, values, groups)
-        written = write_item(share, directory, attempt.name(REST, ""), max_memory, report)
+        written = write_item(share, directory, attempt.name(UNSHARED, ""), max_memory, report)
     if linked:
-        found = write_linked(item, directory, attempt.name(REST, "linked"))
+        found = write_linked(item, directory, attempt.name(UNSHARED, "linked"))
     return written._replace(
         databases={**written.databases, **found.databases},
         files={**written.files, **found.files},
@@ -424,13 +425,13 @@ def _write_item(
 def _entry(
     item: ItemPlan, hashes: Mapping[str, str], max_memory: int, report: Report
 ) -> dict[str, Any]:
-    """What the commit is to know of an item."""
+    """Everything that the commit needs to know of an item."""
     record = documents.item_record(item, hashes, max_memory, report)
     return {
         "format": item.format.format,
         "ocdbt": item.format.ocdbt,
         "zarr3": item.format.zarr3,
-        "fills": item.format.fills,
+        "omits_fill": item.format.omits_fill,
         "file_bytes": item.format.file_bytes,
         "path": str(item.ckpt.source.path),
         "verify": documents.verify_hint(item.ckpt.source),
@@ -495,14 +496,14 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     [(directory, found)] = jobs.items()
     about = found.documents[0]
     job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])
-    rest = committing.chosen(job, found)[REST]
-    overwrite, verify = rest["overwrite"], rest["verify"]
-    arrays = [a for entry in rest["entries"] for a in entry["record"]["arrays"].values()]
+    unshared = committing.chosen(job, found)[UNSHARED]
+    overwrite, verify = unshared["overwrite"], unshared["verify"]
+    arrays = [a for entry in unshared["entries"] for a in entry["record"]["arrays"].values()]
     nbytes = (math.prod(a["shape"]) * parse_dtype(a["dtype"]).itemsize for a in arrays)
     attempt = Attempt(job)
     with committing.attempted(attempt, whole=True):
         report = counted(sum(nbytes) if verify else 0, progress)
-        state = functools.partial(siblings.state_of, [*map(parse_location, rest["source"])])
+        state = functools.partial(siblings.state_of, [*map(parse_location, unshared["source"])])
         complete(attempt, state, report, overwrite, verify)
     return True
 
@@ -515,20 +516,20 @@ def complete(
     verify: bool,
     doubted: Collection[str] = (),
 ) -> None:
-    """Commits a job, of which all parts are written, if the source's state is what it was: merges
-    databases and digests. Before that, reads back all arrays if it is to `verify`, or else those
-    whose names are `doubted`."""
+    """Commits a job whose parts are all written, if the source has not changed: merges databases
+    and digests. If it is to `verify`, it first reads back all arrays; otherwise it reads back
+    the arrays whose names are `doubted`."""
     job = attempt.job
     with concurrent.futures.ThreadPoolExecutor(_DOCUMENTS) as pool:
         now = pool.submit(state)
         parts = committing.chosen(job, look(job.directory))
-        rest = parts[REST]
-        if changed := siblings.changed_paths(rest["source"], now.result()):
+        unshared = parts[UNSHARED]
+        if changed := siblings.changed_paths(unshared["source"], now.result()):
             raise _source_changed(changed, committing.restart_hint(job.directory))
-        staged = {path: name for path, (name, _) in rest["files"].items()}
+        staged = {path: name for path, (name, _) in unshared["files"].items()}
         hashes = {
             staged[job.path(number, name)]: text
-            for number, entry in enumerate(rest["entries"])
+            for number, entry in enumerate(unshared["entries"])
             for name, text in entry["record"]["files"].items()
         }
         hashed = pool.map(lambda name: (job.directory / name).sha256(), hashes)
@@ -536,7 +537,7 @@ def complete(
         files: dict[str, bytes | str] = {**staged}
         kept: list[str] = []
         checks = []
-        for number, entry in enumerate(rest["entries"]):
+        for number, entry in enumerate(unshared["entries"]):
             own = [each[number] for each in written if number in each]
             arrays = _with_digests(entry, own)
             record = {**entry["record"], "arrays": arrays}
@@ -545,14 +546,14 @@ def complete(
                 files |= {job.path(number, k): job.path(number, v) for k, v in each.chunks.items()}
             manifest = None
             if entry["ocdbt"] and arrays:
-                manifest, nodes = _merge(attempt, number, entry, own, rest["max_memory"])
+                manifest, nodes = _merge(attempt, number, entry, own, unshared["max_memory"])
                 files[job.path(number, MANIFEST)] = manifest
                 data = (file for each in own for file in each.files)
                 kept += [job.path(number, file) for file in dict.fromkeys([*data, *nodes])]
             checked = {name: a for name, a in arrays.items() if verify or name in doubted}
             if checked and (manifest or job.destination.is_local):
                 handles = functools.partial(_unpublished, attempt, number, entry, manifest)
-                limit = rest["max_memory"]
+                limit = unshared["max_memory"]
                 checks.append(
                     functools.partial(
                         documents.read_back, handles, checked, entry["verify"], limit, report
@@ -562,18 +563,18 @@ def complete(
             text = "written values differ when read back"
             places = [f"`{job.directory / name}`" for name in wrong]
             raise errors.CorruptCheckpointError(text, places, [committing.OVERWRITE])
-    markers = [(path, files.pop(path)) for path in rest["last"]]
-    markers += [(path, text.encode()) for path, text in rest["markers"].items()]
+    markers = [(path, files.pop(path)) for path in unshared["last"]]
+    markers += [(path, text.encode()) for path, text in unshared["markers"].items()]
     needed = {path for document in parts.values() for path, _ in committing.needed(job, document)}
     dropped = [path for path in needed - {*kept} if not is_of_an_attempt(path)]
-    result = Result(files, markers, kept, dropped, rest["folders"])
+    result = Result(files, markers, kept, dropped, unshared["folders"])
     committing.publish(attempt, result, overwrite, lambda: [check() for check in checks])
 
 
 def _merge(
     attempt: Attempt, number: int, entry: Mapping[str, Any], written: Sequence[Written], limit: int
 ) -> tuple[bytes, set[str]]:
-    """Builds the root database of an item; its manifest, and the files of its nodes."""
+    """Builds the root database of an item. Returns its manifest, and the files of its nodes."""
     directory = attempt.job.item_directory(number)
     databases = []
     for each in written:
@@ -594,8 +595,8 @@ def _unpublished(
     manifest: bytes | None,
     names: Iterable[str],
 ) -> Iterator[ArrayHandle]:
-    """The arrays of an item with these names before the commit; in a bucket, a manifest has another
-    name then."""
+    """The arrays of an item with these names, before the commit. In a bucket, the manifest then has
+    another name."""
     directory, place = attempt.job.item_directory(number), None
     if entry["format"] == "safetensors":
         yield from (h for h in open_checkpoint(directory).arrays if stored_name(h.path) in names)
@@ -604,13 +605,13 @@ def _unpublished(
         place = directory / attempt.name(ROOT, "")
         (place / MANIFEST).write(manifest)
     parts = () if manifest is None else ("",)
-    store = ArrayStore(entry["zarr3"], directory, parts, entry["fills"], manifest=place)
+    store = ArrayStore(entry["zarr3"], directory, parts, entry["omits_fill"], manifest=place)
     yield from documents.stored_arrays(store, names)
 
 
 def _with_digests(entry: Mapping[str, Any], written: Sequence[Written]) -> dict[str, Any]:
-    """What is to be recorded of an item's arrays, with the digests of what was rewritten: sums of
-    what the shares have. Raises CorruptCheckpointError where they are not what is recorded of the
+    """The record of an item's arrays, with the digests of rewritten arrays: the sums of the shares'
+    digests. Raises CorruptCheckpointError if they differ from the recorded digests of the
     source."""
     wrong, short = [], []
     arrays = dict(entry["record"]["arrays"])

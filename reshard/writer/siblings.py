@@ -1,5 +1,5 @@
-"""What is beside the arrays of an item: other items and files, and the commit markers; and
-whether any of it has changed."""
+"""The siblings of an item's arrays: other items and files, and the commit markers; and whether any
+of them has changed."""
 
 import concurrent.futures
 import contextlib
@@ -51,8 +51,8 @@ _COPIES = 32
 
 
 class Sibling(NamedTuple):
-    """A file or a directory that is the same in the destination: its path there and below the
-    source's root, and what it was when it was listed."""
+    """A file or a directory that is copied unchanged: its path below the destination and the
+    source's root, and its size and time when it was listed."""
 
     path: str
     source: Location
@@ -68,12 +68,12 @@ class Sibling(NamedTuple):
 
 
 def siblings(checkpoints: Sequence[Checkpoint]) -> list[Sibling]:
-    """All that is copied as it is, each directory before what is in it: everything in a manager's
-    root but its steps, everything in a step but the item that is written and one that is being
-    deleted, and everything in the former but its arrays and the documents that describe them.
+    """Everything that is copied unchanged, each directory before its contents: in a manager's root
+    everything except its steps; in a step everything except the written item, and an item that
+    is being deleted; in an item everything except its arrays and their documents.
 
     Raises:
-      CheckpointFormatError: there is something else than files and directories in it, or they are
+      CheckpointFormatError: something is neither a file nor a directory, or directories are
         nested too deep.
     """
     root = checkpoints[0].source.root
@@ -86,7 +86,7 @@ def siblings(checkpoints: Sequence[Checkpoint]) -> list[Sibling]:
 
 
 def _sibling_roots(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Paths, below the root, of the files and directories that all siblings are, or are below."""
+    """Paths, below the root, of the topmost siblings."""
     root = checkpoints[0].source.root
     if checkpoints[0].source.is_foreign:  # beside files of another format, nothing is Orbax's
         return []
@@ -116,13 +116,13 @@ def _joined(*parts: str) -> str:
 
 
 def is_sibling(ckpt: Checkpoint, file: Location) -> bool:
-    """Whether a file of the source is copied as it is."""
+    """Whether a file of the source is copied unchanged."""
     below = file.below(ckpt.source.store.directory)
     return below is None or not _is_written(ckpt)(below.partition("/")[0])
 
 
 def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
-    """Names in an item's directory that the writer makes itself."""
+    """A function: whether the writer itself makes a name in an item's directory."""
     # An older Orbax's copy of the tree may be no longer true.
     own = {*WRITTEN, "checkpoint"} if ckpt.retyped else WRITTEN
     roots = {name.partition("/")[0] for name in ckpt.source.store.values}
@@ -135,8 +135,8 @@ def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
 def copy_siblings(
     found: Sequence[Sibling], directory: Location, max_memory: int, report: Callable[[int], None]
 ) -> dict[str, tuple[str, int]]:
-    """Copies files into a directory, under new names of its own: path -> that name and bytes. From
-    or to a bucket several are copied at once, as many as fit into memory."""
+    """Copies files into a directory under new names: path -> that name and bytes. From or to a
+    bucket, several files are copied at once, if they fit into memory."""
     files = [sibling for sibling in found if sibling.is_file]
     here = directory.is_local and all(sibling.source.is_local for sibling in files)
     told = report if here else lambda nbytes: None  # by one thread alone
@@ -156,12 +156,11 @@ def copy_siblings(
 
 
 def source_state(checkpoints: Sequence[Checkpoint], opened: bool = False) -> dict[str, str]:
-    """Of each item's directory, and of all that is copied beside it, a hash of which files there
-    are, of their sizes and when they were last changed: of items as they were `opened`, where that
-    is known.
+    """A hash for each item's directory and each sibling: of its files' names, sizes and times. For
+    items that were `opened` from a bucket, the state at that time.
 
-    Not of records of digests, which may be written at any time and change nothing; nor of what is
-    beside the steps in a manager's root, where a training may be writing its logs.
+    Without records of digests, which may be written at any time; and without siblings of steps in a
+    manager's root, where a training may be writing its logs.
     """
     known = {c.source.store.directory: c.source.state for c in checkpoints if opened}
     items = [checkpoint.source.store.directory for checkpoint in checkpoints]
@@ -178,18 +177,18 @@ def source_state(checkpoints: Sequence[Checkpoint], opened: bool = False) -> dic
 
 
 def state_of(paths: Iterable[Location]) -> dict[str, str]:
-    """Of each path, what `source_state` says of it now."""
+    """The current `source_state` of each path."""
     return {str(path): path.state(NO_STATE) for path in paths}
 
 
 def changed_paths(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What is not as it was, of what `source_state` gave at two times."""
+    """The paths whose `source_state` differs between two times."""
     return [path for path in {**before, **now} if before.get(path) != now.get(path)]
 
 
 def marker_texts(checkpoints: Sequence[Checkpoint], destination: Location) -> dict[str, str]:
-    """What Orbax writes into the commit markers, by their paths below a destination: on a disk
-    where the source has them; in a bucket in every item, and then in the steps."""
+    """Orbax's commit markers and their texts, by their paths below a destination: on a disk as in
+    the source; in a bucket one in each item, and then one in each step."""
     places = []
     for inner in (True, False):
         for ckpt in checkpoints:
