@@ -228,7 +228,7 @@ def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
         return written
     root = steps[0].root
     one = [f"to write one step as `{destination}`, open it alone: {root / steps[0].step}"]
-    other = f"to write a root, give it another name: {destination.beside(f'root-{name}')}"
+    other = f"to write a root, give it another name: {destination.parent / f'root-{name}'}"
     summary = f"`{destination}` is the name of a step, and `{root}` is a manager's root"
     raise errors.DestinationError(summary, written, [*one[: len(steps) == 1], other])
 
@@ -245,7 +245,7 @@ def _check_directory(
         text = f"`{destination}` has a name that is reserved for unfinished jobs"
         raise errors.DestinationError(text, hints=["choose another name"])
     # An earlier job may have been stopped between two renames.
-    replaced = destination.beside(destination.name + suffix)
+    replaced = destination.parent / f"{destination.name}{suffix}"
     if (exists or replaced.exists()) and not overwrite:
         raise errors.DestinationExistsError(
             f"`{destination}` exists",
