@@ -417,7 +417,7 @@ def test_sizes_that_do_not_fit(tmp_path):
         with pytest.raises(reshard.TreeMismatchError, match=told):
             reshard.remap(ckpt, map_of(tmp_path, rules.format(rule, "")))
     filled = "[[rule]]\nto = 'y'\nfill = { value = 0, shape = [1], dtype = 'float32' }"
-    with pytest.raises(reshard.TreeMismatchError, match="rule 3, `y`: y: that leaf exists already"):
+    with pytest.raises(reshard.TreeMismatchError, match="rule 3, `y`: fill -> y: that leaf exists"):
         reshard.remap(ckpt, map_of(tmp_path, rules.format("", filled)))
     pad = "pad = { axis = 0, to = 8, value = 0 }"
     with pytest.raises(reshard.TreeMismatchError, match="`pad` lacks `from`, the size before it"):

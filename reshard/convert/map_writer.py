@@ -398,19 +398,14 @@ def blocks_of(
         # A regex rule that changes no path is refused, so such a row has its own rule.
         still = row.operation is None and row.inputs == row.outputs
         kinds.append((row.origin, levels[place], settings[place], place if still else None))
-    paths, left, found = _Paths(rows, ever), {*range(len(rows))}, []
-
-    def fold(lines: Iterable[_Line]) -> None:
-        groups: dict[Hashable, list[_Line]] = {}
-        for line in lines:
-            groups.setdefault((line.letters, kinds[line.rows[0]]), []).append(line)
-        for alike in groups.values():
-            blocks = paths.folded([line for line in alike if line.rows[0] in left])
-            left.difference_update(*(block.rows for block in blocks))
-            found.extend(blocks)
-
-    fold(_modules(rows, kinds, ever))
-    fold([_line(rows[place], place) for place in sorted(left)])
+    groups: dict[Hashable, list[_Line]] = {}
+    for line in (*_modules(rows, kinds, ever), *map(_line, rows, range(len(rows)))):
+        groups.setdefault((line.letters, kinds[line.rows[0]]), []).append(line)
+    paths, left, found = _Paths(rows, ever), {*range(len(rows))}, list[Block]()
+    for alike in groups.values():
+        blocks = paths.folded([line for line in alike if left.issuperset(line.rows)])
+        left.difference_update(*(block.rows for block in blocks))
+        found += blocks
     return sorted(found, key=lambda block: (levels[block.rows[0]], min(block.rows)))
 
 
