@@ -116,7 +116,7 @@ def match(
 
 
 def _canonical(paths: Iterable[Path]) -> dict[Path, Path]:
-    """Each path as text, like keys in Orbax, without levels named `value` that are only children."""
+    """Each path as text, like Orbax keys, without levels named `value` that are only children."""
     texts: dict[Path, Path] = {path: _texts(path) for path in paths}
     children = _children(texts.values())
     return {
