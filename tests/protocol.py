@@ -55,9 +55,6 @@ class Place:
     def parent(self) -> "Place":
         return Place(self.world, self.path.rpartition("/")[0])
 
-    def beside(self, name: str) -> "Place":
-        return self.parent / name
-
     def below(self, outer: "Place") -> str:
         return self.path[len(outer.path) + 1 :]
 

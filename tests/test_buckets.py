@@ -536,7 +536,7 @@ def test_credentials_of_google(monkeypatch):
 def test_an_object_is_created_if_it_is_absent(stores, kind, fault, times):
     """Never replaced. A refusal proves nothing if the answer to the first request was lost."""
     place = parse_location(f"{stores.bucket(kind)}/run/record")
-    other = place.beside("other")
+    other = place.parent / "other"
     stores.faults.append(Fault("write ", fault, times))
     if times == 9:
         text = "503: the store was not available, also after retries"

@@ -167,7 +167,7 @@ def test_help_lists_the_topics_and_how_completion_is_switched_on(tmp_path):
     assert [f"# {title}" for title in titles.values()] == [
         file.read_text().splitlines()[0] for file in topics
     ]
-    switches_on = re.search("^Shell completion.*(eval .*)", rest, re.MULTILINE)[1]
+    switches_on = re.search("^For shell completion.*(eval .*)", rest, re.MULTILINE)[1]
     script = f"""{switches_on}
         COMP_WORDS=(reshard help m); COMP_CWORD=2
         _reshard_completion reshard; echo ${{COMPREPLY[@]}}"""

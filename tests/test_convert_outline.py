@@ -19,7 +19,6 @@ from sampling import examples
 
 from reshard.convert.model import definition_orders, linen_classes, nnx_outline
 from reshard.convert.module_tree import (
-    Leaf,
     linen_outline,
     path_outline,
     unlifted,
@@ -66,29 +65,6 @@ def layer(inner=2, outer=3):
 class TestLinen:
     """Outlines of Linen models."""
 
-    def test_collections_meet_in_their_module(self):
-        f32, f64 = np.dtype("float32"), np.dtype("float64")
-        expected = {
-            "w": (Leaf(("params", "w"), (2, 5), f32, "params"),),
-            "BatchNorm_0/mean": (
-                Leaf(("batch_stats", "BatchNorm_0", "mean"), (3,), f64, "batch_stats"),
-            ),
-            "BatchNorm_0/scale": (
-                Leaf(("batch_stats", "BatchNorm_0", "scale"), (4,), f32, "batch_stats"),
-                Leaf(("params", "BatchNorm_0", "scale"), (3,), f32, "params"),
-            ),
-        }
-        made = linen_outline(
-            {
-                leaf.path: array(*leaf.shape, dtype=leaf.dtype)
-                for x in expected.values()
-                for leaf in x
-            }
-        )
-        assert classes(made) == {("BatchNorm_0", "BatchNorm", 0): {}}
-        assert made.children["BatchNorm_0"].path == ("BatchNorm_0",)
-        assert leaves(made) == expected
-
     def test_a_name_that_linen_gave_says_class_and_order(self):
         expected = {
             "Dense_0": ("Dense", 0),
@@ -112,13 +88,6 @@ class TestLinen:
         random.Random(3).shuffle(paths)
         made = linen_outline({path: array(2) for path in paths})
         assert list(made.children) == [f"Dense_{i}" for i in range(12)] + ["b_2", "b_10", "head"]
-
-    def test_a_leaf_and_a_module_of_one_name(self):
-        made = linen_outline({("params", "a"): array(2), ("cache", "a", "b"): array(3)})
-        assert {name: [x.shape for x in held] for name, held in leaves(made).items()} == {
-            "a": [(2,)],
-            "a/b": [(3,)],
-        }
 
     def test_classes_of_names_that_were_given_come_from_the_module(self):
         class Block(nn.Module):
@@ -163,23 +132,6 @@ class TestLinen:
             ("dense_1", ""): {},
             ("norm", ""): {},
         }
-
-    def test_transforms_in_the_name_of_a_class(self):
-        for kind, *inner in (
-            ("Dense",),
-            ("ScanBlock", ("Block", ("Scan",))),
-            (
-                "ScanCheckpointBlock",
-                ("CheckpointBlock", ("Scan",)),
-                ("Block", ("Scan", "Checkpoint")),
-            ),
-            ("Remat_scan_Block", ("_Block", ("Remat_scan",))),
-            ("Scanner",),
-            # What is stored need not be what the class uses.
-            ("Map_variablesDense",),
-            ("",),
-        ):
-            assert list(unlifted(kind)) == [(kind, ()), *inner]
 
     def test_names_of_lifted_classes_are_as_flax_makes_them(self):
         several = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
@@ -263,18 +215,6 @@ class TestNnx:
         assert str(list(classes(made))) == str(list(MODEL))
         assert str(classes(made)) == str(MODEL)
         assert unordered(made) == []
-
-    def test_leaves_are_those_of_the_state(self):
-        state, _, made = watched(Model)
-        expected = (
-            Leaf(leaf.path, leaf.value.shape, leaf.value.dtype, type(leaf.wrapper).__name__)
-            for leaf in flatten_state(state).leaves
-        )
-        assert leaves(made) == {"/".join(leaf.path): (leaf,) for leaf in expected}
-        assert made.leaves["table"][0].shape == (7, 2)
-        assert made.children["head"].leaves["kernel"][0].kind == "Param"
-        assert not made.children["dropout"].filled
-        assert not made.children["bare"].filled
 
     @pytest.mark.parametrize(
         "unflatten",

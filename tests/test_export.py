@@ -187,6 +187,34 @@ def test_unstacked_layers(tmp_path, chunk):
     assert_tensors(loaded(tmp_path / "out")[0], expected)
 
 
+MAP = """
+[[rule]]
+from = '^w$'
+split = { axis = 0, into = ['one', 'two', 'three', 'four'] }
+scale = 2
+[[rule]]
+to = 'bias'
+fill = { value = 0.5, shape = [7], dtype = 'float32' }
+"""
+
+
+@pytest.mark.parametrize("how", [{}, {"workers": 2}])
+def test_computed_and_filled_arrays(tmp_path, how):
+    """Files whose arrays share stored chunks are written by one share, others by theirs."""
+    values = np.arange(2400, dtype="f4").reshape(8, 300)
+    sharding = NamedSharding(layouts.mesh((2, 4)), P(None, "model"))
+    source = layouts.save_pytree(tmp_path / "saved", {"w": jax.device_put(values, sharding)})
+    (tmp_path / "map.toml").write_text(MAP)
+    ckpt = reshard.remap(reshard.open(source), tmp_path / "map.toml")
+    reshard.export(ckpt, tmp_path / "out", file_size="2KiB", **how)
+    parts = np.split(values * 2, 4)
+    expected = dict(zip(("one", "two", "three", "four"), parts, strict=True))
+    expected["bias"] = np.full(7, 0.5, "f4")
+    got, files = loaded(tmp_path / "out")
+    assert len({*files.values()}) > 2
+    assert_tensors(got, expected)
+
+
 def test_what_the_format_has_no_type_for(tmp_path):
     tree = {
         "w": np.arange(3.0),

@@ -113,7 +113,7 @@ def test_it_is_laid_out_on_disk_as_its_source(resharded, layout):
         rich = ckpt.source.metadata.pop("value_metadata_tree", "null")
         shapes = r', "write_shape": \[[^]]*\]'
         ckpt.source.metadata["rich"] = re.sub(shapes, "", rich)
-    for name in ("kind", "format", "v1", "step", "item", "items", "metadata", "described"):
+    for name in ("kind", "format", "v1", "step", "item", "items", "metadata", "metadata_apart"):
         assert getattr(two.source, name) == getattr(one.source, name), name
     assert two.source.steps == one.source.steps[-1:]
     names = {path.name for path in source.directory.iterdir()} | {"reshard_digests.json"}

@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
+import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
@@ -530,7 +531,20 @@ class _Affine(_Computed):
         return [one_shape(inputs)]
 
     def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
-        into[...] = self.arithmetic(values[0].astype(into.dtype))
+        given = values[0].astype(into.dtype)
+        into[...] = self.arithmetic(given)
+        # In this range nothing can overflow, and no power of two rounds.
+        sizes, limits = np.abs(into), ml_dtypes.finfo(dtype)
+        factor = abs(self.constant) if self.exact else 1.0
+        lowest = np.min(sizes, where=sizes > 0, initial=np.inf) * min(1, 1 / factor)
+        if sizes.max() * max(1, 1 / factor) <= float(limits.max) and (
+            not self.exact
+            or (
+                lowest >= float(limits.smallest_normal)
+                and np.count_nonzero(sizes) == np.count_nonzero(given)
+            )
+        ):
+            return
         before, after = values[0].astype(dtype), into.astype(dtype)
         lost = np.count_nonzero(np.isfinite(before) & ~np.isfinite(after))
         if lost:

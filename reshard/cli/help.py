@@ -44,7 +44,7 @@ def command(topic: str | None) -> None:
         click.echo(
             "\n`reshard help TOPIC` shows a topic, `reshard help COMMAND` the options of a command."
         )
-        click.echo(f"Shell completion, a line for ~/.bashrc (zsh: zsh_source): {_COMPLETION}")
+        click.echo(f"For shell completion, add to ~/.bashrc (for zsh, zsh_source): {_COMPLETION}")
     elif topic in commands:
         _, found, _ = group.resolve_command(program, [topic])
         click.echo(click.Context(found, info_name=topic, parent=program).get_help())

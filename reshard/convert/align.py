@@ -1,15 +1,15 @@
-"""Which leaf of an NNX model is which leaf of a Linen model, as far as structure says so. Pure.
+"""Pairs of leaves of a Linen model and an NNX model, as far as structure decides them. Pure.
 
 Modules are paired from the root down:
 
 1. by name, with the standard conversions of lists and dicts (`layers_0` is `layers/0`);
-   then by number: `layer_0`, `layer_1`, ... are the members of the one list of as many;
+   then by number: `layer_0`, `layer_1`, ... are the members of the one list of the same length;
 2. by class and order: the k-th `Dense` of a Linen module is the k-th `Linear` that its counterpart
-   defines. Only if both have the same number of them, if nothing else there may be one of them, and
-   if names and shapes of leaves agree all the way down.
+   defines. Both must have the same number of them, no other module there may be one of them, and
+   names and shapes of leaves must agree all the way down.
 
-What that leaves open is an abstention, which names the candidates of both sides. That two shapes
-are equal never pairs anything; that they differ keeps things apart.
+Everything else is an abstention, which names the candidates of both sides. Equal shapes never pair
+two leaves; different shapes keep them apart.
 """
 
 import collections
@@ -41,13 +41,13 @@ _MAX_LISTED = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Abstention:
-    """What structure does not decide.
+    """Modules or leaves whose counterparts structure does not decide.
 
     Attributes:
-      linen: paths on Linen's side: of modules, without a collection, or of leaves.
-      nnx: paths of what they may be in NNX.
-      reason: why it is not decided.
-      rule: of a map for the way to NNX, that may decide it.
+      linen: paths in Linen: of modules, without a collection, or of leaves.
+      nnx: paths of their candidates in NNX.
+      reason: why they are not decided.
+      rule: a rule of a map to NNX that may decide them.
     """
 
     linen: tuple[Path, ...]
@@ -67,13 +67,13 @@ class Abstention:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Leaves that should be one by their names, and cannot be.
+    """Leaves whose names agree and whose shapes or collections do not.
 
     Attributes:
-      linen: Linen's: one, or those that would be joined.
-      nnx: NNX's.
-      values: what differs, in words: that of Linen's and that of NNX's.
-      how: how that differs, where it can be said.
+      linen: the leaf in Linen, or those that would be joined.
+      nnx: the leaf in NNX.
+      values: the shape or collection of each.
+      how: how the shapes differ, if that is known.
     """
 
     linen: tuple[Leaf, ...]
@@ -85,7 +85,7 @@ class Mismatch:
         return f"{' and '.join(self._names)}: {self._differ('Linen', 'NNX')}"
 
     def told(self, to: str) -> str:
-        """It in the words of a conversion to one of the APIs."""
+        """The problem of a conversion to one of the APIs."""
         one, other = self._names
         if [leaf.path[1:] for leaf in self.linen] == [self.nnx.path]:
             return f"{other}: {self._differ('the checkpoint', 'the model', to)}"
@@ -94,8 +94,8 @@ class Mismatch:
 
     @property
     def counts(self) -> bool:
-        """Whether it says that modules are not the same. A cache has the size of the batch: only
-        parameters do."""
+        """Whether it shows that two modules are not the same. Only parameters do: a cache has the
+        size of the batch."""
         return any(map(layers.is_parameter, (*self.linen, self.nnx)))
 
     @property
@@ -116,8 +116,8 @@ def listed(paths: Sequence[Path]) -> str:
 
 
 def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
-    """What is open of a leaf of Linen's that may be some of NNX's in one array, which has no more
-    of the shape of its parts than it has parts; None if it is none."""
+    """The abstention of a Linen leaf that may be several NNX leaves in one array. None if NNX does
+    not have exactly as many leaves of their shape as it has parts."""
     by_shape: dict[Shape, list[Leaf]] = {}
     for other in filter(layers.is_parameter, leaves):
         by_shape.setdefault(other.shape, []).append(other)
@@ -133,7 +133,7 @@ def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
 
 
 def difference(linen: Shape, nnx: Shape) -> str:
-    """How two shapes differ, by what they look like; empty if that says nothing."""
+    """How two shapes probably differ; empty if nothing can be said."""
     if linen == nnx[::-1]:
         return "transposed"
     if sorted(linen) == sorted(nnx):
@@ -149,21 +149,21 @@ def difference(linen: Shape, nnx: Shape) -> str:
 
 @dataclasses.dataclass(slots=True)
 class Alignment:
-    """What is known of two modules that are one: in the end, of two models.
+    """The result for a pair of modules; in the end, for two models.
 
     Attributes:
-      map: from Linen's leaves to NNX's, of whole models. Those without a place in NNX, which have
-        no effect if they are zero, must be that.
-      abstentions: what is left open.
-      mismatches: leaves that should be one and differ in shape or collection.
-      modules: paths of the modules of both sides that are one.
-      groups: those of them that class and order have paired, by class.
+      map: from Linen's leaves to NNX's, of whole models. Leaves without a place in NNX that have no
+        effect if they are zero must be zero.
+      abstentions: undecided modules and leaves.
+      mismatches: leaves whose names agree and whose shapes or collections differ.
+      modules: paths of paired modules.
+      groups: those that class and order have paired, by class.
       numbered: those of these that numbers in names have paired.
-      found: matches of leaves.
+      found: pairs of leaves.
       zeros: leaves that must be zero.
       norms: modules whose leaves are named after those of other modules, to be matched last.
       rest: how many more parameters of a name and shape are open in Linen than in NNX.
-      mismatch: why the two modules themselves, apart from what is in them, are not the same.
+      mismatch: why the two modules, apart from their submodules, are not the same.
       stacked: whether shapes may differ in the order of axes.
     """
 
@@ -183,7 +183,7 @@ class Alignment:
     stacked: bool = False
 
     def include(self, other: "Alignment") -> None:
-        """Takes over what comes of two modules inside."""
+        """Adds the result for two submodules."""
         for field in dataclasses.fields(self):
             held = getattr(self, field.name)
             if isinstance(held, list):
@@ -199,7 +199,7 @@ class Alignment:
 
 
 def value_of(match: Match) -> Value:
-    """What the leaf of NNX's is made of."""
+    """The value of the NNX leaf."""
     value, *others = [Source(leaf.path, leaf.shape) for leaf in match.inputs]
     if match.join is not None:
         (value,) = applied(match.join, [value, *others])
@@ -244,7 +244,7 @@ def place_axes(pairing: Alignment, linen: Module, nnx: Module) -> None:
 
 
 def named_paths(module: Module) -> tuple[Path, ...]:
-    """The path of a module. The whole model has no path: the paths of what is in it."""
+    """The path of a module; for the whole model, the paths of its submodules and leaves."""
     if module.path:
         return (module.path,)
     leaves = (leaf.path for held in module.leaves.values() for leaf in held)
@@ -252,7 +252,7 @@ def named_paths(module: Module) -> tuple[Path, ...]:
 
 
 def mismatch_of(match: Match) -> Mismatch:
-    """What to say of leaves whose shapes differ."""
+    """The mismatch of leaves whose shapes differ."""
     linen, nnx = match.shape, match.output.shape
     shapes = str(list(linen)), str(list(nnx))
     return Mismatch(match.inputs, match.output, shapes, difference(linen, nnx))
@@ -315,11 +315,11 @@ def match_norms(pairing: Alignment) -> None:
             pairing.abstentions.append(Abstention(tuple(rest), named_paths(nnx), reason))
 
 
-# Modules of one class, side by side: which of Linen's is which of NNX's by their order.
+# Modules of one class in their order.
 #
-# Linen numbers the modules of a class (`Dense_0`, `Dense_1`) as they are made; NNX's are in the
-# order in which attributes are defined, the members of a list in theirs. A layer that is inside a
-# `Sequential`, an `RNN` or a norm counts where that is: in Linen it is made beside it.
+# Linen numbers the modules of a class (`Dense_0`, `Dense_1`) as they are made. NNX's are in the
+# order in which attributes are defined, and list members in the order of the list. A layer inside a
+# `Sequential`, an `RNN` or a norm counts at the place of that: Linen makes it beside it.
 
 _COUNTED = re.compile(r"(.*_)(\d+)")
 
@@ -331,10 +331,9 @@ class Group:
     Attributes:
       kinds: the class, or classes with the same leaves, in NNX.
       linen: Linen's modules.
-      nnx: NNX's, those without leaves left out: each the counterpart of the one of Linen's in the
-        same place, if `reason` is empty.
+      nnx: NNX's modules with leaves, in the order of their counterparts if `reason` is empty.
       reason: why their order does not decide.
-      numbered: whether numbers in names say which is which, whatever they are called.
+      numbered: whether numbers in names pair them.
     """
 
     kinds: tuple[str, ...]
@@ -346,8 +345,8 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Member:
-    """A module of NNX's that counts, the child of the module in question that it is in, the list or
-    dict that it is in, and whether its place within the child is known."""
+    """An NNX module that counts, the child that it is in, the list or dict that it is in, and
+    whether its place within the child is known."""
 
     module: Module
     child: str
@@ -356,13 +355,13 @@ class _Member:
 
 
 def grouped(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> list[Group]:
-    """The groups that modules of Linen's in one module form with those of NNX's in another.
+    """The groups of Linen modules and of the modules in an NNX module. Linen modules of unknown
+    class, or of one that the NNX module has none of, are in no group.
 
     Args:
-      linen: Linen's, as far as they have no counterpart yet. Those of unknown class, or of one that
-        NNX's module has none of, are in no group.
-      nnx: NNX's module that they are to be found in.
-      taken: `id`s of modules of NNX's that have a counterpart.
+      linen: Linen modules without a counterpart.
+      nnx: the NNX module.
+      taken: `id`s of NNX modules that have a counterpart.
     """
     inside = (layers.counterparts(module.kind) for module in linen if module.children)
     whole = {kind for found in inside for kinds in found for kind in kinds}
@@ -389,8 +388,8 @@ def grouped(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> lis
 
 
 def numbered(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> list[Group]:
-    """The layers of Linen's that are called `layer_0`, `layer_1`, ..., and the list that NNX has of
-    as many, if each side has one such series, of layers that are all alike."""
+    """The Linen layers `layer_0`, `layer_1`, ... and the NNX list of the same length, if each side
+    has exactly one such series, of layers with the same structure."""
     series: dict[str, dict[str, Module]] = {}
     for module in linen:
         if match := _COUNTED.fullmatch(module.path[-1]):
@@ -416,7 +415,7 @@ def numbered(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> li
 
 
 class Unpaired:
-    """Modules without a counterpart, in which there may be those of others."""
+    """Modules without a counterpart, which may be, or hold, the counterparts of paired ones."""
 
     def __init__(self, linen: Iterable[Module], nnx: Iterable[Module]):
         self._linen: dict[str, Module] = {}  # by the classes in NNX that they have or hold
@@ -484,7 +483,10 @@ def _group(
     if isinstance(numbers, str):
         reason = numbers
     else:
-        linen = [module for _, module in sorted(zip(numbers, linen, strict=True), key=_number)]
+        linen = [
+            module
+            for _, module in sorted(zip(numbers, linen, strict=True), key=lambda pair: pair[0])
+        ]
         reason = _count(sorted(numbers), places)
         if reason and _in_one_array(linen, nnx):
             reason = STACKED
@@ -493,10 +495,6 @@ def _group(
     if not reason and len(members) > 1:
         reason = _order(members, ordered)
     return Group(kinds, tuple(linen), tuple(nnx), reason)
-
-
-def _number(pair: tuple[int, Module]) -> int:
-    return pair[0]
 
 
 def _numbers(linen: Sequence[Module]) -> list[int] | str:
@@ -591,7 +589,7 @@ def _pair(linen: Module, nnx: Module, origin: str, stacked: bool) -> Alignment:
 
 
 class _Level:
-    """Two modules that are one, and what is directly in them."""
+    """A pair of modules, and the pairs of their leaves and submodules."""
 
     def __init__(self, linen: Module, nnx: Module, origin: str, stacked: bool):
         self._linen, self._nnx, self._origin, self._stacked = linen, nnx, origin, stacked
@@ -605,7 +603,7 @@ class _Level:
         self._undecided: list[Group] = []
 
     def pair(self) -> Alignment:
-        """What comes of it."""
+        """The result."""
         cell = layers.cell(self._linen, self._nnx)
         if cell is not None:
             matches, zeros = cell
@@ -648,7 +646,7 @@ class _Level:
     def _abstain(
         self, linen: Sequence[Module | Leaf], nnx: Sequence[Module | Leaf], reason: str
     ) -> None:
-        """Leaves open what something of Linen's is, with the candidates in NNX."""
+        """Abstains on Linen modules or leaves, with their candidates in NNX."""
         one, other = (tuple(held.path for held in side) for side in (linen, nnx))
         self._made.abstentions.append(Abstention(one, other, reason))
         self._made.count(_leaves(linen), 1)
@@ -794,7 +792,7 @@ class _Level:
         )
 
     def _leave_open(self) -> None:
-        """Says what nothing was found for."""
+        """Abstains on everything that is not paired."""
         grouped_linen = {id(module) for group in self._undecided for module in group.linen}
         grouped_nnx = {id(module) for group in self._undecided for module in group.nnx}
         for group in self._undecided:

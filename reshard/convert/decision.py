@@ -1,9 +1,9 @@
-"""What becomes of every leaf in a conversion: decided, and checked, as a whole.
+"""The verdict on every leaf of a conversion.
 
-A total map: every leaf of the source is used or dropped by name, every leaf of the target is filled
-or left to the model's own initial value by name. What does not fit is collected and reported
-together: what structure leaves open, what has no place, no source, or another shape or dtype.
-Paths are relative to the model, or to the optimizer's state, until `_Work._whole`.
+Every leaf of the source is used, or dropped by name. Every leaf of the target is filled, or keeps
+the model's own initial value by name. All problems are reported together: ambiguous leaves, leaves
+without a place or a source, and leaves of another shape or dtype. Paths are relative to the model,
+or to the optimizer state, until `Ledger._join`.
 """
 
 import collections
@@ -55,12 +55,12 @@ from reshard.tree import (
 )
 from reshard.units import count_leaves
 
-# Where a module and its optimizer are put that a Linen train state has as one.
+# The keys of an NNX model and its optimizer if the target has no optimizer.
 _MODEL, _OPTIMIZER = ("model",), ("optimizer",)
 
 
 class Outcome(NamedTuple):
-    """What one leaf of the target is made of, or what becomes of one of the source that no leaf of
+    """The sources of one leaf of the target, or the verdict on a leaf of the source that no leaf of
     the target is made of.
 
     Attributes:
@@ -69,8 +69,8 @@ class Outcome(NamedTuple):
       origin: what decided: `"map"`, `"path"` or `"structure"`, as in `LeafMap.origin`, or
         `"record"`; `"dropped"` and `"initial"`, as the user has asked for; `"zeros"`. Of what is
         not decided: `"unexpected"`, `"missing"`, `"mismatch"`, `"ambiguous"`, or `"undecided"`, for
-        optimizer state that other leaves of it keep from going on.
-      operation: what is done, in words.
+        optimizer state that cannot be converted because of other leaves of it.
+      operation: the operation, in words.
       problem: why it is not decided.
     """
 
@@ -81,7 +81,7 @@ class Outcome(NamedTuple):
     problem: str = ""
 
     def document(self) -> dict[str, Any]:
-        """What `--json` has of it."""
+        """The form of `--json`."""
         return {
             "from": [format_path(path) for path in self.before],
             "to": [] if self.after is None else [format_path(self.after)],
@@ -94,8 +94,8 @@ class Outcome(NamedTuple):
 def outcomes(
     found: LeafMap, default: str = "path", initial: Iterable[Path] = ()
 ) -> Iterator[Outcome]:
-    """What becomes of the leaves of a map, and of those that keep their initial value; `default`
-    decided those that have no origin."""
+    """The outcomes of the leaves of a map, and of those that keep their initial value; `default` is
+    the origin of leaves that have none."""
     for path, value in found.values.items():
         if isinstance(value, Zeros):
             yield Outcome((), path, "zeros")
@@ -274,10 +274,10 @@ class Ledger:
         if found.abstentions:
             self._hints += hints_for(found.abstentions, said, source, target, known, saved)
 
-    # What follows the model.
+    # Optimizer state and copies of the parameters.
 
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
-        """Of optimizer state in the target what keeps its initial value because its parameters do:
+        """The optimizer state in the target that keeps its initial value because its parameters do:
         saved path -> the parameter."""
         if not initial or self._target is None:
             return {}
@@ -294,7 +294,7 @@ class Ledger:
         }
 
     def _optimizer(self) -> Followed:
-        """What becomes of the optimizer's leaves: they follow the model's."""
+        """The map of the optimizer state, which follows the model's leaves."""
         leaves = {
             path: (leaf.shape, leaf.dtype) if (leaf := self._arrays.get(saved)) else None
             for path, saved in self._layout.optimizer.items()
@@ -309,7 +309,7 @@ class Ledger:
         return part
 
     def _start_anew(self) -> str:
-        """How to do without optimizer state that cannot be carried along."""
+        """The hint that leaves out or resets optimizer state that cannot be converted."""
         there, leaves = self._state_there, {} if self._target is None else self._target.leaves
         step = [] if there or self._layout.step is None else [self._layout.step]
         state = [*self._layout.optimizer.values(), *step]
@@ -323,7 +323,7 @@ class Ledger:
         return " with ".join(given) + end
 
     def _copied(self) -> Followed:
-        """What becomes of copies of the parameters: they follow the model's leaves."""
+        """The map of copies of the parameters, which follow the model's leaves."""
         arrays = {path: self._arrays[saved] for path, saved in self._copies.items()}
         leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
         part = self._following(leaves, self._copies_there, leaves)
@@ -333,8 +333,8 @@ class Ledger:
     def _following(
         self, leaves: Leaves, there: Mapping[Path, Path], beside: Collection[Path] = ()
     ) -> Followed:
-        """What becomes of leaves that follow the model's. `there`: their paths in the target ->
-        saved paths; `leaves` and `beside` as for `followed`."""
+        """The map of leaves that follow the model's. `there`: their paths in the target -> saved
+        paths; `leaves` and `beside` as for `followed`."""
         if not leaves and not there:
             return Followed(LeafMap({}), {}, ())
         model, parameters = self.model, self._parameters
@@ -378,7 +378,7 @@ class Ledger:
         found_map = LeafMap(values, whole.origin, dropped, {**whole.must_be_zero, **zeros})
         return dataclasses.replace(found, map=found_map)
 
-    # Where leaves are saved in the target: None if there is no place for them.
+    # The places of leaves in the target: None if there is no place.
 
     def _model_place(self, path: Path) -> Path | None:
         if self._target is not None:
@@ -393,15 +393,15 @@ class Ledger:
         return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
 
     def _masked_place(self, path: Path) -> Path | None:
-        """Of a leaf of the optimizer's state without a value, which only NNX has a variable for."""
+        """The place of optimizer state without a value, which only NNX saves."""
         root: Path | None = (*_OPTIMIZER, "opt_state")
         if self._target is not None and not self.prefix:
             root = None if path in self._state_there else self._target.layout.optimizer_root
         return None if root is None or self._to == "linen" else (*root, *path, "value")
 
     def _copy_place(self, path: Path) -> Path | None:
-        """Of a leaf of a copy of the parameters, which has a key of its own at the top. If the
-        model has none there, it is under its path in the model."""
+        """The place of a leaf of a copy of the parameters. If the model has no copy under the same
+        key, the leaf keeps its path."""
         if self._is_checked(path):
             return self._copies_there.get(path)
         return (*path, "value") if self._to == "nnx" else path
@@ -411,7 +411,7 @@ class Ledger:
         return path[0] in self._checked
 
     def _step_place(self) -> tuple[Path, np.dtype, str] | None:
-        """Of the step counter, with its dtype and how it is saved."""
+        """The place of the step counter, with its dtype and how it is saved."""
         if self._target is None or self.prefix:
             place = (*_OPTIMIZER, "step", "value")
             return (place, np.dtype(np.uint32), "jax.Array") if self.prefix else None
@@ -467,7 +467,7 @@ class Ledger:
         return names
 
     def _owners_verdict(self, saved: Path) -> _Verdict | None:
-        """What is said of the parameter that optimizer state follows, if that is not decided."""
+        """The verdict on the parameter that optimizer state follows, if it is not decided."""
         owner = self._owners.get(saved) if self._verdicts else None
         return None if owner is None else self._verdicts.get(self._layout.model[owner])
 
@@ -476,12 +476,12 @@ class Ledger:
         """The parameters that optimizer state follows: by its saved path."""
         return _owners_of(self._layout, self._shapes)
 
-    # What stands against it.
+    # Problems.
 
     def _error(
         self, problems: Sequence[str], hints: Sequence[str], found: Sequence[Outcome] = ()
     ) -> TreeMismatchError:
-        """Why the source does not become the model; and what is decided of it all the same."""
+        """The error, with the outcomes that are decided."""
         name = {"nnx": "NNX", "linen": "Linen"}[self._to]
         summary = f"`{self._ckpt.source.root}` does not become the {name} model"
         return TreeMismatchError(summary, problems, hints, found)
@@ -516,7 +516,7 @@ class Ledger:
             self._hints.append(f"drop={as_python([glob])} leaves out {count_leaves(count)}")
 
     def _unexpected(self, saved: Path | None, path: Path) -> _Verdict:
-        """A leaf of the source, or what the map has made of some, has no place in the target."""
+        """Adds a leaf of the source, or one that the map made, without a place in the target."""
         leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
         self._problems.append(f"{format_path(path)}{leaf}: unexpected")
         if self._target is None and path[0] in ("opt_state", "step"):
@@ -527,8 +527,8 @@ class Ledger:
         return _UNEXPECTED
 
     def _check_target(self, initial: set[Path]) -> None:
-        """Adds the leaves of the target without a source. Where something of the model is still to
-        be placed, it is likely to belong there: nobody is told to reset these."""
+        """Adds the leaves of the target without a source. The hint to reset them is shown only if
+        no leaf of the model is left to be placed, since that may be their source."""
         assert self._target is not None
         there = self._target.layout
         lacking = [
@@ -561,14 +561,13 @@ class Ledger:
             self._problems.append(f"{name}: init keeps its initial value, but it has a source")
 
     def _why_open(self, path: Path | None) -> _Verdict | None:
-        """Why a leaf of the model is in what structure does not decide, which is told; None if it
-        is not."""
+        """The verdict on an undecided leaf of the model, or on a module around it; else None."""
         places = () if path is None else (path, path[1:])  # Linen's modules have no collection
         found = (self._open.get(at[:end]) for at in places for end in range(len(at) + 1))
         return next(filter(None, found), None)
 
     def _outcomes(self) -> list[Outcome]:
-        """What becomes of each leaf, as far as it is decided, and why of others it is not."""
+        """The outcome of each leaf, decided or not."""
         found = []
         for row in outcomes(self.map):
             if self._verdicts.keys().isdisjoint(row.before):
@@ -587,7 +586,7 @@ class Ledger:
         return found
 
     def _draft(self, initial: set[Path]) -> str:
-        """The text of a map of the model's leaves that are decided, with what is to be done."""
+        """The text of a map of the model's decided leaves, with a `TODO` for each open leaf."""
         assert self._target is not None
         model, there, names = self.model, self._target.shapes(), self._target.layout.model
         made = [path for path in model.values if path in model.origin and path in there]
@@ -618,12 +617,12 @@ class Ledger:
         missing = [path for path in there if path not in filled]
         return draft_map(decided, self._to, own, rows, missing)
 
-    # What is decided.
+    # The result.
 
     def _finish(
         self, optimizer: Followed, copies: Followed, chosen: set[Path], reset: Mapping[Path, Path]
     ) -> None:
-        """Notes and attributes of what has been decided."""
+        """Sets the attributes and adds the notes of a conversion that is decided."""
         step = self._step_place()
         self.counters = {step[0]: step[1:]} if self._layout.step is not None and step else {}
         leaves = {} if self._target is None else self._target.leaves
@@ -666,8 +665,8 @@ def _made(found: LeafMap) -> dict[Path, Value]:
 def _copies_of_parameters(
     ckpt: Checkpoint, layout: Layout, parameters: Mapping[Path, Shape]
 ) -> dict[Path, Path]:
-    """Of what is beside the model and the optimizer's state the keys at the top that hold the same
-    leaves as the parameters: path in the tree -> saved path."""
+    """The leaves below keys at the top that hold the same leaves as the parameters: path in the
+    tree -> saved path."""
     found: dict[Path, Path] = {}
     by_key: dict[Path, dict[Path, Path]] = {}
     for path, saved in layout.beside.items():
@@ -689,7 +688,7 @@ def _owners_of(layout: Layout, shapes: Mapping[Path, Shape]) -> dict[Path, Path]
 
 
 def _applied_notes(found: LeafMap) -> list[str]:
-    """What the user should know of functions that make leaves."""
+    """Notes on functions that make leaves."""
     names: dict[str, list[Path]] = {}
     for path, value in found.values.items():
         for call in LeafMap({path: value}).calls() if isinstance(value, Output) else ():
@@ -707,8 +706,8 @@ def differences(
     targets: Mapping[Path, Any],
     names: Mapping[Path, Path],
 ) -> Iterator[tuple[Path | None, str, str]]:
-    """What differs between the arrays that a map makes and the leaves of the model: where, if it is
-    one leaf; in words; and a hint or nothing. `names` is what leaves of the model are called."""
+    """Differences between the arrays that a map makes and the leaves of the model: the place, if it
+    is one leaf; the problem; and a hint or nothing. `names`: of the leaves of the model."""
     # The first array that a call is made of, and the function that made one of them.
     made: dict[int, tuple[ArrayHandle, Apply | None]] = {}
 

@@ -1,4 +1,4 @@
-"""The standard layers of Flax's two APIs: which class is which, and what their leaves become. Pure.
+"""The standard layers of Flax's two APIs: corresponding classes and leaves. Pure.
 
 | Linen                                        | NNX                           |                   |
 |----------------------------------------------|-------------------------------|-------------------|
@@ -13,11 +13,11 @@
 | `SpectralNorm`: `"Dense_0/kernel/u"`         | `batch_stats/('kernel', 'u')` | names only        |
 | `layers_0`, `d_a`, `n_0_1`                   | `layers/0`, `d/a`, `n/0/1`    | lists and dicts   |
 
-A standard layer is one whose class comes from flax. Of NNX's classes that is known, of Linen's only
-if there is the model: a name like `Dense_0` does not tell.
+A standard layer is one whose class comes from flax. For NNX that is known. For Linen it is known
+only from the model: a name like `Dense_0` may be that of a user's class.
 
-A collection and the class of a variable are two words for one thing, so merging the collections of
-a module needs no step. `MGUCell`, `ConvLSTMCell` and `ConvLocal` are not in NNX.
+A collection in Linen is the class of a variable in NNX. `MGUCell`, `ConvLSTMCell` and `ConvLocal`
+are not in NNX.
 """
 
 import ast
@@ -46,8 +46,8 @@ _COUNTERPARTS = {
     "Linear": (),
     "LinearGeneral": (),
 }
-# Class in NNX -> the attributes that it holds other modules in. In a compact method of Linen's
-# these are made beside such a module, not in it.
+# Class in NNX -> the attributes that hold other modules. A compact method of Linen makes these
+# modules beside it, not in it.
 WRAPPERS = {
     "Sequential": ("layers",),
     "RNN": ("cell",),
@@ -67,7 +67,7 @@ _COLLECTIONS = {
 }
 # Cell in NNX -> the gates in Linen, in the order in which they are joined.
 _GATES = {"OptimizedLSTMCell": "ifgo", "GRUCell": "rzn", "SimpleCell": ("",), "LSTMCell": "ifgo"}
-# Class in NNX -> where its own leaves are, and what the last key of their name is if not their own.
+# Class in NNX -> the attribute of its own leaves, and the last key that their names lack.
 _NORM_KEYS = {"WeightNorm": ("scales", ("scale",)), "SpectralNorm": ("batch_stats", ())}
 # Axes that the leaves of a layer always have; one more is an axis of a stack.
 _RANKS = {
@@ -83,10 +83,10 @@ _STACKING = ("Scan", "Vmap", "Remat_scan")
 _NORMS = ("LayerNorm", "RMSNorm", "InstanceNorm")
 
 
-# Stacks of layers: which axis the layers are along on either side. Pure arithmetic on shapes.
+# Stacks of layers: the axis of the layers on either side. Pure arithmetic on shapes.
 #
-# `nn.scan` and `nn.vmap` put them on any axis of a weight, the same one for a whole collection, and
-# so does `nnx.vmap`. Neither notes which.
+# `nn.scan`, `nn.vmap` and `nnx.vmap` stack layers along any axis of a weight, the same one for a
+# whole collection, and do not record which.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ NO_MOVE = Move(0, 0)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """The shapes of a weight on either side; before, of each of several `parts` of one shape that
-    are joined along the last axis that is not that of the layers."""
+    """The shapes of a weight on either side. `before` is the shape of each of several `parts`: they
+    are joined along the last axis that is not the axis of the layers."""
 
     before: Shape
     after: Shape
@@ -132,8 +132,8 @@ class Placed:
 
 
 def moves(weights: Sequence[Placed]) -> list[Move]:
-    """The moves of one axis that fit all weights, and that has the same size in all. Of those that
-    come to the same, one. Axes counted from the end are looked at only beside the first."""
+    """The moves of one axis that fit all weights, if it has the same size in all. One of several
+    moves with the same effect. Axes from the end are tried only together with the first."""
     rank = min(len(weight.before) for weight in weights)
     if rank < (2 if any(weight.parts > 1 for weight in weights) else 1):
         return []
@@ -155,14 +155,14 @@ def moves(weights: Sequence[Placed]) -> list[Move]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """Leaves of Linen's and the leaf of NNX's that they become.
+    """Linen leaves and the NNX leaf that they become.
 
     Attributes:
-      inputs: Linen's.
-      output: NNX's.
+      inputs: the Linen leaves.
+      output: the NNX leaf.
       join: how several become one.
-      origin: what says so: `"path"` or `"structure"`.
-      move: the axis of a stack that moves.
+      origin: what decided: `"path"` or `"structure"`.
+      move: the move of the axis of a stack.
     """
 
     inputs: tuple[Leaf, ...]
@@ -173,13 +173,13 @@ class Match:
 
     @property
     def shape(self) -> Shape:
-        """The shape of what is made of the inputs."""
+        """The shape of the joined inputs."""
         shapes = [leaf.shape for leaf in self.inputs]
         return shapes[0] if self.join is None else self.join.shapes(shapes)[0]
 
 
-# A recurrent cell: what its leaves become, and leaves of Linen's that have no place in NNX, which
-# is right only if they are zero.
+# A recurrent cell: the matches of its leaves, and the Linen leaves without a place in NNX, which
+# must be zero.
 Cell = tuple[list[Match], list[Leaf]]
 
 
@@ -193,8 +193,7 @@ def counterparts(kind: str) -> list[tuple[str, ...]]:
 
 
 def in_collection(linen: Leaf, nnx: Leaf) -> bool:
-    """Whether a leaf of Linen's is in the collection for a variable of NNX's, as far as the class
-    of the variable says so."""
+    """Whether a Linen leaf is in the collection of an NNX variable, as far as its class shows."""
     wanted = _COLLECTIONS.get(nnx.kind)
     if wanted is None or wanted == linen.kind:
         return True
@@ -208,13 +207,13 @@ def is_parameter(leaf: Leaf) -> bool:
 
 
 def is_container(module: Module) -> bool:
-    """Whether it is a list or a dict, or may be one where classes are not known."""
+    """Whether it is a list or a dict, or may be one if its class is not known."""
     return module.kind in LISTS + DICTS or (not module.kind and not module.leaves)
 
 
 def contents(module: Module) -> Iterator[tuple[str, Module | Leaf]]:
-    """What is in the lists and dicts of a module of NNX's, under the names that Linen gives it:
-    `layers_0` for `layers/0`."""
+    """The members of the lists and dicts of an NNX module, under their names in Linen: `layers_0`
+    for `layers/0`."""
     for name, child in module.children.items():
         if module.kind in LISTS:  # the list of a Sequential, by itself
             yield f"layers_{name}", child
@@ -234,20 +233,18 @@ def _named(container: Module, prefix: str) -> Iterator[tuple[str, Module | Leaf]
 
 
 def is_stack(linen: Module, nnx: Module) -> bool:
-    """Whether what is in two modules that are one is stacked along axes of a scan or a vmap.
-
-    A stack begins where a name of Linen's says so. If none does, it is as large as may be.
-    """
+    """Whether the leaves of a pair of modules are stacked along the axis of a scan or a vmap. A
+    stack begins at a Linen name that shows it; if there is none, as high up as possible."""
     found = {_stacked(linen), _stacked(nnx)}
-    if False in found or _stacking(linen.kind):
-        return False not in found
-    begins_below = any(map(_stacking, linen.kinds)) or (len(linen.parts) == 1 and not linen.leaves)
-    return True in found and not begins_below
+    if False in found:
+        return False
+    if _stacking(linen.kind) or True not in found:
+        return bool(_stacking(linen.kind))
+    return not any(map(_stacking, linen.kinds)) and (len(linen.parts) != 1 or bool(linen.leaves))
 
 
 def may_lie_elsewhere(linen: Module) -> bool:
-    """Whether the axis of a stack may be one that a user chose. `remat_scan` has the first. A class
-    without a transform may be in what was stacked, or have a name of its own."""
+    """Whether the axis of a stack may be one that a user chose. `remat_scan` uses the first."""
     return "Remat_scan" not in _stacking(linen.kind)
 
 
@@ -280,12 +277,8 @@ def _stacked(module: Module, attention: bool = False) -> bool | None:
 
 
 def cell(linen: Module, nnx: Module) -> Cell | None:
-    """What becomes of the leaves of a recurrent cell.
-
-    Returns:
-      None if these two are no cell, or not the same one, as far as classes are known and by the
-      names of the gates.
-    """
+    """The matches of a recurrent cell. None if the two modules are not cells, or have different
+    classes or gates."""
     kinds = [base for base, _ in unlifted(linen.kind)]
     for kind, gates in _GATES.items():
         if nnx.kind not in ("", kind) or linen.leaves or linen.parts != _gate_names(gates):
@@ -312,7 +305,7 @@ def _gate_names(gates: Sequence[str]) -> set[str]:
 
 
 def _renamed(linen: Module, nnx: Module) -> Cell | None:
-    """The same gates, one of which has a name that Python keeps for itself."""
+    """The same gates; one has a name that is a keyword of Python."""
     matches = []
     for gate, module in linen.children.items():
         counterpart = nnx.children.get("if_" if gate == "if" else gate)
@@ -346,15 +339,13 @@ def _joined(linen: Module, nnx: Module, gates: Sequence[str]) -> Cell | None:
 
 
 def is_norm(nnx: Module) -> bool:
-    """Whether it is a WeightNorm or SpectralNorm of NNX's, as far as its leaves tell."""
+    """Whether it is an NNX WeightNorm or SpectralNorm, as far as its leaves show."""
     return nnx.kind in ("", *_NORM_KEYS) and bool(_norm_leaves(nnx))
 
 
 def normed(linen: Module, nnx: Module, sources: Mapping[Path, Path]) -> list[Match]:
-    """The matches of the leaves that a WeightNorm or SpectralNorm has for those of another layer.
-
-    Both sides name them by the leaf that they are for: Linen from the scope that the layer is in,
-    NNX from the layer."""
+    """The matches of the leaves of a WeightNorm or SpectralNorm. Each is named after the leaf of
+    another layer: in Linen from the scope of that layer, in NNX from the layer itself."""
     matches = []
     for output, inner, suffix in _norm_leaves(nnx):
         leaf = _leaf_at(nnx.children["layer_instance"], inner)
@@ -368,7 +359,7 @@ def normed(linen: Module, nnx: Module, sources: Mapping[Path, Path]) -> list[Mat
 
 
 def _norm_leaves(nnx: Module) -> list[tuple[Leaf, tuple[str, ...], str]]:
-    """Leaves of a norm, each with the path in `layer_instance` that it is for, and what it is."""
+    """Leaves of a norm, each with the path of its leaf in `layer_instance`, and its own name."""
     found = []
     for kind, (attribute, own) in _NORM_KEYS.items():
         if nnx.kind not in ("", kind) or not {"layer_instance", attribute} <= nnx.children.keys():

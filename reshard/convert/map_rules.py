@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -392,26 +393,17 @@ def _undone(rule: Rule) -> list[Rule]:
 
 
 def _undone_each(kind: Each) -> Each:
-    if isinstance(kind, ops.Scale | ops.Add | ops.Interleave):
-        return cast(Each, kind.inverse([]))
-    if isinstance(kind, Resized):
-        if kind.before is None:
-            raise TreeMismatchError("`pad` lacks `from`, the size before it")
-        return dataclasses.replace(kind, undo=not kind.undo)
-    if isinstance(kind, ops.Apply):
-        raise TreeMismatchError(f"the operation `{kind.name}` has no inverse")
     if isinstance(kind, Reshaped):
         if kind.before is None:
             raise TreeMismatchError("`reshape` lacks `from`, the shape before it")
         return Reshaped(kind.before, kind.operation(kind.before).shape)
-    if isinstance(kind, ops.Transpose):
-        axes = kind.axes
-        if sorted(axes) != list(range(len(axes))):
-            raise TreeMismatchError(f"axes {list(axes)} are not an order of the axes")
-        return ops.Transpose(tuple(axes.index(axis) for axis in range(len(axes))))
-    if isinstance(kind, ops.Pad):
-        return ops.Crop(kind.widths, kind.fill)
-    raise TreeMismatchError("a crop cannot be inverted: the cut elements are lost")
+    if isinstance(kind, Resized):
+        if kind.before is None:
+            raise TreeMismatchError("`pad` lacks `from`, the size before it")
+        return dataclasses.replace(kind, undo=not kind.undo)
+    if isinstance(kind, ops.Transpose) and sorted(kind.axes) != [*range(len(kind.axes))]:
+        raise TreeMismatchError(f"axes {list(kind.axes)} are not an order of the axes")
+    return cast(Each, kind.inverse([]))
 
 
 # Only so many rules get a hint, since the search for the nearest leaf is slow.
@@ -598,15 +590,10 @@ class _Tree:
         if leaf.source is not None:
             self.dropped.append(leaf.source)
 
-    def fill(self, rule: Rule, fill: Zeros, found: Sequence[Sequence[_Leaf]]) -> None:
-        """Creates leaves of a constant, or drops leaves that must hold it."""
-        for text in rule.places:
-            if text in self.here:
-                self.problem(rule, text, "that leaf exists already")
-            else:
-                self.here[text] = _Leaf(text, fill, (self.count, rule.number), rule)
-        for leaf in (leaf for hits in found for leaf in hits):
-            if leaf.source is None or not isinstance(leaf.value, Source):
+    def drop_constants(self, rule: Rule, fill: Zeros, leaves: Sequence[_Leaf]) -> None:
+        """Drops leaves that must hold a constant."""
+        for leaf in leaves:
+            if leaf.source is None or leaf.value is None:
                 self.problem(rule, leaf.text, "an operation made it: `fill` is for stored leaves")
                 continue
             del self.here[leaf.text]
@@ -620,7 +607,8 @@ class _Tree:
         found = [self.hits(pattern) for pattern in rule.patterns]
         moves: list[_Move] = []
         if rule.fill is not None:
-            self.fill(rule, rule.fill, found)
+            self.drop_constants(rule, rule.fill, list(itertools.chain(*found)))
+            moves = [_Move([], list(rule.places), [rule.fill] * len(rule.places))]
         elif rule.drop:
             for leaf in found[0]:
                 if leaf.source is None:
@@ -753,25 +741,23 @@ class _Tree:
         ]
 
     def carry_out(self, rule: Rule, moves: Sequence[_Move]) -> None:
-        """Moves all leaves at the same time."""
-        places = [min(self.here.pop(text).place for text in move.before) for move in moves]
-        new: dict[str, _Move] = {}
+        """Moves all leaves at the same time. Leaves that a rule creates come last."""
+        last = self.count, rule.number
+        places = [min((self.here.pop(t).place for t in m.before), default=last) for m in moves]
+        new: dict[str, str] = {}
         for move, place in zip(moves, places, strict=True):
+            before = " + ".join(move.before) or "fill"
             for part, (text, value) in enumerate(zip(move.after, move.values, strict=True)):
-                if text in self.here:
-                    self.meets(rule, move, new.get(text), text)
+                if text in new:
+                    self.problems.append(f"{rule}: {new[text]} and {before} -> {text}")
+                elif text in self.here:
+                    self.problems.append(f"{rule}: {before} -> {text}: that leaf exists already")
                 else:
                     at = (*place, part) if len(move.after) > 1 else place
                     self.here[text] = _Leaf(text, value, at, rule)
-                    new[text] = move
-
-    def meets(self, rule: Rule, move: _Move, other: _Move | None, text: str) -> None:
-        mine = " + ".join(move.before)
-        self.incomplete = True
-        if other is None:
-            self.problems.append(f"{rule}: {mine} -> {text}: that leaf exists already")
-        else:
-            self.problems.append(f"{rule}: {' + '.join(other.before)} and {mine} -> {text}")
+                    new[text] = before
+                    continue
+                self.incomplete = True
 
     def matches_nothing(self, rule: Rule, pattern: Pattern) -> None:
         if self.incomplete or (rule.drop and any(map(pattern.regex.search, self.left_out))):

@@ -35,17 +35,16 @@ from reshard.errors import ReshardError, TreeMismatchError
 from reshard.tree import Path, format_glob, format_path, glob_text, named_by
 
 _HEADER = """\
-# A whole map between the leaves of two checkpoints. Each rule is for a leaf, for all leaves of a
-# module (`^a/b/`), or for those that differ in numbers alone (`(\\d+)`), and sees what the rules
-# before it have left. Any of it can be edited: `from` is a regex that is searched for in printed
-# paths, `to` a replacement as `re.sub` takes it. As long as `from` has no other wildcards, and all
-# of its numbers are in the new paths, the map can be used in the opposite direction, too: with the
-# model that is made then, where an optimizer's state or a step is beside it. Where the
-# source was renamed, selected from or cast before, that is not in it.
+# The map between the leaves of two checkpoints. A rule is for one leaf, for all leaves of a
+# module (`^a/b/`), or for leaves that differ only in numbers (`(\\d+)`). The rules are applied in
+# order. You may edit them: `from` is a regex for printed paths, and `to` a replacement, as in
+# `re.sub`. The map also works in the opposite direction, if `from` has no other wildcards and the
+# new paths contain all of its numbers. With optimizer state or a step, name the model there, too.
+# If the source was renamed, selected or cast before, the map does not include that.
 """
 _ORIGINS = """\
-# Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
-# the order of modules of one class (structure).
+# The word behind `[[rule]]` shows how it was found: by equal paths after the standard conversions
+# (path), or by the order of modules of one class (structure).
 """
 # Stands for a name that the user must fill in.
 NAME = "NAME"
@@ -398,19 +397,14 @@ def blocks_of(
         # A regex rule that changes no path is refused, so such a row has its own rule.
         still = row.operation is None and row.inputs == row.outputs
         kinds.append((row.origin, levels[place], settings[place], place if still else None))
-    paths, left, found = _Paths(rows, ever), {*range(len(rows))}, []
-
-    def fold(lines: Iterable[_Line]) -> None:
-        groups: dict[Hashable, list[_Line]] = {}
-        for line in lines:
-            groups.setdefault((line.letters, kinds[line.rows[0]]), []).append(line)
-        for alike in groups.values():
-            blocks = paths.folded([line for line in alike if line.rows[0] in left])
-            left.difference_update(*(block.rows for block in blocks))
-            found.extend(blocks)
-
-    fold(_modules(rows, kinds, ever))
-    fold([_line(rows[place], place) for place in sorted(left)])
+    groups: dict[Hashable, list[_Line]] = {}
+    for line in (*_modules(rows, kinds, ever), *map(_line, rows, range(len(rows)))):
+        groups.setdefault((line.letters, kinds[line.rows[0]]), []).append(line)
+    paths, left, found = _Paths(rows, ever), {*range(len(rows))}, list[Block]()
+    for alike in groups.values():
+        blocks = paths.folded([line for line in alike if left.issuperset(line.rows)])
+        left.difference_update(*(block.rows for block in blocks))
+        found += blocks
     return sorted(found, key=lambda block: (levels[block.rows[0]], min(block.rows)))
 
 

@@ -241,9 +241,9 @@ class _Table:
 
     def inner(self, key: str) -> "_Table | None":
         """The table of a key, if it has one."""
-        table, label = self.take(key, _TABLE), f"{self.label}: `{key}`"
-        if table is None:
+        if (table := self.take(key, _TABLE)) is None:
             return None
+        label = f"{self.label}: `{key}`"
         return _Table(label, table, self.problems, self.patterns, self.numbers)
 
     def fields(
@@ -266,12 +266,13 @@ class _Table:
         if value is None:
             return None
         text = f"\\g<{value}>" if isinstance(value, int) else value
-        numbers = {key: number for key, number in self.numbers.items() if _is_int(number)}
 
-        def named(braces: re.Match[str]) -> str:
-            return _NAME.sub(lambda name: str(numbers.get(name[0], name[0])), braces[0])
+        def named(name: re.Match[str]) -> str:
+            value = self.numbers.get(name[0])
+            return str(int(value)) if isinstance(value, int) else name[0]
 
-        text = re.sub(r"\{[^{}]+\}", named, text)
+        if self.numbers:
+            text = re.sub(r"\{[^{}]+\}", lambda braces: _NAME.sub(named, braces[0]), text)
         try:
             return parse_replacement(text, self.patterns, names)
         except ValueError as error:

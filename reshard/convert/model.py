@@ -1,11 +1,10 @@
 """The model that is converted to or from: the tree that Orbax would save of it, the classes of its
 modules, and the order in which it defines them.
 
-Flax sorts the attributes of an NNX module whenever it takes a model apart and puts it together
-again, which `nnx.eval_shape`, `nnx.jit`, `nnx.vmap` and `nnx.merge` all do. The order in which a
-constructor defined them is seen only when it ran. `definition_orders` watches constructors run;
-where nothing was watched, a module that no transform has rebuilt still tells its own, if no code of
-its class assigns one attribute in two places.
+Flax sorts the attributes of an NNX module whenever it rebuilds a model, as `nnx.eval_shape`,
+`nnx.jit`, `nnx.vmap` and `nnx.merge` do. Only the constructor shows the order of definition, so
+`definition_orders` watches constructors run. If none was watched, a module that no transform has
+rebuilt still has its order, unless the code of its class assigns one attribute in two places.
 """
 
 import contextlib
@@ -38,24 +37,24 @@ from reshard.restore.pytrees import StateLeaf, flatten_state, key_path, saved_tr
 from reshard.restore.target import state_of
 from reshard.tree import Path, format_path, natural
 
-# Class -> the names of attributes as constructors left them, in every order that was seen; `()` is
-# among them if a module took the place of another, which may be part of it now or not.
+# Class -> the names of attributes in each order that constructors left; `()` is among these if a
+# module replaced another one, which may be a part of it.
 Orders = Mapping[type, Collection[tuple[str, ...]]]
-# What NNX itself notes in a module. Constructors leave the notes first and in this order; rebuilt
-# modules have all attributes sorted.
+# Attributes of NNX itself in a module. After a constructor they come first and in this order; in a
+# rebuilt module all attributes are sorted.
 _NOTES = ("_pytree__state", "_pytree__nodes")
-# Watching replaces a method of flax's; one thread does so at a time.
+# Watching replaces methods of flax, in one thread at a time.
 _WATCHING = threading.RLock()
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetTree:
-    """The tree of a model: its structure alone, which can be pickled and read without its classes.
+    """The structure of a model, which can be pickled and read without the model's classes.
 
     Attributes:
       leaves: saved path -> leaf, or the empty container that is saved there.
-      random: saved paths of the state of random numbers.
-      layout: what is where in it.
+      random: saved paths of random state.
+      layout: the layout of the tree.
       outline: its modules.
     """
 
@@ -88,7 +87,7 @@ class TargetTree:
 
 def target_tree_of(model: Any, api: str, role: str = "the model to convert to") -> TargetTree:
     """The tree that a model of an API saves. Nothing is computed. Raises ArgumentError: the model
-    is one of the other API, or has no tree."""
+    is of the other API, or has no tree."""
     _check_module(model, api, role)
     with definition_orders() as orders, linen_classes() as classes:
         state = state_of(model)
@@ -107,7 +106,7 @@ def target_tree_of(model: Any, api: str, role: str = "the model to convert to") 
 
 
 def _check_module(model: Any, api: str, role: str) -> None:
-    """Raises ArgumentError for a Linen module, which is no state and makes none by itself."""
+    """Raises ArgumentError for a Linen module, which has no state without inputs."""
     from flax import linen
 
     cls = model if isinstance(model, type) else type(model)
@@ -145,7 +144,7 @@ def _other_api(text: str, api: str) -> ArgumentError:
 
 
 def _is_random(leaf: StateLeaf) -> bool:
-    """Whether it is the state of random numbers."""
+    """Whether it is random state."""
     return any(base.__name__ == "RngState" for base in type(leaf.wrapper).__mro__)
 
 
@@ -179,13 +178,10 @@ def _nnx_kind(leaves: Mapping[Path, Any], place: Path) -> str:
 
 @contextlib.contextmanager
 def definition_orders() -> Iterator[Orders]:
-    """Notes in which order the constructors of NNX modules define attributes that run meanwhile.
+    """Records the order in which constructors of NNX modules define attributes within the context.
 
-    An attribute counts from when it holds a module: one that was there before, for `None`, moves
-    behind the others.
-
-    Empty where this version of flax does not construct modules in the way that is known: then no
-    order is known either.
+    An attribute counts from when it holds a module: if it was `None` before, it moves to the end.
+    The result is empty if this version of flax constructs modules in another way.
     """
     from flax import nnx
 
@@ -222,13 +218,13 @@ def definition_orders() -> Iterator[Orders]:
 
 @contextlib.contextmanager
 def linen_classes() -> Iterator[dict[tuple[str, ...], str]]:
-    """Notes path and class of every Linen module that runs meanwhile, in `init` for instance."""
+    """Records path and class of every Linen module that runs within the context."""
     from flax import linen
 
     classes: dict[tuple[str, ...], str] = {}
 
     def note(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        # What comes first at a path is the module. Lifted classes follow, without a path of theirs.
+        # The first at a path is the module. Lifted classes follow, at the same path.
         module = context.module
         if module.scope is not None:
             given = GIVEN if _is_named(module) else ""
@@ -240,8 +236,8 @@ def linen_classes() -> Iterator[dict[tuple[str, ...], str]]:
 
 
 def _is_named(module: Any) -> bool:
-    """Whether a Linen module has a name like `Dense_1` that Linen has not given it: its parent has
-    not counted so far. As far as this version of flax tells."""
+    """Whether a Linen module was given a name like `Dense_1`: its parent has not counted so far.
+    False if this version of flax does not show it."""
     automatic = AUTOMATIC.fullmatch(module.name or "")
     counted = getattr(getattr(module.parent, "_state", None), "autoname_cursor", None)
     if automatic is None or counted is None:
@@ -257,11 +253,11 @@ def nnx_outline(
     Args:
       state: an NNX module, abstract or real, alone, in a `ModelAndOptimizer`, or beside optimizers
         in a dict or tuple; or a state without modules, of which only the paths are known.
-      orders: as `definition_orders` noted them while the state was made.
-      leaves: those of the state, if they are known.
+      orders: those that `definition_orders` recorded while the state was made.
+      leaves: the leaves of the state, if they are known.
 
     Returns:
-      The path of the model in the state, and its outline, with paths relative to that.
+      The path of the model in the state, and its outline, with paths relative to the model.
 
     Raises:
       ArgumentError: there are several models in it, or none beside an optimizer.
@@ -291,8 +287,8 @@ def nnx_outline(
 
 
 def _modules(state: Any) -> list[tuple[Path, Any]]:
-    """The NNX modules and optimizers in a pytree, with their paths; of a module that holds the
-    model and its optimizer, these two."""
+    """The NNX modules and optimizers in a pytree, with their paths. A module that holds the model
+    and its optimizer counts as these two."""
     import jax
     from flax import nnx
 
@@ -311,7 +307,7 @@ def _modules(state: Any) -> list[tuple[Path, Any]]:
 
 
 class _Walk:
-    """A walk through the modules of a model, which visits each of them once."""
+    """A walk that visits each module of a model once."""
 
     def __init__(self, leaves: Sequence[StateLeaf], prefix: tuple[str, ...], orders: Orders):
         self._leaves: dict[tuple[str, ...], Leaf] = {}
@@ -327,7 +323,7 @@ class _Walk:
         self._around: set[int] = set()
 
     def visit(self, node: Any, path: tuple[str, ...]) -> Module:
-        """The outline of a module or a container, and of what is in it."""
+        """The outline of a module or a container."""
         names, ordered = self._definition(node)
         children: dict[str, Module] = {}
         leaves: dict[str, tuple[Leaf, ...]] = {}
@@ -360,7 +356,7 @@ class _Walk:
         return made
 
     def _definition(self, node: Any) -> tuple[Sequence[Any], bool]:
-        """Names of what is in a module or container, and whether in the order of its definition."""
+        """Names in a module or container, and whether they are in the order of definition."""
         from flax import nnx
 
         if isinstance(node, list | tuple):
@@ -410,7 +406,7 @@ def _class(kind: type) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _assigned_again(kind: type) -> frozenset[str]:
-    """Names of attributes that the code of a class of the user's assigns in several places."""
+    """Names of attributes that the code of a user's class assigns in several places."""
     bases = (base for base in kind.__mro__ if base.__module__.partition(".")[0] != "flax")
     values = [value for base in bases for value in vars(base).values()]
     codes = [value.__code__ for value in values if hasattr(value, "__code__")]

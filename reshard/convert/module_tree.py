@@ -1,9 +1,8 @@
-"""Outlines: the modules of a model as a tree, with what is known of each: its class, the order in
-which it was made, its leaves. Pure: made of paths.
+"""Outlines: the tree of a model's modules, each with its class, order and leaves. Pure.
 
-Linen's paths say more than names. A submodule without a name of its own is called after its class
-and a counter (`Dense_0`, `Dense_1`), so its name tells class and order. NNX's paths are attributes;
-classes and order come from the model itself (see `reshard.convert.model`).
+A Linen submodule without a name of its own is named after its class and a counter (`Dense_0`,
+`Dense_1`), so its name shows class and order. NNX's paths are attributes; classes and order come
+from the model itself (see `reshard.convert.model`).
 """
 
 import dataclasses
@@ -18,14 +17,14 @@ from reshard.tree import Path, natural
 # A name that Linen gives: a class and a counter. Classes begin with a capital: `layers_0` is the
 # first of a list.
 AUTOMATIC = re.compile(r"(_*[A-Z]\w*)_(\d+)")
-# Transforms that name a class after themselves, as in `ScanCheckpointBlock`. `Map_variables` is not
-# among them: what it stores need not be what the class uses.
+# Transforms that name a class after themselves, as in `ScanCheckpointBlock`. Not `Map_variables`,
+# which may store other variables than the class uses.
 _LIFT = re.compile(r"(Checkpoint|Jit|Vmap|Scan|Remat_scan|Fold_rngs)(?=_*[A-Z])")
-# Ends the name of a class of the user's own that is called like one of flax's.
+# Ends the name of a user's class that has the name of one in flax.
 OWN = "'"
-# Begins the class of a Linen module with a name that only looks like one that Linen gives.
+# Begins the class of a Linen module that was given a name like those that Linen makes.
 GIVEN = "="
-# The collection of what only NNX has, below its paths there: MaxText's runs of NNX save it so.
+# The collection in which MaxText's runs of NNX save what only NNX has, below its NNX paths.
 AUXILIARY = "nnx_aux"
 # Variables that hold random numbers.
 RNG_KINDS = ("RngState", "RngKey", "RngCount")
@@ -36,8 +35,8 @@ class Leaf:
     """A leaf of a model.
 
     Attributes:
-      path: its path relative to the model, all text: of several the primary one, as
-        `reshard.restore.pytrees.flatten_state` has it. In Linen the collection comes first.
+      path: its path in the model, all text; of several paths the primary one, as in
+        `reshard.restore.pytrees.flatten_state`. In Linen the collection comes first.
       shape: its shape.
       dtype: its dtype.
       kind: its collection in Linen; the class of its variable in NNX, `""` for an array without a
@@ -55,13 +54,13 @@ class Module:
     """A module, or a container of modules.
 
     Attributes:
-      path: where it is; without a collection.
-      kind: its class, `""` where it is not known. In Linen as a name has it, with the names of
-        transforms before it (`ScanBlock`); in NNX also `List`, `list`, `Dict`, `dict`, `tuple`.
-        With `OWN` behind it if it is known to be only called like a class of flax's.
+      path: its path, without a collection.
+      kind: its class, `""` if it is not known. In Linen with the names of transforms before it
+        (`ScanBlock`); in NNX also `List`, `list`, `Dict`, `dict`, `tuple`. `OWN` is appended to a
+        user's class that has the name of one in flax.
       index: in Linen the counter in an automatic name; None for a name that was given.
-      children: what is in it, by name.
-      leaves: its own leaves, by name; in Linen one for each collection that has it.
+      children: its submodules, by name.
+      leaves: its own leaves, by name; in Linen one for each collection.
       ordered: whether `children` are in the order in which they were defined.
       repeated: names of children that are also elsewhere, and were defined there first.
     """
@@ -82,7 +81,7 @@ class Module:
 
     @functools.cached_property
     def kinds(self) -> frozenset[str]:
-        """The classes of what is in it, itself included, as far as there are leaves."""
+        """The classes of all modules with leaves in it, itself included."""
         if not self.filled:
             return frozenset()
         below = (child.kinds for child in self.children.values())
@@ -90,7 +89,7 @@ class Module:
 
     @functools.cached_property
     def unknown(self) -> frozenset[frozenset[str]]:
-        """What the modules without a known class in it, itself included, consist of."""
+        """The `parts` of all modules without a known class in it, itself included."""
         own = frozenset((self.parts,)) if not self.kind and self.filled else frozenset()
         return own.union(*(child.unknown for child in self.children.values()))
 
@@ -101,7 +100,7 @@ class Module:
 
     @functools.cached_property
     def tree(self) -> tuple[Any, ...]:
-        """All that is in it, less where it is: equal for layers that are alike."""
+        """Its structure without its path: equal for layers with the same structure."""
         own = ((n, tuple((x.kind, x.shape) for x in held)) for n, held in self.leaves.items())
         inside = ((name, child.tree) for name, child in self.children.items())
         return self.kind, tuple(sorted(own)), tuple(sorted(inside))
@@ -145,7 +144,7 @@ def linen_outline(
 
 
 def bare_leaves(shapes: Mapping[Path, Shape], dtypes: Mapping[Path, Any]) -> dict[Path, Leaf]:
-    """Leaves of which nothing but paths, shapes and dtypes is known."""
+    """Leaves of which only paths, shapes and dtypes are known."""
     return {
         path: Leaf(tuple(map(str, path)), shape, dtypes[path], "") for path, shape in shapes.items()
     }
@@ -163,18 +162,18 @@ def path_outline(leaves: Mapping[Path, Any]) -> Module:
 def outline(
     api: str, leaves: Mapping[Path, Any], classes: Mapping[tuple[str, ...], str] | None = None
 ) -> Module:
-    """The outline of a model of an API, of whose classes no more than these are known."""
+    """The outline of a model of an API; `classes` are all that are known."""
     return linen_outline(leaves, classes) if api == "linen" else path_outline(leaves)
 
 
 def outline_below(path: tuple[str, ...], leaves: Mapping[tuple[str, ...], Leaf]) -> Module:
-    """The outline of a part of a model of which only paths are known."""
+    """The outline of a part of an NNX model of which only the paths are known."""
     entries = {inner: [leaf] for inner, leaf in leaves.items()}
     return _module(path, _nested(entries), lambda path: {})
 
 
 def by_path(module: Module) -> dict[tuple[str, ...], Module]:
-    """The modules in one, by path: every path of those that have several."""
+    """All modules in a module, by path; a shared one has several."""
     found: dict[tuple[str, ...], Module] = {}
     pending: list[tuple[tuple[str, ...], Module]] = [((), module)]
     while pending:
@@ -187,12 +186,12 @@ def by_path(module: Module) -> dict[tuple[str, ...], Module]:
 def modules_before(
     leaves: Mapping[Path, Collection[Path]], begin: int
 ) -> dict[tuple[str, ...], dict[tuple[str, ...], None]]:
-    """The paths of modules after a map has given leaves other paths -> their paths before: a module
-    is still the same if leaves have the same names in it.
+    """The paths of modules after a map has renamed leaves -> their paths before. A module is the
+    same if its leaves have the same names in it.
 
     Args:
-      leaves: path of a leaf -> the paths that it comes from.
-      begin: where the path of a module begins in that of a leaf, in Linen behind the collection.
+      leaves: path of a leaf -> the paths of its sources.
+      begin: the number of keys before the module in the path of a leaf: in Linen 1, the collection.
     """
     found: dict[tuple[str, ...], dict[tuple[str, ...], None]] = {}
     for path, sources in leaves.items():
@@ -207,8 +206,8 @@ def modules_before(
 def classes_after(
     module: Module, leaves: Mapping[Path, Collection[Path]]
 ) -> dict[tuple[str, ...], str]:
-    """The classes of Linen modules after a map has given leaves other paths, as `linen_outline`
-    takes them. Arguments: the outline before; the leaves as `modules_before` takes them."""
+    """The classes of Linen modules after a map has renamed leaves, as `linen_outline` takes them.
+    Arguments: the outline before; the leaves as `modules_before` takes them."""
     known, found = by_path(module), {}
     for here, before in modules_before(leaves, 1).items():
         there = next(iter(before))
@@ -219,7 +218,7 @@ def classes_after(
 
 
 def joined(module: Module, other: Module) -> Module:
-    """An NNX outline with what is in another one besides, of which only the paths are known."""
+    """An NNX outline together with another one, of which only the paths are known."""
     children = dict(module.children)
     for name, child in other.children.items():
         children[name] = joined(children[name], child) if name in children else child
@@ -232,7 +231,7 @@ def joined(module: Module, other: Module) -> Module:
 
 
 def without(module: Module, paths: Collection[Path]) -> Module:
-    """An outline less some leaves. Modules stay, and count, even if nothing is left in them."""
+    """An outline without some leaves. Modules stay, and count, even if they are empty then."""
     if not paths:
         return module
     gone = {tuple(map(str, path)) for path in paths}
@@ -256,8 +255,8 @@ def without(module: Module, paths: Collection[Path]) -> Module:
 
 @functools.lru_cache(maxsize=1024)
 def unlifted(kind: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """What the class may be that a Linen name has: the name itself, and what is left of it without
-    the names of transforms; each with those transforms."""
+    """The classes that a Linen name may stand for: the name itself, and the rest of it without the
+    names of transforms; each with those transforms."""
     found: list[tuple[str, tuple[str, ...]]] = [(kind, ())]
     while match := _LIFT.match(found[-1][0]):
         kind, lifts = found[-1]
@@ -266,7 +265,8 @@ def unlifted(kind: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def _nested(entries: Mapping[tuple[str, ...], list[Leaf]]) -> dict[tuple[str, str], Any]:
-    """Nested dicts with lists of leaves at the ends. A name may be both, so keys say what it is."""
+    """Nested dicts with lists of leaves at the ends. A key is "module" or "leaves" and the name: a
+    name may be both."""
     root: dict[tuple[str, str], Any] = {}
     for path, leaves in entries.items():
         node = root

@@ -38,14 +38,14 @@ Subtrees = dict[Path, dict[Path, Path]]
 
 
 def parameters_of(shapes: Mapping[Path, Shape], api: str) -> dict[Path, Shape]:
-    """Of the model's leaves those that an optimizer may have state for."""
+    """The leaves of the model that an optimizer may have state for."""
     named = {p: s for p, s in shapes.items() if p[0] == "params"} if api == "linen" else {}
     return named or dict(shapes)
 
 
 def random_state(leaves: Mapping[Path, Any]) -> set[Path]:
-    """Of the model's leaves those that hold random state, which no optimizer has state for: PRNG
-    keys, and the `key` and `count` of an `nnx.RngStream` whose key is saved as plain numbers."""
+    """The random state among the model's leaves, which no optimizer has state for: PRNG keys, and
+    the `key` and `count` of an `nnx.RngStream` whose key is saved as plain numbers."""
     found = {path for path, leaf in leaves.items() if leaf.key_impl is not None}
     counts = [p for p, leaf in leaves.items() if p[-1] == "count" and leaf.dtype == np.uint32]
     for count in counts:
@@ -58,11 +58,11 @@ def random_state(leaves: Mapping[Path, Any]) -> set[Path]:
 def mirrored(
     parameters: Mapping[Path, Shape], leaves: Mapping[Path, object]
 ) -> list[tuple[Path, Path, Path]]:
-    """The leaves that mirror a parameter: their paths, the parameter's, and what is ahead of the
-    part that both have. A mirror has the whole path of the parameter, less at most what the paths
-    of all parameters begin with.
+    """The leaves that mirror a parameter: their path, the path of the parameter, and the keys ahead
+    of the part that both share. A mirror ends with the whole path of the parameter, except for keys
+    that the paths of all parameters begin with.
 
-    Where one mirror lacks the collection, none has it: all were made of the same tree. Then a
+    All mirrors were made of the same tree, so if one lacks the collection, none has it. Then a
     `params` ahead is a name of the optimizer's (the copy that `lbfgs` keeps).
     """
     if not leaves:  # many parameters take long
@@ -101,12 +101,11 @@ def followers(parameters: Mapping[Path, Shape], leaves: Leaves) -> dict[Path, Pa
 def mirroring_subtrees(
     parameters: Mapping[Path, Shape], leaves: Leaves
 ) -> tuple[Subtrees, Subtrees]:
-    """The subtrees that mirror parameters, root -> parameter -> mirror; and those of which that is
-    not known.
+    """The subtrees that mirror parameters, root -> parameter -> mirror; and the undecided ones.
 
-    Numbers directly below a root may only be called as parameters are, like a counter beside a
-    parameter `count`. They are of parameters if all parameters have one, or those that have a
-    moment; and of the optimizer's own if there are others beside them, or moments of others.
+    Numbers directly below a root may only share the names of parameters, like a counter and a
+    parameter `count`. They belong to parameters if all parameters have one, or all that have a
+    moment. They belong to the optimizer if there are other numbers, or moments of other parameters.
     """
     found: Subtrees = {}
     for path, parameter, root in mirrored(parameters, leaves):
@@ -207,12 +206,12 @@ def _tied(shape: Shape) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Followed:
-    """What becomes of optimizer state.
+    """The map of optimizer state.
 
     Attributes:
-      map: of the leaves below the optimizer state that follow parameters which change.
+      map: the map of leaves that follow parameters which change.
       placeholders: leaves without a value (optax's `MaskedNode`), path after -> paths before.
-      problems: what cannot be carried along, and why.
+      problems: leaves that cannot follow, and why.
     """
 
     map: LeafMap
@@ -237,18 +236,18 @@ def followed(
     others: bool = False,
     beside: Collection[Path] = (),
 ) -> Followed:
-    """What becomes of optimizer state: the map of the parameters, evaluated for each subtree that
+    """The map of optimizer state: the map of the parameters, evaluated for each subtree that
     mirrors them.
 
     Args:
-      model: what becomes of the parameters; of those that it does not name, nothing.
+      model: the map of the parameters; those that it does not name stay.
       parameters: all parameters before, with the collection ahead (or no collection).
       leaves: optimizer state before: path below it -> shape and dtype, None for a leaf without a
         value.
-      ahead: what the parameters' paths begin with after the conversion, and the subtrees' do not;
-        by default what it is before.
+      ahead: the keys that the parameters' paths begin with after the conversion and the subtrees'
+        paths do not; by default the same as before.
       others: whether there are more parameters before or after.
-      beside: leaves that may be no optimizer's at all, and follow if they mirror parameters.
+      beside: leaves that may not be optimizer state, and follow if they mirror parameters.
     """
     subtrees, unknown = mirroring_subtrees(parameters, leaves)
     factoring = _factoring(subtrees, parameters, leaves)
@@ -278,7 +277,7 @@ def followed(
 
 
 def follows_note(root: Path, count: int, checked: bool = True) -> str:
-    """What the user should know of leaves that are no optimizer's, and have followed parameters."""
+    """The note on leaves that are not optimizer state and have followed parameters."""
     text = (
         f"`{format_path(root)}` follows the parameters: {count} lea{'f' if count == 1 else 'ves'}"
     )
@@ -317,10 +316,10 @@ def _keep_order(places: Mapping[Path, Path]) -> bool:
 def _unplaced(
     changed: Collection[Path], parameters: Mapping[Path, Shape], leaves: Leaves, subtrees: Subtrees
 ) -> tuple[list[str], dict[Path, str]]:
-    """Problems with what is near the place of a parameter that changes, and not at it: a list in
-    place of a moment, or a moment that is boxed where its parameter is not. And with arrays that
-    are near none, by path: they may be all moments in one vector (`optax.flatten`), which is wrong
-    as soon as parameters change."""
+    """Problems with leaves near the place of a parameter that changes, and not at it: a list in
+    place of a moment, or a moment in a box although its parameter is in none. And problems with
+    arrays near no parameter, by path: one may be all moments in one vector (`optax.flatten`), whose
+    order depends on the parameters."""
     if not leaves:
         return [], {}
     shared = shared_keys(parameters)
@@ -358,8 +357,8 @@ def _is_small(
     leaves: Leaves,
     subtrees: Subtrees,
 ) -> bool:
-    """Whether an array that mirrors no parameter has nothing of them in their order: one element,
-    the data of a PRNG key, or a number for each update of a history beside it (`lbfgs`)."""
+    """Whether an array that mirrors no parameter does not depend on their order: one element, the
+    data of a PRNG key, or a number for each update of a history in the same state (`lbfgs`)."""
     shape, dtype = leaf
     if math.prod(shape) <= 1 or (dtype == np.uint32 and shape in _KEY_SHAPES):
         return True
@@ -386,8 +385,8 @@ def _ambiguities(
 
 
 class _Factoring(NamedTuple):
-    """What the moments of one transformation tell of adafactor: parameters that it keeps a whole
-    moment of, and from which size of the second largest dimension on it may factor others."""
+    """Adafactor's choices, as the moments of one transformation show them: parameters whose moment
+    is whole, and from which size of the second largest dimension on others may be factored."""
 
     whole: frozenset[Path]
     least: int
@@ -396,7 +395,7 @@ class _Factoring(NamedTuple):
 def _factoring(
     subtrees: Subtrees, parameters: Mapping[Path, Shape], leaves: Leaves
 ) -> dict[Path, _Factoring]:
-    """What is ahead of the last key of subtrees' roots -> what these tell of adafactor."""
+    """The roots of subtrees without the last key -> adafactor's choices there."""
     kinds: dict[Path, dict[Path, set[str]]] = {}
     for root, members in subtrees.items():
         found = kinds.setdefault(root[:-1], {})
@@ -457,7 +456,7 @@ class _Subtree:
         self._must_be_zero: dict[Path, Zeros] = {}
 
     def follow(self, model: LeafMap) -> Followed:
-        """What becomes of it."""
+        """The map of the subtree."""
         problems: list[str] = []
         given_up: set[int] = set()
         names = names_of(model)
@@ -490,18 +489,18 @@ class _Subtree:
         return Followed(found_map, placeholders, tuple(problems))
 
     def _has(self, value: Value) -> _Held | None:
-        """What the subtree has for a value of the parameters."""
+        """The moment of a value of the parameters."""
         if isinstance(value, Source):
             return self._held.get(value.path)
         return self._made[id(value.call)][value.part] if isinstance(value, Output) else None
 
     def _inside(self, path: Path) -> Path:
-        """The place in the subtree of what the parameters have at a path afterwards."""
+        """The place in the subtree for a path of the parameters after the conversion."""
         start = len(self._ahead)
         return self._root + (path[start:] if path[:start] == self._ahead else path)
 
     def _name(self, path: Path, value: Value, held: _Held | None) -> Path:
-        """What the subtree has, or lacks, for a value, as it is told of."""
+        """The path of a moment in messages, also of one that does not exist."""
         start = len(self._before)
         if not isinstance(value, Source):
             return self._inside(path)
@@ -512,7 +511,7 @@ class _Subtree:
     def _become(
         self, call: Call, have: Sequence[_Held | None], named: Sequence[Path]
     ) -> list[_Held] | str:
-        """What leaves become by an operation, or why they cannot."""
+        """The moments after an operation, or why there are none."""
         there = [held for held in have if held is not None]
         valued = [held for held in there if held.value is not None]
         absent = [
@@ -557,7 +556,7 @@ class _Subtree:
         return [_Held(paths[:1], value, first.dtype, first.least) for value in after]
 
     def _is_unused(self, shape: Shape, parameter: Shape) -> bool:
-        """Whether a leaf is only there in the place of a moment. Of a parameter of one element that
-        is told by the names of adafactor's factors, which it has none of."""
+        """Whether a leaf only takes the place of a moment. If the parameter has one element, the
+        names of adafactor's factors decide, since it has no factors."""
         factor = "v_row" in self._root or "v_col" in self._root
         return shape == _UNUSED and (parameter != _UNUSED or factor)

@@ -1,5 +1,5 @@
-"""Code of the user's: models, and functions that a map file names. Nothing else is imported: no
-checkpoint and no record of one names any."""
+"""The user's code: models, and functions that a map file names. A checkpoint or its record never
+names code that is imported."""
 
 import collections
 import contextlib
@@ -17,20 +17,20 @@ from typing import Any
 
 from reshard.errors import ReshardError
 
-# Where code is that is not the user's; `<` begins what is no file.
+# Beginnings of the file names of all other code; `<` begins names of no file.
 _OTHERS = (
     "<",
     str(pathlib.Path(__file__).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-# Folder that `findable` has put on the path -> how many need it at this moment.
+# Folder that `findable` has put on the path -> its number of users at this moment.
 _PLACED: collections.Counter[str] = collections.Counter()
 _PLACING = threading.Lock()
 
 
 @contextlib.contextmanager
 def findable(name: str) -> Iterator[None]:
-    """Modules beside the file of a name, as for `load`, are found first meanwhile."""
+    """Within the context, modules beside the file of a name, as for `load`, are found first."""
     file, _ = _parts(name)
     folder = os.path.dirname(os.path.abspath(file))
     with _PLACING:
@@ -52,8 +52,8 @@ def findable(name: str) -> Iterator[None]:
 
 
 def load(name: str, what: str) -> Any:
-    """What `package.module:name` or `path/to/file.py:name` names. Runs its code. Raises
-    ReshardError: it cannot be imported."""
+    """Import the object `package.module:name` or `path/to/file.py:name`. Raises ReshardError: it
+    cannot be imported."""
     module, attribute = _parts(name)
     if not module or not attribute:
         file = name.rstrip(":")
@@ -100,7 +100,7 @@ def load(name: str, what: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NamedFunction:
-    """A function of the user's, which another process loads by its name."""
+    """A user's function, which another process loads by its name."""
 
     name: str
     function: Callable[..., Any]
@@ -128,8 +128,8 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def own_line(error: BaseException, module: str) -> list[str]:
-    """The last line of the user's own code that an error came through, if any: of the package of a
-    module, or of anything that is neither installed nor of Python itself."""
+    """The last line of the user's code in the traceback of an error, if any: code in the package of
+    a module, or code that is neither installed nor part of Python."""
     package = module.partition(".")[0]
     lines = [
         f"in {frame.f_code.co_filename}, line {number}"

@@ -137,12 +137,12 @@ def _of_another_program(root: Location) -> Item | None:
 def _is_zarr_tree(root: Location, names: list[str]) -> bool:
     """Whether TensorStore wrote the arrays of a directory for another program than Orbax.
 
-    Then no name that Orbax writes is in it, below it or beside it. One array is two or more levels
+    Then no name that Orbax writes is in it, below it or next to it. One array is two or more levels
     deep, and not all arrays are in one directory: an item of Orbax has each array in a directory of
     its own, directly below it.
     """
-    beside = (root.beside(name).exists() for name in (CHECKPOINT_FILE, DELETION_FILE, V1_MARKER))
-    if any(map(_is_orbax, names)) or any(beside):
+    siblings = (root.parent / name for name in (CHECKPOINT_FILE, DELETION_FILE, V1_MARKER))
+    if any(map(_is_orbax, names)) or any(sibling.exists() for sibling in siblings):
         return False
     if MANIFEST in names:
         return True
@@ -378,7 +378,7 @@ def _why_uncommitted(directory: Location, marked: bool) -> tuple[str, str] | Non
         return f"its `{unfinished[0]}` was never finished", hint
     if times and times.get("init_timestamp_nsecs") and not times.get("commit_timestamp_nsecs"):
         return f"its {CHECKPOINT_FILE} has no commit time", hint
-    markers = (directory / MARKER, directory.beside(MARKER))
+    markers = (directory / MARKER, directory.parent / MARKER)
     if directory.is_local or not marked or any(marker.is_file() for marker in markers):
         return None
     hint = f"if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"

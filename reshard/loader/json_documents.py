@@ -75,12 +75,8 @@ def _integer(digits: str) -> int:
 def _check_levels(document: Any) -> None:
     level = [document] if type(document) in _CONTAINERS else []
     for _ in range(_MAX_LEVELS):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if type(node) is dict else node)
-            if type(child) in _CONTAINERS
-        ]
+        nodes = (node.values() if type(node) is dict else node for node in level)
+        level = [child for node in nodes for child in node if type(child) in _CONTAINERS]
         if not level:
             return
     raise ValueError(f"it is nested more than {_MAX_LEVELS} levels deep")

@@ -99,18 +99,18 @@ class _Reader:
     def __init__(self, root: Location, file: str):
         self.file, self._place = file, root / file
         self.size = self._place.file_bytes() or 0
-        self.at = self._begin = self._taken = self._entries = 0
+        self.at = self._begin = self._consumed = self._entries = 0
         self._piece = b""
         self.leaves: list[tuple[Path, Any]] = []
         self.problems: list[str] = []
 
-    def take(self, count: int) -> bytes:
+    def next_bytes(self, count: int) -> bytes:
         """The next bytes."""
         start, end = self.at - self._begin, self.at + count
-        self._taken += count
+        self._consumed += count
         if end > self.size:
             raise ValueError(f"it ends at {self.size}, in the middle of a value")
-        if self._taken > MAX_DOCUMENT:
+        if self._consumed > MAX_DOCUMENT:
             raise ValueError(f"it has over {format_bytes(MAX_DOCUMENT)} besides its arrays")
         if start + count > len(self._piece):
             self._begin, start = self.at, 0
@@ -120,7 +120,7 @@ class _Reader:
 
     def head(self) -> tuple[str, Any]:
         """The next value's kind and length, or "number" and a number, None or a bool."""
-        first = self.take(1)[0]
+        first = self.next_bytes(1)[0]
         if first < 0x80 or first >= 0xE0:
             return "number", first if first < 0x80 else first - 0x100
         if first < 0xC0:
@@ -129,12 +129,12 @@ class _Reader:
         elif first in _CONSTANTS:
             return "number", _CONSTANTS[first]
         elif form := _NUMBERS.get(first):
-            return "number", struct.unpack(form, self.take(struct.calcsize(form)))[0]
+            return "number", struct.unpack(form, self.next_bytes(struct.calcsize(form)))[0]
         elif 0xD4 <= first <= 0xD8:
             kind, length = "extension", 1 << first - 0xD4
         elif first in _LENGTHS:
             kind, size = _LENGTHS[first]
-            length = int.from_bytes(self.take(size), "big")
+            length = int.from_bytes(self.next_bytes(size), "big")
         else:
             raise ValueError(f"no value begins with the byte 0x{first:02x}")
         if length * (2 if kind == "map" else 1) > self.size - self.at:
@@ -161,7 +161,7 @@ class _Reader:
         elif kind == "bytes":
             raise ValueError(f"{format_path(path):.80} holds bytes, which are not a leaf")
         else:
-            leaf = self.take(length).decode() if kind == "text" else length
+            leaf = self.next_bytes(length).decode() if kind == "text" else length
             self.leaves.append((path, leaf))
 
     def _map(self, path: Path, length: int) -> None:
@@ -169,7 +169,7 @@ class _Reader:
         for _ in range(length):
             kind, key = self.head()
             if kind == "text":
-                key = self.take(key).decode()
+                key = self.next_bytes(key).decode()
             elif kind != "number" or type(key) is not int:
                 raise ValueError(f"{format_path(path):.80}: a key is neither text nor a number")
             if str(key) in keys:
@@ -182,7 +182,7 @@ class _Reader:
             self.leaves.append((path, _joined(parts, format_path(path))))
 
     def _extension(self, path: Path, length: int) -> None:
-        code = self.take(1)[0]
+        code = self.next_bytes(1)[0]
         start, end = self.at, self.at + length
         if end > self.size:
             raise ValueError(f"an extension of {length}, and the file ends at {self.size}")
@@ -209,7 +209,7 @@ class _Reader:
         if not all(kind == "number" and type(n) is int and n >= 0 for kind, n in shape):
             raise ValueError("its shape is not a list of sizes")
         kind, length = self.head()
-        name = self.take(min(length, 80)).decode() if kind in ("text", "bytes") else ""
+        name = self.next_bytes(min(length, 80)).decode() if kind in ("text", "bytes") else ""
         kind, size = self.head()
         sizes = tuple(n for _, n in shape)
         plain = PlainArray(self.file, _zarr_dtype(name), sizes, ((self.at, size),))

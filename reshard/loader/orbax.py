@@ -71,8 +71,9 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
             stored = (store, next(metadata), shardings, key_impls)
             leaves[path] = array(path, name, value_type, *stored, problems)
             other = by_name.setdefault((False, name.removesuffix("/")), path)
-            if other != path:
-                _mark_collision(leaves, other, path)
+            for one, same in ((path, other), (other, path)) if other != path else ():
+                if isinstance(handle := leaves[one], ArrayHandle):
+                    leaves[one] = dataclasses.replace(handle, same_name=same)
         else:
             problems.append(f"{format_path(path)}: unknown value type {value_type!r:.40}")
     if problems:
@@ -304,10 +305,3 @@ def _keep_chunks(path: Path, name: str, array: ZarrArray, store: ArrayStore) -> 
         kept[key] = value
     store.values[name] = kept
     return wrong
-
-
-def _mark_collision(leaves: dict[Path, Leaf], one: Path, other: Path) -> None:
-    for path, same in ((one, other), (other, one)):
-        handle = leaves[path]
-        if isinstance(handle, ArrayHandle):
-            leaves[path] = dataclasses.replace(handle, same_name=same)

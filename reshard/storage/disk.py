@@ -95,9 +95,6 @@ class Location:
             return self
         return type(self)(self.path.rpartition("/")[0] or "/")
 
-    def beside(self, name: str) -> Self:
-        return self.parent / name
-
     def below(self, outer: "Location") -> str | None:
         """Its path relative to another location: empty if they are equal, None if it is not below
         that location."""
@@ -311,7 +308,7 @@ class Location:
         exists. In a bucket, also returns False if the answer to a request was lost: read the file
         to know who created it."""
         self.parent.make_directory()
-        temporary = self.beside(f".{self.name[:_LONG]}.{secrets.token_hex(8)}")
+        temporary = self.parent / f".{self.name[:_LONG]}.{secrets.token_hex(8)}"
         try:
             temporary.write(data)
             if not link(temporary, self):
@@ -341,7 +338,7 @@ class Location:
     def replace(self, data: bytes, temporary: str) -> None:
         """Writes a durable file, with all of its bytes or not at all: on a disk, under a temporary
         name in its directory first."""
-        new = self.beside(temporary)
+        new = self.parent / temporary
         try:
             new.write(data)
             sync(new)

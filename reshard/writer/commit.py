@@ -95,7 +95,7 @@ def begin(
       DestinationError: another job writes there or has left parts, the job to resume is a
         different one, or the destination is complete.
     """
-    replaced = destination.beside(destination.name + REPLACED_SUFFIX)
+    replaced = destination.parent / f"{destination.name}{REPLACED_SUFFIX}"
     # A job was stopped between two renames, or after them.
     if destination.is_local and replaced.exists():
         if destination.exists():
@@ -134,7 +134,7 @@ def begin(
 
 
 def _beside(destination: Location, token: str) -> Location:
-    return destination.beside(f"{UNFINISHED_PREFIX}{destination.name}.{token}")
+    return destination.parent / f"{UNFINISHED_PREFIX}{destination.name}.{token}"
 
 
 def jobs(destination: Location) -> dict[Location, Found]:
@@ -446,7 +446,7 @@ def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
             return None
         if disk.exchange(directory, destination):
             return directory
-        replaced = destination.beside(destination.name + REPLACED_SUFFIX)
+        replaced = destination.parent / f"{destination.name}{REPLACED_SUFFIX}"
         try:
             disk.rename(destination, replaced)
             disk.rename(directory, destination)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from reshard import errors
 from reshard.arrays.boxes import shape_of
 from reshard.arrays.derived import stored_share
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
@@ -14,16 +15,6 @@ from reshard.checkpoint import Checkpoint, Source
 from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
 from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayLayout, ArrayPlan, co_read, plan_array, too_large
-from reshard.errors import (
-    ArgumentError,
-    CorruptCheckpointError,
-    DestinationError,
-    DestinationExistsError,
-    MemoryLimitError,
-    ReshardError,
-    ShardingError,
-    lines_of,
-)
 from reshard.loader.detection import MARKER, TREE_FILE, manager_steps, why_not_replaceable
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
@@ -92,7 +83,7 @@ def plan(
     formats = [
         target_format(each, place, limit, format, ocdbt, codec, file_size) for each in checkpoints
     ]
-    errors: list[ReshardError] = []
+    problems: list[errors.ReshardError] = []
     notes: list[str] = []
     found: Sequence[Sibling] = ()
     with (
@@ -105,13 +96,13 @@ def plan(
         for each in checkpoints:
             each.source.directory.prefetch(below=place is not None, unseen=[FILE])
         items = tuple(
-            plan_item(each, place, limit, chunks, form, link, digest, errors)
+            plan_item(each, place, limit, chunks, form, link, digest, problems)
             for each, form in zip(checkpoints, formats, strict=True)
         )
         try:
             found = siblings(checkpoints)
-        except ReshardError as error:
-            errors.append(error)
+        except errors.ReshardError as error:
+            problems.append(error)
         paths = {each.path for each in found}
         notes += [
             f"item {name} is not part of the job and is copied unchanged"
@@ -122,8 +113,8 @@ def plan(
         state = {} if place is None else source_state(checkpoints, opened=True)
         try:
             notes += [] if checked is None else checked.result()
-        except ReshardError as error:
-            errors.insert(0, error)
+        except errors.ReshardError as error:
+            problems.insert(0, error)
     planned = Plan(
         items,
         tuple(found),
@@ -135,17 +126,17 @@ def plan(
         state,
         notes=tuple(dict.fromkeys([*(note for i in items for note in _notes(i)), *notes])),
     )
-    return with_cost_errors(planned, errors)
+    return with_cost_errors(planned, problems)
 
 
-def with_cost_errors(plan: P, errors: Sequence[ReshardError]) -> P:
+def with_cost_errors(plan: P, problems: Sequence[errors.ReshardError]) -> P:
     """The plan with these errors, and with those about memory and the disk."""
     return dataclasses.replace(
-        plan, errors=tuple(_one_memory_error([*errors, *_cost_errors(plan)]))
+        plan, errors=tuple(_one_memory_error([*problems, *_cost_errors(plan)]))
     )
 
 
-def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
+def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
     """Copies and reads that do not fit into memory, and too little free space on the disk."""
     place, limit = plan.destination, plan.max_memory
     for array in plan.arrays:
@@ -158,7 +149,7 @@ def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
         large = [sibling for sibling in plan.siblings if copy_bytes(sibling.nbytes) > limit]
         least = max((copy_bytes(sibling.nbytes) for sibling in large), default=0)
         if large:
-            yield MemoryLimitError(
+            yield errors.MemoryLimitError(
                 f"files that are copied do not fit in {format_bytes(limit)}",
                 [
                     f"`{s.source}` has {format_bytes(s.nbytes)}, and is written in one piece"
@@ -168,17 +159,17 @@ def _cost_errors(plan: Plan) -> Iterator[ReshardError]:
                 least,
             )
         if plan.verify and not all(item.format.ocdbt for item in plan.items):
-            yield ArgumentError(
+            yield errors.ArgumentError(
                 "verify=True cannot read plain files in a bucket before the commit",
                 hints=[f"reshard.verify({as_python(str(place))}) reads them afterwards"],
             )
     try:
         check_fits((cost for item in plan.items for cost in read_costs(item, plan.verify)), limit)
-    except MemoryLimitError as error:
+    except errors.MemoryLimitError as error:
         yield error
 
 
-def _room_errors(destination: Location, nbytes: int) -> Iterator[DestinationError]:
+def _room_errors(destination: Location, nbytes: int) -> Iterator[errors.DestinationError]:
     """An error if the destination's disk has less than `nbytes` free."""
     free = disk.free_bytes(destination)
     parent = destination.parent
@@ -186,7 +177,7 @@ def _room_errors(destination: Location, nbytes: int) -> Iterator[DestinationErro
         if name.startswith(f"{UNFINISHED_PREFIX}{destination.name}."):  # gone on with, or removed
             free += disk.own_bytes(parent / name)
     if free < nbytes:
-        yield DestinationError(
+        yield errors.DestinationError(
             f"not enough disk space for `{destination}`",
             [f"needed {format_bytes(nbytes)}, free {format_bytes(free)}"],
         )
@@ -197,7 +188,7 @@ def _check_apart(destination: Location, source: Location) -> None:
     real, root = destination.resolved(), source.resolved()
     if real.below(root) is not None or root.below(real) is not None:
         beside = "write to another path, check the result, then rename it"
-        raise DestinationError(
+        raise errors.DestinationError(
             f"the destination `{destination}` and the source `{source}` overlap",
             hints=[beside if destination.is_local else "write to another prefix"],
         )
@@ -214,7 +205,7 @@ def check_destination(
         names = parent.names() if not parent.is_local or parent.is_dir() else ()
         for left in (pattern.format(destination.name) for pattern in _EARLIER):
             if left in names:
-                raise DestinationError(
+                raise errors.DestinationError(
                     f"an earlier version of reshard left an unfinished job: `{parent / left}`",
                     ["this version cannot resume it"],
                     [committing.restart_hint(parent / left)],
@@ -237,9 +228,9 @@ def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
         return written
     root = steps[0].root
     one = [f"to write one step as `{destination}`, open it alone: {root / steps[0].step}"]
-    other = f"to write a root, give it another name: {destination.beside(f'root-{name}')}"
+    other = f"to write a root, give it another name: {destination.parent / f'root-{name}'}"
     summary = f"`{destination}` is the name of a step, and `{root}` is a manager's root"
-    raise DestinationError(summary, written, [*one[: len(steps) == 1], other])
+    raise errors.DestinationError(summary, written, [*one[: len(steps) == 1], other])
 
 
 def _check_directory(
@@ -248,15 +239,15 @@ def _check_directory(
     """Notes about a destination on a disk. Raises DestinationError if it may not be written."""
     exists = destination.exists()
     if destination.is_symlink() or (exists and not destination.is_dir()):
-        raise DestinationExistsError(f"`{destination}` is a file or a symbolic link")
+        raise errors.DestinationExistsError(f"`{destination}` is a file or a symbolic link")
     suffix = committing.REPLACED_SUFFIX
     if destination.name.startswith(UNFINISHED_PREFIX) or destination.name.endswith(suffix):
         text = f"`{destination}` has a name that is reserved for unfinished jobs"
-        raise DestinationError(text, hints=["choose another name"])
+        raise errors.DestinationError(text, hints=["choose another name"])
     # An earlier job may have been stopped between two renames.
-    replaced = destination.beside(destination.name + suffix)
+    replaced = destination.parent / f"{destination.name}{suffix}"
     if (exists or replaced.exists()) and not overwrite:
-        raise DestinationExistsError(
+        raise errors.DestinationExistsError(
             f"`{destination}` exists",
             hints=["overwrite=True replaces it once the new one is complete"],
         )
@@ -265,7 +256,7 @@ def _check_directory(
     steps = {number for c in checkpoints if (number := c.source.number) is not None}
     reason = why_not_replaceable(destination, steps)
     if reason is not None:
-        raise DestinationExistsError(
+        raise errors.DestinationExistsError(
             f"`{destination}` would be deleted: {reason}",
             hints=["choose another destination, or move the existing one away"],
         )
@@ -277,7 +268,7 @@ def _check_prefix(destination: Location) -> list[str]:
     objects are checked when the job begins."""
     parent = destination.parent
     if destination == parent:
-        raise DestinationError(
+        raise errors.DestinationError(
             f"`{destination}` is a bucket, not a path in it",
             hints=[f"add a path: {destination}/1000"],
         )
@@ -286,13 +277,13 @@ def _check_prefix(destination: Location) -> list[str]:
         above = {parent: (parent / MARKER).is_file(), parent.parent: marker.result() is not None}
     for place, is_complete in above.items():
         if is_complete:
-            raise DestinationError(
+            raise errors.DestinationError(
                 f"`{destination}` is inside `{place}`, which is complete",
                 hints=["write to another prefix"],
             )
     if destination.is_file():
         text = f"`{destination}` is an object, not a prefix"
-        raise DestinationExistsError(text)
+        raise errors.DestinationExistsError(text)
     if not set(manager_steps(parent).values()) - {destination.name}:
         return []
     return [
@@ -301,14 +292,14 @@ def _check_prefix(destination: Location) -> list[str]:
     ]
 
 
-def _one_memory_error(found: list[ReshardError]) -> list[ReshardError]:
+def _one_memory_error(found: list[errors.ReshardError]) -> list[errors.ReshardError]:
     """The errors, with all memory errors as one. Its hints are enough for all of them."""
-    memory = [error for error in found if isinstance(error, MemoryLimitError)]
+    memory = [error for error in found if isinstance(error, errors.MemoryLimitError)]
     if len(memory) < 2:
         return found
     largest = max(memory, key=lambda error: error.least)
     summary = f"{sum(len(error.problems) for error in memory)} arrays do not fit into memory"
-    one = MemoryLimitError(summary, lines_of(memory), largest.hints, largest.least)
+    one = errors.MemoryLimitError(summary, errors.lines_of(memory), largest.hints, largest.least)
     return [error for error in found if error not in memory] + [one]
 
 
@@ -325,13 +316,13 @@ def _checked(ckpt: Checkpoint | Iterable[Checkpoint]) -> list[Checkpoint]:
     checkpoints: list[Any] = list(ckpt) if several else [ckpt]
     wrong = [f"{each!r:.80}" for each in checkpoints if not isinstance(each, Checkpoint)]
     if wrong:
-        raise ArgumentError("save needs a checkpoint", wrong, ["reshard.open(path)"])
+        raise errors.ArgumentError("save needs a checkpoint", wrong, ["reshard.open(path)"])
     sources = [c.source for c in checkpoints]
     if not sources:
-        raise ArgumentError("save needs at least one checkpoint")
+        raise errors.ArgumentError("save needs at least one checkpoint")
     together = {(source.root, source.kind) for source in sources}
     if len(together) > 1 or len({source.step for source in sources}) < len(sources):
-        raise ArgumentError(
+        raise errors.ArgumentError(
             "checkpoints are saved together only if they are different steps of one manager's root",
             [f"{source.root} {source.step}".rstrip() for source in sources],
         )
@@ -346,21 +337,21 @@ def plan_item(
     form: TargetFormat,
     link: bool,
     digest: bool,
-    errors: list[ReshardError],
+    problems: list[errors.ReshardError],
 ) -> ItemPlan:
-    """The plan of one item. Errors of its leaves are added to `errors`."""
+    """The plan of one item. Errors of its leaves are added to `problems`."""
     collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
     if collided:
-        errors.append(collision_error(collided))
-    errors += [] if form.files else name_errors(ckpt, form)
+        problems.append(collision_error(collided))
+    problems += [] if form.files else name_errors(ckpt, form)
     whole, sizes = [], []
     for handle in ckpt.arrays:
         try:
             _check_fits(handle)
             sizes.append(handle.stored_sizes())
             whole.append(handle)
-        except ReshardError as error:
-            errors.append(error)
+        except errors.ReshardError as error:
+            problems.append(error)
     groups: dict[int, tuple[int, int, Decoded]] = {}
     for group, numbers in enumerate(co_read_groups(whole)):
         decoded = decoded_together([whole[number] for number in numbers])
@@ -379,8 +370,8 @@ def plan_item(
             arrays.append(array)
             stored.append(values if array.verbatim else None)
             handles.append(handle)
-        except ReshardError as error:
-            errors.append(error)
+        except errors.ReshardError as error:
+            problems.append(error)
     arrays = with_passes(arrays, handles)
     files = _files_to_link(ckpt, destination, form, arrays, stored) if link else None
     if files is not None:
@@ -388,8 +379,8 @@ def plan_item(
     record = NO_RECORD
     try:
         record = source_record(ckpt, handles)
-    except CorruptCheckpointError as error:
-        errors.append(error)
+    except errors.CorruptCheckpointError as error:
+        problems.append(error)
     sources, verbatim = read_again(handles, arrays, record, digest)
     return ItemPlan(ckpt, form, tuple(handles), tuple(arrays), files, record, sources, verbatim)
 
@@ -496,7 +487,7 @@ def _check_fits(handle: ArrayHandle) -> None:
         problems = spec_problems(handle.shape, mesh, handle.sharding.spec)
         if problems:
             fits = ",".join(f"{name}=1" for name in mesh.axis_names)
-            raise ShardingError(
+            raise errors.ShardingError(
                 f"{format_path(handle.path)} does not fit `{mesh}`",
                 problems,
                 [f"reshard.to_mesh(ckpt, {as_python(fits)}) fits any array"],
