@@ -489,21 +489,6 @@ def test_trees_that_are_saved_alone_are_no_other(opened, cases, tmp_path):
         assert detect(alone) == detect(opened[name])
 
 
-@pytest.mark.sampled
-def test_arrays_may_be_abstract(opened, cases):
-    """As the tree that a model would save has them."""
-    key = jax.eval_shape(lambda: jax.random.key(0)).dtype
-    for name, ckpt in opened.items():
-        leaves = {}
-        for path, leaf in ckpt.items():
-            leaves[path] = leaf
-            if isinstance(leaf, ArrayHandle):
-                dtype = leaf.dtype if leaf.key_impl is None else key
-                leaves[path] = jax.ShapeDtypeStruct(leaf.shape, dtype)
-        api = "nnx" if name.startswith("nnx") else "linen"
-        assert detect(leaves, api=api) == detect(ckpt, api=api), name
-
-
 # Made-up trees
 
 STORE: Any = None  # which nothing here reads
@@ -1021,19 +1006,6 @@ PARAMETERS = st.sampled_from(["kernel", "bias", "w", "table"])
 
 
 @settings(deadline=None, max_examples=examples(120))
-@given(trees(NAMES, st.just(None), 8))
-def test_a_state_is_its_pure_dict_less_the_variables(tree):
-    names = list(leaves_of(tree))
-    state = {path: (*path, "value") for path in names}
-    assert detect(with_arrays(state.values()), "nnx-state").model == state
-    roots = (("model",), ("opt_state", "0", "mu"))
-    both = with_arrays((*root, *path) for root in roots for path in state.values())
-    layout = detect(both, "nnx-model-and-optimizer")
-    assert list(layout.model) == names
-    assert list(layout.optimizer) == [("0", "mu", *path) for path in names]
-
-
-@settings(deadline=None, max_examples=examples(120))
 @given(trees(MODULES, st.dictionaries(PARAMETERS, st.booleans(), min_size=1), 6))
 def test_boxes_are_told_from_modules_where_a_layer_has_one(tree):
     """Some parameters are in boxes, among them one whose name is that of a layer's."""
@@ -1046,18 +1018,3 @@ def test_boxes_are_told_from_modules_where_a_layer_has_one(tree):
     assert layout.model == {("params", *p): ("params", *path) for p, path in saved.items()}
     moments = {("0", "mu", *p): ("opt_state", 0, "mu", *path) for p, path in saved.items()}
     assert layout.optimizer == moments
-
-
-@pytest.mark.exhaustive
-def test_a_hundred_thousand_leaves():
-    names = [
-        ("stack", f"layers_{i // 8}", f"Dense_{i % 8}", name, "value")
-        for i in range(16_700)
-        for name in ("kernel", "bias")
-    ]
-    places = [("params", *path) for path in names]
-    places += [("opt_state", 0, moment, *path) for moment in ("mu", "nu") for path in names]
-    layout = detect(with_arrays(places))
-    assert list(layout.model.values()) == places[: len(names)]
-    assert list(layout.optimizer.values()) == places[len(names) :]
-    assert layout.kind == "linen-train-state"

@@ -532,15 +532,14 @@ def test_the_text_of_a_whole_map():
     text = written(steps, dropped, ["rngs/**", "**/count"], leaves)
     assert text == (
         r"""
-# A whole map between the leaves of two checkpoints. Each rule is for a leaf, for all leaves of a
-# module (`^a/b/`), or for those that differ in numbers alone (`(\d+)`), and sees what the rules
-# before it have left. Any of it can be edited: `from` is a regex that is searched for in printed
-# paths, `to` a replacement as `re.sub` takes it. As long as `from` has no other wildcards, and all
-# of its numbers are in the new paths, the map can be used in the opposite direction, too: with the
-# model that is made then, where an optimizer's state or a step is beside it. Where the
-# source was renamed, selected from or cast before, that is not in it.
-# Behind `[[rule]]` is what it was found by: equal paths after the standard conversions (path), or
-# the order of modules of one class (structure).
+# The map between the leaves of two checkpoints. A rule is for one leaf, for all leaves of a
+# module (`^a/b/`), or for leaves that differ only in numbers (`(\d+)`). The rules are applied in
+# order. You may edit them: `from` is a regex for printed paths, and `to` a replacement, as in
+# `re.sub`. The map also works in the opposite direction, if `from` has no other wildcards and the
+# new paths contain all of its numbers. With optimizer state or a step, name the model there, too.
+# If the source was renamed, selected or cast before, the map does not include that.
+# The word behind `[[rule]]` shows how it was found: by equal paths after the standard conversions
+# (path), or by the order of modules of one class (structure).
 
 init = ['rngs/**', '**/count']
 

@@ -735,28 +735,3 @@ def test_any_map_gives_optax_state_of_the_new_parameters_and_back(case, names):
     found = followed(steps, shapes, tx, after)
     forth = whole(found, state_of(tx, shapes))
     assert forth.then(forth.inverse()).shapes == forth.sources()
-
-
-@pytest.mark.exhaustive
-def test_a_hundred_thousand_leaves():
-    groups, sizes = range(0, 25_000, 10), {"kernel": (4, 6), "bias": (6,)}
-    shapes = {(f"layer_{i}", key): size for i in range(25_000) for key, size in sizes.items()}
-    moments = [(0, "mu"), (0, "nu")]
-    leaves = {(*root, *path): (shape, F32) for root in moments for path, shape in shapes.items()}
-    steps = [
-        Row(
-            tuple(("params", f"layer_{i}", key) for i in range(first, first + 10)),
-            ((f"group_{first}", key),),
-            Stack(0),
-        )
-        for first in groups
-        for key in sizes
-    ]
-    found = follow(steps, below(shapes, "params"), leaves)
-    assert found.problems == ()
-    assert carried(found, leaves) == {
-        (*root, f"group_{first}", key): ((10, *size), F32)
-        for root in moments
-        for first in groups
-        for key, size in sizes.items()
-    }

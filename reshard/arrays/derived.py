@@ -188,6 +188,7 @@ class Rounded(NamedTuple):
 
     arrays: int
     bytes: int
+    paths: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{count_of(self.arrays, 'array')}, {format_bytes(self.bytes)}"
@@ -195,8 +196,9 @@ class Rounded(NamedTuple):
 
 def rounded(handles: Iterable[ArrayHandle]) -> Rounded:
     """Which of some arrays are rounded."""
-    found = [handle.nbytes for handle in handles if rounds(handle)]
-    return Rounded(len(found), sum(found))
+    found = [handle for handle in handles if rounds(handle)]
+    paths = tuple(format_path(handle.path) for handle in found)
+    return Rounded(len(found), sum(handle.nbytes for handle in found), paths)
 
 
 def rounds(handle: ArrayHandle) -> bool:

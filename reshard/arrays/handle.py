@@ -31,8 +31,7 @@ _READ = 1 << 26
 
 
 class StoredChunk(NamedTuple):
-    """A stored value of an array: the name of the stored array, the key below that name, and a
-    chunk's place in the grid."""
+    """A stored value: the name of its array, its key below that name, and a chunk's place."""
 
     name: str
     key: str
@@ -49,8 +48,7 @@ class StoredArray:
     metadata: bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With its own entries of the store's listing. A store is pickled without its listing, so a
-        process gets only the entries that it reads."""
+        """With its own entries of the store's listing, which is not pickled with the store."""
         values = [(key, *value) for key, value in self.store.values[self.name].items()]
         return _unpickled, (self.store, self.name, self.metadata, values)
 

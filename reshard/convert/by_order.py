@@ -27,15 +27,17 @@ class ByOrder(NamedTuple):
 
 def by_order(model: LeafMap, to: str) -> ByOrder | None:
     """What went by order in the map of a model's leaves; None if nothing did."""
-    made, pairs = model.made_of(), {}
     paths = _by_structure(model)
+    if not paths:
+        return None
+    made, pairs = model.made_of(), {}
     for path in paths:
         for before in made[path]:
             one, other = (before[1:], path) if to == "nnx" else (before, path[1:])
             while one[1:] and other[1:] and one[-1] == other[-1]:  # to the outermost modules
                 one, other = one[:-1], other[:-1]
             pairs[format_path(one), format_path(other)] = None
-    return ByOrder(len(paths), tuple(pairs)) if paths else None
+    return ByOrder(len(paths), tuple(pairs))
 
 
 def _by_structure(model: LeafMap) -> list[Path]:

@@ -1,10 +1,9 @@
-"""Linen checkpoints as NNX ones, and back: `to_nnx` and `to_linen`.
+"""Conversion of Linen checkpoints to NNX, and back: `to_nnx` and `to_linen`.
 
     source tree -> layout -> map file -> alignment with the model -> optimizer -> target tree
 
-Everything is decided on paths, shapes and dtypes, and every problem is reported, before an array is
-read. What comes out is a `Checkpoint` whose leaves are derived from those of the source when they
-are written or restored.
+Everything is decided from paths, shapes and dtypes, and all problems are reported, before an array
+is read. The result is a `Checkpoint` whose leaves are computed when they are written or restored.
 """
 
 import dataclasses
@@ -61,7 +60,7 @@ from reshard.tree import (
 )
 from reshard.units import format_bytes, parse_bytes
 
-# Bytes that initial values may take without a word.
+# A note shows the peak memory of initial values from this many bytes on.
 _TOLD_PEAK = 2**20
 
 
@@ -71,14 +70,14 @@ class Conversion:
 
     Attributes:
       checkpoint: the converted checkpoint.
-      layout: what the source is.
-      map: that of the model's leaves, from the source to the result.
+      layout: the layout of the source.
+      map: the map of the model's leaves, from the source to the result.
       initial: paths in the model of leaves that keep the model's own initial value.
-      to: the API that it is converted to, `"nnx"` or `"linen"`.
-      source: what is converted.
-      kind: what the result is, one of `reshard.convert.layout.KINDS`.
-      outcomes: what becomes of each leaf of the source, and what each of the result is made of.
-      warnings: what was decided on evidence that may be wrong: also the last notes of `checkpoint`.
+      to: the API of the result, `"nnx"` or `"linen"`.
+      source: the checkpoint that is converted.
+      kind: the layout of the result, one of `reshard.convert.layout.KINDS`.
+      outcomes: the verdict on each leaf of the source and of the result.
+      warnings: decisions that may be wrong; also the last notes of `checkpoint`.
       groups: the modules of one class that only order has paired.
     """
 
@@ -105,8 +104,8 @@ class Conversion:
         return compare_outputs(run, inputs, self.map, self.to, self.groups)
 
     def checked(self, model: Any, source: Any, check: Any) -> Checkpoint:
-        """The result, once the outputs of both models were found to be equal, unless `check` is
-        False. Arguments as for `to_nnx`."""
+        """The result. Unless `check` is False, the outputs of both models must be equal. Arguments
+        as for `to_nnx`."""
         if check is False:
             return self.checkpoint
         run = runs({self.to: model, self.layout.api: source}, self.leaves)
@@ -120,9 +119,8 @@ class Conversion:
         return self.compared(found).checkpoint
 
     def compared(self, found: OutputComparison, step: str = "") -> "Conversion":
-        """The conversion once its outputs were found to be equal: what went by order is right where
-        they show an exchange. Of how the source was made they say nothing. `step`: begins the note,
-        if there are several."""
+        """The conversion after its outputs were found to be equal: groups whose exchange changes
+        the outputs are cleared from the warning of order. `step`: the beginning of the note."""
         open_ = [
             (by_order_in(groups, self.map, self.to), why)
             for groups, why in ((found.not_seen, NOT_SEEN), (found.not_tried, NOT_TRIED))
@@ -268,11 +266,11 @@ def conversion(
     source: Any = None,
     max_memory: int | str | None = None,
 ) -> Conversion:
-    """What `to_nnx` (`to="nnx"`) and `to_linen` (`to="linen"`) do, with the map that they found.
+    """The conversion of `to_nnx` (`to="nnx"`) or `to_linen` (`to="linen"`).
 
     Args:
       source: as for `to_nnx` and `to_linen`, or the tree that `target_tree_of` made of it.
-      max_memory: bytes that computing initial values may take, any number of them by default.
+      max_memory: limit in bytes for computing initial values; none by default.
 
     Raises:
       ArgumentError, TreeMismatchError: as for `to_nnx`.
@@ -348,7 +346,7 @@ def _made(
     max_memory: int | None,
     left_out: Sequence[Path],
 ) -> Conversion:
-    """The conversion that has been decided; `left_out`: leaves that were dropped before."""
+    """The conversion that was decided. `left_out`: leaves that were dropped before."""
     not_zero = decided.map.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
@@ -402,7 +400,7 @@ def _made(
 
 
 def _order(target: TargetTree, prefix: Path) -> Callable[[Path], int]:
-    """The place of a leaf in the tree of the model; leaves beside it come last."""
+    """The position of a leaf in the model's tree; other leaves come last."""
     places = {prefix + path: place for place, path in enumerate(target.leaves)}
     return lambda path: places.get(path, len(places))
 
@@ -410,8 +408,7 @@ def _order(target: TargetTree, prefix: Path) -> Callable[[Path], int]:
 def _without_dropped(
     ckpt: Checkpoint, drop: Sequence[str], layout: str | None, api: str
 ) -> Checkpoint:
-    """A checkpoint less the leaves that globs name: by their saved paths, or by those that maps
-    have."""
+    """A checkpoint without the leaves that globs name, by saved paths or by paths in the model."""
     texts = {glob_text(path) for path in ckpt}
     if all(named_by(texts, glob) for glob in drop):
         return select(ckpt, drop=drop)
@@ -427,8 +424,8 @@ def _without_dropped(
 def _left_out_of(
     whole: Checkpoint, ckpt: Checkpoint, layout: Layout, said: str | None, api: str
 ) -> dict[Path, ArrayHandle]:
-    """The leaves of the model that `drop` has left out. Where they were in the way of knowing what
-    the whole is, it is all that is in the places of the model."""
+    """The leaves of the model that `drop` has left out. If the layout of the whole is ambiguous,
+    all leaves in the places of the model count."""
     try:
         saved = detect(whole, said, api).model
     except TreeMismatchError:

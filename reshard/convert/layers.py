@@ -236,10 +236,11 @@ def is_stack(linen: Module, nnx: Module) -> bool:
     """Whether the leaves of a pair of modules are stacked along the axis of a scan or a vmap. A
     stack begins at a Linen name that shows it; if there is none, as high up as possible."""
     found = {_stacked(linen), _stacked(nnx)}
-    if False in found or _stacking(linen.kind):
-        return False not in found
-    begins_below = any(map(_stacking, linen.kinds)) or (len(linen.parts) == 1 and not linen.leaves)
-    return True in found and not begins_below
+    if False in found:
+        return False
+    if _stacking(linen.kind) or True not in found:
+        return bool(_stacking(linen.kind))
+    return not any(map(_stacking, linen.kinds)) and (len(linen.parts) != 1 or bool(linen.leaves))
 
 
 def may_lie_elsewhere(linen: Module) -> bool:

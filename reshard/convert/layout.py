@@ -129,7 +129,6 @@ class _SavedLeaf(NamedTuple):
 
     @property
     def is_array(self) -> bool:
-        """Whether it is an array, and not empty or text."""
         return hasattr(self.value, "dtype")
 
     @property

@@ -60,7 +60,7 @@ _Call = Callable[[Sequence[Any], list[tuple[Path, Any]]], Any]
 
 
 class Run(NamedTuple):
-    """What a model has computed.
+    """The result of one run of a model.
 
     Attributes:
       arguments: the arguments that it was called with.
@@ -83,7 +83,7 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OutputComparison:
-    """What the outputs of two models were found to be. `print()` shows it.
+    """The comparison of the outputs of two models. `print()` shows it.
 
     Attributes:
       difference: the largest one, in units of the noise.
@@ -120,37 +120,34 @@ def arguments_of(inputs: Any) -> dict[str, Arguments]:
     """The arguments of both models.
 
     Args:
-      inputs: a tuple of positional arguments and a dict of keyword ones, for both alike; or a dict
-        of such pairs, `{"linen": ..., "nnx": ...}`. Without `"linen"`, or None, for what Linen's
-        model is initialised with: see `reshard.convert.model_run.run`.
+      inputs: a tuple of positional arguments and a dict of keyword arguments, for both models; or
+        one such pair for each, `{"linen": ..., "nnx": ...}`. Without `"linen"`, or if it is None,
+        the arguments are those that initialise the Linen model: see `run`.
 
     Raises:
       ArgumentError: it is something else.
     """
     if inputs is None:
         return {}
+    found: dict[str, Arguments] = {}
+    problems = []
     pairs = inputs if isinstance(inputs, dict) else {"linen": inputs, "nnx": inputs}
-    problems = [f"unknown side {side!r}" for side in pairs if side not in ("linen", "nnx")]
-    problems += [
-        f"{side}: {pair!r:.80}" for side, pair in pairs.items() if not _are_arguments(pair)
-    ]
+    for side, pair in pairs.items():
+        match pair:
+            case [[*args], {**kwargs}] if side in _NAMES and all(
+                isinstance(k, str) for k in kwargs
+            ):
+                found[side] = tuple(args), kwargs
+            case _:
+                known = side in _NAMES
+                problems.append(f"{side}: {pair!r:.80}" if known else f"unknown side {side!r}")
     if problems:
         raise ArgumentError(
             "the inputs are not positional and keyword arguments",
             problems,
             ["((x,), {})", '{"linen": ((x,), {"train": False}), "nnx": ((x,), {})}'],
         )
-    return {side: (tuple(args), dict(kwargs)) for side, (args, kwargs) in pairs.items()}
-
-
-def _are_arguments(pair: Any) -> bool:
-    return (
-        isinstance(pair, tuple | list)
-        and len(pair) == 2
-        and isinstance(pair[0], tuple | list)
-        and isinstance(pair[1], dict)
-        and all(isinstance(name, str) for name in pair[1])
-    )
+    return found
 
 
 def compare_outputs(
@@ -160,7 +157,7 @@ def compare_outputs(
     to: str,
     groups: Sequence[Modules],
 ) -> OutputComparison:
-    """Runs both models and compares their outputs; if these differ, also those of their modules,
+    """Run both models and compare their outputs; if these differ, also those of their modules,
     and if not, also those of the source model with leaves exchanged.
 
     Args:
@@ -200,8 +197,8 @@ def compare_outputs(
 
 
 def _exchanges(groups: Sequence[Modules], found: LeafMap, source: str) -> dict[Modules, Exchange]:
-    """Group of modules -> two leaves of equal shape in two of them, the largest; the largest groups
-    first. Groups without such leaves fit in one order alone."""
+    """Group of modules -> the largest two leaves of equal shape in two of its modules; the largest
+    groups first. A group without such leaves fits in one order only, and is left out."""
     shapes = found.sources()
     exchanges: dict[Modules, Exchange] = {}
     for group in sorted(groups, key=len, reverse=True):
@@ -217,8 +214,7 @@ def _exchanges(groups: Sequence[Modules], found: LeafMap, source: str) -> dict[M
 
 
 def _compared(before: Run, after: Run, to: str) -> tuple[float, list[str]]:
-    """The largest difference of outputs, in units of the noise, and what keeps them from being
-    equal."""
+    """The largest difference of outputs, in units of the noise, and the problems."""
     names = ("Linen", "NNX") if to == "nnx" else ("NNX", "Linen")
     if [x.shape for _, x in before.outputs] != [x.shape for _, x in after.outputs]:
         sides = sorted(zip(names, (before, after), strict=True), key=lambda side: side[0])
@@ -247,7 +243,7 @@ def _compared(before: Run, after: Run, to: str) -> tuple[float, list[str]]:
 
 def _first_difference(linen: Run, nnx: Run, found: LeafMap, to: str) -> list[str]:
     """The first call in Linen of a module whose output differs from that of its counterpart, and
-    the modules before it whose outputs nobody sees."""
+    the modules before it whose outputs are not visible."""
     outputs: dict[Path, list[np.ndarray]] = {}
     for path, value in nnx.calls:
         if value is not None:
@@ -273,8 +269,8 @@ def _first_difference(linen: Run, nnx: Run, found: LeafMap, to: str) -> list[str
     if compiled:
         before = "before it " if names else ""
         texts.append(
-            f"what runs {before}in compiled code (a scan, a jit) was not compared module by "
-            f"module: {listed(list(compiled))}"
+            f"modules that run {before}in compiled code (a scan, a jit) were not compared one by "
+            f"one: {listed(list(compiled))}"
         )
     return ["; ".join(texts)] if texts else []
 
@@ -282,8 +278,8 @@ def _first_difference(linen: Run, nnx: Run, found: LeafMap, to: str) -> list[str
 def _counterparts(
     found: LeafMap, to: str, linen: Collection[Path], nnx: Collection[Path]
 ) -> dict[Path, Path]:
-    """Module of Linen's -> NNX's: all leaves of the one are made of all leaves of the other, and of
-    nothing else. Of modules that hold nothing but another one, the outer ones belong together."""
+    """Linen module -> NNX module: all leaves of one are made of all leaves of the other, and of no
+    others. If modules hold only another module, the outer ones are counterparts."""
     whole: dict[Path, int] = {}  # leaf -> what it becomes a part of, or is a part of
     pairs: list[tuple[Path, Path]] = []
     for path, sources in found.made_of().items():
@@ -313,8 +309,8 @@ def _counterparts(
 def runs(
     models: Mapping[str, Any], leaves: Callable[[str], Mapping[Path, Leaf]]
 ) -> dict[str, RunModel]:
-    """What runs both models in this process, by their APIs. Raises ArgumentError: one of the models
-    is not known."""
+    """Functions that run both models in this process, by API. Raises ArgumentError: a model is
+    missing."""
     if None in models.values():
         raise ArgumentError(
             "comparing outputs needs both models",
@@ -335,24 +331,23 @@ def run(
     more: More,
     exchanges: Sequence[Exchange] = (),
 ) -> Run:
-    """Runs a model.
+    """Run a model.
 
     Args:
       api: `"linen"` or `"nnx"`.
-      model: of Linen a function that initialises a module, or a `TrainState` whose `apply_fn` is
-        the module's; of NNX as `reshard.target` takes it.
+      model: for Linen a function that initialises a module, or a `TrainState` whose `apply_fn` is
+        the module's; for NNX as `reshard.target` takes it.
       leaves: path in the model -> array.
-      tell: called with what it takes, before any array is read.
-      arguments: what the module is called with; None, of Linen, for what it is initialised with,
-        where numbers that are all the same give way to random ones: zeros and ones would tell
-        little.
-      more: what else is found out.
-      exchanges: leaves to be exchanged, two by two, in a run each.
+      tell: called with a message on the memory of the run, before any array is read.
+      arguments: the arguments of the call. None, only for Linen: those of its initialisation, with
+        arrays of one repeated number replaced by random ones.
+      more: what is computed besides the outputs.
+      exchanges: pairs of leaves to exchange, each in a run of its own.
 
     Raises:
-      ArgumentError: the model tells no module, or nothing to call it with, has other leaves, or
-        does not take these arguments; its outputs depend on what the checkpoint does not have, or
-        there are none.
+      ArgumentError: the module or its arguments are unknown, the model has other leaves or does not
+        take these arguments, its outputs depend on leaves that the checkpoint lacks, or there are
+        no outputs.
     """
     import jax
 
@@ -400,8 +395,8 @@ def run(
 
 
 def _peak(call: _Call, api: str, leaves: Mapping[Path, Any], abstract: Sequence[Any]) -> int:
-    """Bytes of memory that a model takes; raises ArgumentError if its outputs depend on leaves that
-    the checkpoint does not have."""
+    """Bytes of memory that a model takes. Raises ArgumentError: its outputs depend on leaves that
+    the checkpoint lacks."""
     import jax
     from jax.interpreters import partial_eval
 
@@ -422,8 +417,8 @@ def _peak(call: _Call, api: str, leaves: Mapping[Path, Any], abstract: Sequence[
 def _gradient(
     call: _Call, abstract: Sequence[Any], floats: Sequence[int]
 ) -> tuple[Callable[..., Any] | None, int]:
-    """What computes the gradient of a model's outputs, and the bytes of memory that it takes; None
-    if the model cannot be differentiated."""
+    """A function for the gradient of a model's outputs, and its bytes of memory; None if the model
+    cannot be differentiated."""
     import jax
 
     def total(some: Sequence[Any], others: Sequence[Any]) -> Any:
@@ -461,7 +456,7 @@ def _differ(
 
 
 def _weighted_sum(outputs: Any) -> Any:
-    """A sum of what a model returns, in which each number counts differently."""
+    """A sum of a model's outputs with random weights."""
     import jax
     import jax.numpy as jnp
 
@@ -473,7 +468,7 @@ def _weighted_sum(outputs: Any) -> Any:
 
 
 def _abstract(leaf: Any) -> Any:
-    """What a leaf is traced as."""
+    """The abstract value of a leaf."""
     import jax
 
     if not isinstance(leaf, ArrayHandle):
@@ -486,7 +481,7 @@ def _abstract(leaf: Any) -> Any:
 
 
 def _value(leaf: Any) -> Any:
-    """The value of a leaf; zeros for one that the checkpoint lacks, which counts for nothing."""
+    """The value of a leaf; zeros for one that the checkpoint lacks, which no output depends on."""
     import jax
 
     if not isinstance(leaf, ArrayHandle):
@@ -513,7 +508,7 @@ def _array(api: str, value: Any) -> np.ndarray:
 
 
 def _arrays(node: Any) -> list[Any]:
-    """The arrays of what a module has returned; None if only compiled code has seen them."""
+    """The arrays that a module returned; None for one that only compiled code sees."""
     import jax
     import jax.core
 
@@ -654,8 +649,8 @@ def _linen_call(model: Any) -> tuple[Any, str | None, Arguments | None]:
 
 
 def _varied(arguments: Arguments | None) -> Any:
-    """Arguments, of which arrays of numbers that are all the same, or not known, are random ones:
-    normal, or zeros and ones."""
+    """Arguments in which arrays of one repeated or unknown number are replaced by random ones:
+    normal numbers, or zeros and ones."""
     import jax
     import jax.core
 
@@ -685,7 +680,7 @@ def _as_float32(arguments: Arguments) -> Arguments:
 
 
 def _compute_in_float32(module: Any) -> None:
-    """Has a module compute in float32 if it says that it does so in less."""
+    """Set the dtype of a module to float32 if it is another float."""
     # A `__getattr__` of the user's is a method to Linen, and would be looked at in turn.
     if is_floating(inspect.getattr_static(module, "dtype", None)):
         object.__setattr__(module, "dtype", np.dtype(np.float32))
@@ -693,7 +688,7 @@ def _compute_in_float32(module: Any) -> None:
 
 @contextlib.contextmanager
 def _noted(model: Any, kept: list[tuple[Path, Any]]) -> Iterator[None]:
-    """Keeps what the modules of an NNX model return meanwhile."""
+    """Records the outputs of the modules of an NNX model within the context."""
     from flax import nnx
 
     modules = [(p, node) for p, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
@@ -736,9 +731,8 @@ def _moved(values: np.ndarray) -> np.ndarray:
 
 
 def _times_noise(one: np.ndarray, other: np.ndarray, again: np.ndarray) -> np.ndarray:
-    """How far each element of two arrays is apart, in units of the largest noise among elements of
-    its magnitude. Infinite where that cannot be said: one of them is NaN, or both are not equally
-    infinite; and where integers differ.
+    """The difference of each element of two arrays, in units of the largest noise among elements of
+    its magnitude. Infinite if one of them is NaN, if only one is infinite, or if integers differ.
 
     Args:
       one, other: the arrays, of one shape.

@@ -124,8 +124,7 @@ def least_memory(request: Request) -> int:
 def _arranged(
     arrays: "Sequence[_ArrayRead]", limit: int, max_memory: int | None
 ) -> "list[list[_ArrayRead]]":
-    """Groups of arrays that are read together, box by box: they share stored chunks, and a box of
-    each fits in memory."""
+    """Groups of arrays that share stored chunks, and are read together if a box of each fits."""
     groups = []
     for numbers in co_read_groups([array.handle for array in arrays]):
         group = [arrays[number] for number in numbers]
@@ -218,8 +217,7 @@ class _ArrayRead:
         return buffer + 2 * (buffer // read) * max(read, self._dtype.itemsize)
 
     def _destinations(self, box: Box, limiter: MemoryLimiter) -> list[Destination] | None:
-        """The parts of shards that a box is read into; None for a separate buffer. Called when the
-        read begins."""
+        """The parts of shards that a read of a box begins to fill; None for a separate buffer."""
         if self.staging and self._reservation is None:
             self._reservation = limiter.reserve(self.staging)
         if self._through_buffer:
@@ -228,8 +226,7 @@ class _ArrayRead:
         return [(part.common, self._buffer(part.start)[(*part.in_shard, ...)]) for part in parts]
 
     def accept(self, box: Box, values: np.ndarray | None) -> None:
-        """Take the values of a box, unless they were read into shards. After the last box the array
-        is made."""
+        """Take the values of a box, None if they are in shards. The last box makes the array."""
         if values is not None:
             values = self._converted(values)
             if self._piecewise:

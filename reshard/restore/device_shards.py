@@ -28,8 +28,7 @@ def named_sharding(mesh: Any, spec: Spec) -> Any:
 
 
 class Part(NamedTuple):
-    """The overlap of a box and the shard with these first elements: in the array, the shard and the
-    box."""
+    """The overlap of a box and the shard at `start`, in the array, in the shard and in the box."""
 
     start: Shape
     common: Box
@@ -132,8 +131,7 @@ class DeviceShards:
 def from_bits(
     shape: Shape, dtype: np.dtype, sharding: Any, shards: Mapping[Any, Any]
 ) -> "jax.Array":
-    """An array from its shards by device, of its dtype or of integers with its bits. The shards are
-    consumed."""
+    """An array made of its shards, of its dtype or of integers with its bits. Consumes them."""
     convert = jax.jit(_viewed, static_argnums=1, donate_argnums=0)
     made = []
     for device, shard in shards.items():

@@ -116,8 +116,7 @@ def match(
 
 
 def _canonical(paths: Iterable[Path]) -> dict[Path, Path]:
-    """Each path without its levels named `value` that are the only child of their container. Keys
-    become text, because Orbax stores int keys of dicts as text."""
+    """Each path as text, like Orbax keys, without levels named `value` that are only children."""
     texts: dict[Path, Path] = {path: _texts(path) for path in paths}
     children = _children(texts.values())
     return {
@@ -337,7 +336,7 @@ def _changed_level(unexpected: set[Path], missing: set[Path]) -> list[tuple[Path
 
 
 def _conversion_hints(problems: Sequence[Mismatch], of_nnx: bool, renamed: bool) -> list[str]:
-    """The call that converts to the target's API, if the checkpoint is of Flax's other one. Only
+    """The call that converts to the target's API, if the checkpoint is of Flax's other API: only
     Linen has a collection `params`, and NNX has all arrays in variables."""
     missing, unexpected = (
         [problem.path for problem in problems if problem.what == what and problem.path]
@@ -355,8 +354,7 @@ def _conversion_hints(problems: Sequence[Mismatch], of_nnx: bool, renamed: bool)
 def _stacking_hints(
     problems: Sequence[Mismatch], targets: Sequence[TargetLeaf], ckpt: Checkpoint, given: str
 ) -> list[str]:
-    """The calls that stack or unstack layers, if shapes prove that one side has them in one array
-    each. Optimizer state follows its parameters without a call of its own."""
+    """The calls that stack or unstack layers, if shapes prove that one side has them stacked."""
     shapes = {leaf.path: leaf.shape for leaf in targets}
     wanted = {p.path: shapes[p.path] for p in problems if p.what == "missing"}
     values = {p.path: ckpt[p.path] for p in problems if p.what == "unexpected"}

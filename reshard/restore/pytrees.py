@@ -220,8 +220,7 @@ def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]
 
 
 def imported(name: str) -> Any:
-    """A module of Flax if the process has imported it, else None. An import takes half a second,
-    and plain pytrees do not need it."""
+    """A module of Flax if the process has imported it, else None: an import is slow."""
     module = sys.modules.get(name)
     if module is not None and getattr(module.__spec__, "_initializing", False):
         return importlib.import_module(name)  # waits for the thread that imports it

@@ -191,8 +191,7 @@ def _described(
 
 
 def _spread(request: Request) -> Spread | None:
-    """How processes read an array together. None if each reads what it needs: because that is as
-    little, or because arrays of its sharding or dtype are not exchanged."""
+    """How processes read an array together; None if each process reads its own part."""
     handle, dtype, target = request.handle, request.dtype, request.sharding
     words = UNSIGNED.get(dtype.itemsize)
     if words is None or jax.dtypes.canonicalize_dtype(words) != words or 0 in handle.shape:

@@ -147,8 +147,7 @@ def restore(
 def _unusable(
     leaf: StateLeaf, kept: bool, parsed: Callable[[Any], Mesh]
 ) -> Iterator[tuple[str, str]]:
-    """Why a target leaf cannot be restored, and the kind of the reason; `parsed`: a cached
-    `parse_mesh`."""
+    """Why a target leaf cannot be restored, by kind; `parsed` is a cached `parse_mesh`."""
     value, dtype = leaf.value, leaf.target.dtype
     if kept:
         if leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted()):

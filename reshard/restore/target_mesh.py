@@ -1,4 +1,4 @@
-"""`to_mesh`: a checkpoint laid out as the saved specs, rules or a target tree say."""
+"""`to_mesh`: a checkpoint sharded by its saved specs, by rules, or like a target."""
 
 import functools
 from collections.abc import Mapping, Sequence

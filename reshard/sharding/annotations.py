@@ -253,8 +253,7 @@ def cover(
 
 
 def _follows(leaf: AnnotatedLeaf, parameter: AnnotatedLeaf) -> bool:
-    """Whether a leaf has no annotation of its own: optimizers copy those of parameters to their
-    state, even where they do not fit."""
+    """Whether a leaf has no annotation of its own: optimizers copy those of parameters."""
     if leaf.names is not None:
         return leaf.names == parameter.names or len(leaf.names) > len(leaf.shape)
     return leaf.saved is None or leaf.saved == parameter.saved
@@ -273,8 +272,7 @@ class _Cover:
     hints: list[str] = dataclasses.field(default_factory=list)
 
     def owner(self, leaf: AnnotatedLeaf, found: list[LeafCoverage]) -> LeafCoverage | None:
-        """The parameter that a leaf belongs to, out of those that its path fits: any of them, if
-        all have one spec."""
+        """The parameter of a leaf, out of those that its path fits, if all have the same spec."""
         if len({(owner.shape, owner.spec) for owner in found}) == 1:
             return found[0]
         if found and leaf.names is None and all(owner.shape == leaf.shape for owner in found):

@@ -315,8 +315,8 @@ def shard_owners(shape: Sequence[int], sharding: NamedSharding) -> dict[tuple[in
 
 
 def most_held(arrays: Iterable[tuple[Any, Shape, int]]) -> int | None:
-    """Bytes of arrays on the device that holds the most; None if no array has a mesh. An array is
-    given as its sharding, the shape of a shard, and the bytes of an element."""
+    """Bytes on the device that holds the most of some arrays (sharding, shape of a shard, bytes of
+    an element); None if no array has a mesh."""
     meshes, devices = collections.Counter[Mesh](), collections.Counter[int]()
     for sharding, shard, itemsize in arrays:
         if isinstance(sharding, NamedSharding):
