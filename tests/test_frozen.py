@@ -541,22 +541,117 @@ def test_refusals(corpus, refused):
     record.check("refusals")
 
 
-def test_hints_name_options_that_exist(refused):
-    """Of the command that was refused, or of the command that the hint begins with."""
+# Options that may be typed several times; of any other the last counts.
+SEVERAL = ("--axis", "--drop", "--init", "--rename", "--select", "--spec")
+# Hints of which nothing can be typed into the same command.
+PROSE = (
+    "` has: ",
+    "write to another path",
+    "modules are looked for in the current directory",
+    "saved axes: ",
+    "the mesh has the axes ",
+    "a function that does: ",
+    "`to = ",
+    "--layout chooses another",
+    "reshard.stack(",
+    "--emit-map FILE",
+    "reshard inspect PATH",
+)
 
-    @functools.cache
-    def options(command: str) -> set[str]:
-        return set(re.findall(r"--[a-z-]+", in_process.command([command, "--help"])[1]))
 
-    seen = 0
-    for words in refused:
-        hints = in_process.command(list(words))[2].partition("\n\nhint: ")[2]
-        for hint in hints.split("\nhint: "):
-            other = re.match(r"reshard ([a-z]+)", hint)
-            used = set(re.findall(r"--[a-z-]+", hint))
-            assert used <= options(other[1] if other else words[0]), (words, hint)
-            seen += len(used)
-    assert seen > 30
+# Hints with which a command is done.
+DONE = ("any array", "write the axes out", "did you mean", "is the least", "comes first", "--from")
+OPTION = r"--[a-z-]+ (?:'[^']*'|[^'\s]\S*)"
+
+
+def typed(command: list[str], said: str, hint: str) -> list[list[str]]:
+    """The commands that a hint asks for, of one that was refused with these words."""
+    if hint.startswith("--overwrite"):
+        return [[*command, "--overwrite"]]
+    if whole := re.match(r"reshard ([a-z].*)", hint):
+        words = shlex.split(whole[1])
+        return [[{"SRC": command[1], "DST": command[2]}.get(word, word) for word in words]]
+    if left_out := re.match(r"leave out (--\w+)", hint):
+        place = command.index(left_out[1])
+        return [command[:place] + command[place + 2 :]]
+    if mesh := re.search(r"(?:write the axes out:|did you mean) `(.*?)`", hint):
+        return [with_option(command, "--to", mesh[1])]
+    if entries := in_file(hint):
+        return [with_option(command, *entries)]
+    hint = filled(hint, "linen" in command)
+    options = re.findall(rf"{OPTION}(?: {OPTION})*", hint)
+    first = "comes first" in hint
+    if options:
+        return [with_option(command, *shlex.split(o.rstrip(",")), first=first) for o in options]
+    found = map("".join, re.findall(r"`(.+?)`|'(.+?)'|cast to (\w+):", said))
+    if near := re.match("the nearest leaf to `(.*?)` is `(.*?)`", hint):
+        text = pathlib.Path("map.toml").read_text().replace(near[1].strip("/"), near[2])
+        pathlib.Path("typed.toml").write_text(text)
+        return [with_option(command, "--map", "typed.toml")]
+    wrong = next(w for w in found if any(w in word for word in command[1:]))
+    values = re.findall(r"`([^`]+)`", hint)
+    return [[word.replace(wrong, value) for word in command] for value in values]
+
+
+def in_file(hint: str) -> tuple[str, str] | None:
+    """The option that names a file of what a hint says, which is written; None if it says none."""
+    pathlib.Path("typed.toml").unlink(missing_ok=True)
+    rules = re.findall(r'\["\w+", \[.*?\]\]', hint)
+    name, text = "--rules", hint if re.match("(rules|specs) = ", hint) else f"rules = {rules}"
+    if "[[rule]]" in hint or "such as: " in hint:
+        name, text = "--map", "[[rule]]" + hint.rpartition(" such as: ")[2].replace("[[rule]]", "")
+        text = text.replace("[[rule]]", "[[rule]]\n").replace("', to", "'\nto")
+    elif not rules and text != hint:
+        return None
+    pathlib.Path("typed.toml").write_text(text.replace("'[", "[").replace("]'", "]"))
+    return name, "typed.toml"
+
+
+def filled(hint: str, to_linen: bool) -> str:
+    """A hint with names of the corpus in the places of those that are the user's own."""
+    model, source = "frozen_corpus:Model", "frozen_corpus:variables"
+    if to_linen:
+        model, source = source, model
+    hint = hint.replace("--source-model MODULE:NAME", f"--source-model {source}")
+    hint = hint.replace("--model MODULE:NAME", f"--model {model}")
+    hint = hint.replace("my_project.model:create_train_state", "frozen_corpus:train_state")
+    return hint.replace("--map FILE", "--map map.toml")
+
+
+def with_option(command: list[str], *options: str, first: bool = False) -> list[str]:
+    """A command with options: in place of their values, or behind or ahead of what is there."""
+    for name, value in zip(options[::2], options[1::2], strict=True):
+        if name in command and name not in SEVERAL:
+            place = command.index(name) + 1
+            command = [*command[:place], value, *command[place + 1 :]]
+        else:
+            given = (name, value)
+            command = [*command[:3], *given, *command[3:]] if first else [*command, *given]
+    return command
+
+
+def test_what_a_hint_says_is_answered_otherwise_once_it_is_typed(refused):
+    """No command is refused again for the same, and no option is unknown."""
+    failed, seen = [], 0
+    for command in (list(words) for words in refused):
+        status, _, err = in_process.command(command)
+        said, _, hints = err.partition("\n\nhint: ")
+        for hint in hints.removesuffix("\n").split("\nhint: ") if hints else ():
+            hint = re.sub(r"\n  \.\.\. and \d+ more$", "", hint)
+            again = [] if any(text in hint for text in PROSE) else typed(command, said, hint)
+            assert again or any(text in hint for text in PROSE), hint
+            for words in again:
+                seen += 1
+                answer, _, text = in_process.command(words)
+                same = (answer, text.partition("\n\nhint: ")[0]) == (status, said)
+                if same or "No such" in text or (answer and any(each in hint for each in DONE)):
+                    failed.append((shlex.join(words), hint, text))
+                shutil.rmtree("out/no", ignore_errors=True)
+            if "--overwrite" in hint:
+                shutil.rmtree("occupied")
+                pathlib.Path("occupied").mkdir()
+    assert failed == []
+    assert seen > 50
 
 
 def test_surface():

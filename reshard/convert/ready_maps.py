@@ -64,7 +64,8 @@ def ready_map(
     Args:
       name: `"hf:MODEL-TARGET"`; with `"hf:auto-TARGET"`, the configuration says the model.
       config: a Hugging Face directory, or its `config.json`.
-      vocab: rows that the JAX model's embedding has. Rows beyond the vocabulary are zeros.
+      vocab: rows that the JAX model's embedding has. Rows beyond the vocabulary are zeros. If there
+        are fewer, rows are cut off, and the map has no inverse.
       scan_axis: the axis of layers in the JAX model's scanned arrays, 1 by default.
       to: for `to_nnx`, `"nnx"`. By default, the map is for `remap`.
 
@@ -82,7 +83,8 @@ def ready_map(
     values = _config(config)
     maps, wanted = ready_maps(), name.removeprefix(PREFIX)
     kind = values.get("model_type")
-    fitting = [key for key in maps if kind in _model(key, maps)["model_type"]]
+    models = {key: maps[key]["models"][key.partition("-")[0]] for key in maps}
+    fitting = [key for key, model in models.items() if kind in model["model_type"]]
     model = (fitting or [""])[0].partition("-")[0]
     key = wanted.replace("auto", model, 1) if wanted.startswith("auto-") else wanted
     if key not in fitting:
@@ -92,27 +94,23 @@ def ready_map(
             [PREFIX + each for each in fitting],
         )
     document = maps[key]
-    variables = _variables(_model(key, maps) | values, f"`{config}`")
+    variables = _variables(models[key] | values, f"`{config}`")
     target = key.partition("-")[2]
     variables |= document["targets"][target] | {"model": model, "target": target}
+    # Of a model of text and images, the tensors of the text model.
+    variables["prefix"] = "language_model/" if "text_config" in values else ""
     if scan_axis is not None:
         if "scan_axis" not in variables:
             raise ArgumentError(f"{name} has no scanned layers: scan_axis has no effect")
         variables["scan_axis"] = scan_axis
-    padding = 0 if vocab is None else vocab - variables["vocab"]
-    if padding < 0:
-        raise ArgumentError(f"vocab={vocab} is less than `vocab_size`, {variables['vocab']}")
-    variables["padding"] = padding
+    variables["padding"] = 0 if vocab is None else vocab - variables["vocab"]
     untrue = [rule for rule in document.get("require", ()) if not _value(rule, variables)]
     if untrue:
         problems = [f"it requires that {rule}" for rule in untrue]
         raise ArgumentError(f"{name} is not for the model of `{config}`", problems)
-    rules = [*_rules(document, variables)]
-    if to is not None:
-        if to != variables.get("api"):
-            raise ArgumentError(f"{name} is not for a conversion to {to}: it is for `remap`")
-        rules = [rule | _in_conversion(rule) for rule in rules]
-    return map_of({"rule": rules}, name)
+    if to not in (None, variables.get("api")):
+        raise ArgumentError(f"{name} is not for a conversion to {to}: it is for `remap`")
+    return map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
 
 
 def find_map(
@@ -147,11 +145,6 @@ def ready_maps() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _model(key: str, maps: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What a ready map says of its model."""
-    return maps[key]["models"][key.partition("-")[0]]
-
-
 def _config(config: str | os.PathLike[str]) -> dict[str, Any]:
     """The document `config.json` of a directory, beside a file, or of its own path."""
     place = parse_location(config)
@@ -160,7 +153,8 @@ def _config(config: str | os.PathLike[str]) -> dict[str, Any]:
     document = read_json(place)
     if document is None:
         raise ArgumentError(f"there is no `{place}`", hints=["config=..."])
-    return document
+    inner = document.get("text_config")
+    return document if inner is None else inner | document
 
 
 def _variables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -193,8 +187,12 @@ def _variables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _rules(document: Mapping[str, Any], variables: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rules of a map file, with the whole path of every leaf."""
+def _rules(
+    document: Mapping[str, Any], variables: Mapping[str, Any], conversion: bool
+) -> Iterator[dict[str, Any]]:
+    """The rules of a map file, with the whole path of every leaf. A conversion has the tensors
+    below `params`, and attributes of NNX modules."""
+    below, suffix = ("params/", "/value") if conversion else ("", "")
     for block in document["block"]:
         if not _value(block.get("when", "True"), variables):
             continue
@@ -208,10 +206,10 @@ def _rules(document: Mapping[str, Any], variables: Mapping[str, Any]) -> Iterato
                 if not _value(tensor.get("when", "True"), scope):
                     continue
                 names = tensor["hf"] if isinstance(tensor["hf"], list) else [tensor["hf"]]
-                sources = [f"^{re.escape(_text(block['hf'] + n, scope))}$" for n in names]
+                sources = [f"^{re.escape(below + _text(block['hf'] + n, scope))}$" for n in names]
                 first, operations = _operations(tensor, scope)
                 yield from ({"from": source, **first} for source in sources if first)
-                to = _text(block["to"] + tensor["to"], scope)
+                to = _text(block["to"] + tensor["to"], scope).removesuffix(suffix)
                 if (axis := tensor.get("stack", block.get("stack"))) is not None:
                     operations["stack"] = {"axis": _filled(axis, scope)}
                 rule = gathered.setdefault(to, {"from": [], "to": to, **operations})
@@ -233,20 +231,13 @@ def _operations(
         if table:
             made["reshape"] = {"from": shape, "to": made.get("reshape", shape)}
             shape = made["reshape"]["to"]
-        if not any(map(any, made.get("pad", {}).get("widths", ()))):
+        widths = made.get("pad", {}).get("widths", [])
+        if not any(after > 0 for _, after in widths):
             made.pop("pad", None)
+        if any(after < 0 for _, after in widths):
+            made["crop"] = {"widths": [[0, -after] for _, after in widths]}
         found.append(made)
     return found[0], found[1]
-
-
-def _in_conversion(rule: Mapping[str, Any]) -> dict[str, Any]:
-    """The paths of a rule as a conversion to NNX has them: below `params`, and attributes."""
-    source = rule["from"]
-    if isinstance(source, list):
-        paths: dict[str, Any] = {"from": [text.replace("^", "^params/", 1) for text in source]}
-    else:
-        paths = {"from": source.replace("^", "^params/", 1)}
-    return paths | ({"to": rule["to"].removesuffix("/value")} if "to" in rule else {})
 
 
 def _filled(value: Any, scope: Mapping[str, Any]) -> Any:
@@ -265,8 +256,5 @@ def _text(template: str, scope: Mapping[str, Any]) -> str:
 
 def _value(expression: str, scope: Mapping[str, Any]) -> Any:
     """The value of an expression, which is always of a file of this package."""
-    return eval(expression, {"__builtins__": {}, "bfloat16": _bfloat16}, dict(scope))
-
-
-def _bfloat16(number: float) -> float:
-    return float(ml_dtypes.bfloat16(number))
+    functions = {"__builtins__": {}, "bfloat16": lambda x: float(ml_dtypes.bfloat16(x))}
+    return eval(expression, functions, dict(scope))
