@@ -369,8 +369,8 @@ def test_a_map_to_linen_has_functions_too(project, tmp_path):
     file.write_text(f"to = 'linen'\n[[rule]]\n{rule}")
     ckpt = reshard.to_linen(tmp_path / "nnx", linen, map_file=file)
     np.testing.assert_array_equal(read(ckpt, "params/codes"), normalised(project[1]["codes"]))
-    with pytest.raises(reshard.TreeMismatchError, match="the operation `functions:normalised` has no inverse"):
-        reshard.to_nnx("linen", Codebook, map_file=file)
+    error = refused(reshard.to_nnx, "linen", Codebook, map_file=file)
+    assert "the operation `functions:normalised` has no inverse" in str(error)
 
 
 def test_no_function_is_run_backwards(tmp_path):

@@ -138,14 +138,6 @@ def test_the_package_itself_imports_nothing_of_its_own_until_asked():
     assert {name for name in names if room(name) is not None} == set()
 
 
-def test_functions_stay_functions_when_the_rooms_of_their_names_are_imported():
-    import reshard.restore.restore
-    import reshard.verify.verification
-
-    assert callable(reshard.restore)
-    assert callable(reshard.verify)
-
-
 @pytest.mark.parametrize("name", ["restore", "verify"])
 @pytest.mark.parametrize("first", [False, True])
 def test_functions_have_the_names_of_rooms_in_a_new_process(name, first):
