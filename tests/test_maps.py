@@ -444,6 +444,10 @@ def test_sizes_that_do_not_fit(tmp_path):
     filled = "[[rule]]\nto = 'y'\nfill = { value = 0, shape = [1], dtype = 'float32' }"
     with pytest.raises(reshard.TreeMismatchError, match="rule 3, `y`: fill -> y: that leaf exists"):
         reshard.remap(ckpt, map_of(tmp_path, rules.format("", filled)))
+    for value, dtype in (("1.5", "int8"), ("300", "int8"), ("1e300", "bfloat16"), ("2", "bool")):
+        filled = f"[[rule]]\nto='z'\nfill={{value={value}, shape=[1], dtype='{dtype}'}}"
+        with pytest.raises(reshard.TreeMismatchError, match=f"z: {dtype} has no value"):
+            reshard.remap(ckpt, map_of(tmp_path, filled + "\n[[rule]]\nfrom='^.$'\nto='a\\g<0>'"))
     pad = "pad = { axis = 0, to = 8, value = 0 }"
     with pytest.raises(reshard.TreeMismatchError, match="`pad` lacks `from`, the size before it"):
         reshard.remap(ckpt, map_of(tmp_path, rules.format(pad, "")), reverse=True)

@@ -144,16 +144,6 @@ def test_shares_that_are_killed_and_written_again_and_twice(jobs, tmp_path, monk
     assert_same(out, whole)
 
 
-def test_a_share_that_is_written_is_not_written_again(jobs, tmp_path, monkeypatch):
-    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
-    write(source, out, [0, 1], 2)
-    monkeypatch.setattr(saving, "write_item", killed)
-    write(source, out, [0, 1], 2)
-    assert reshard.commit(out)
-    assert_same(out, whole)
-    assert not [path for path in out.rglob("*") if path.is_dir() and not [*path.iterdir()]]
-
-
 @pytest.mark.parametrize("numbers", [None, [1]])
 def test_what_is_to_replace_another_is_missed(jobs, tmp_path, monkeypatch, numbers):
     """Where a share was killed as it began, or is not there."""

@@ -316,7 +316,7 @@ def not_resumed(root, out, **options):
     return lines
 
 
-@pytest.mark.parametrize(("where", "change"), BESIDE)
+@pytest.mark.parametrize(("where", "change"), BESIDE[:2])
 def test_resuming_after_the_source_changed(root, tmp_path, where, change):
     out = tmp_path / "new" / "out"
     kept = stopped(root, out)

@@ -96,7 +96,7 @@ def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
     """An array with the dtypes of what an operation makes of it. Raises TreeMismatchError: the
     operation's numbers are none of its dtype."""
     dtype, stored = handle.dtype, handle.stored_dtype
-    if isinstance(operation, ops.Pad) and not _has_value(stored, operation.fill):
+    if isinstance(operation, ops.Pad) and not has_value(stored, operation.fill):
         raise TreeMismatchError(
             f"{format_path(handle.path)}: {stored.name} has no value {operation.fill}"
         )
@@ -118,7 +118,7 @@ def _of_whole_keys(operation: ops.Operation, shape: Shape) -> bool:
     return isinstance(operation, ops.Stack | ops.Unstack) and operation.axis % rank != rank - 1
 
 
-def _has_value(dtype: np.dtype, value: float) -> bool:
+def has_value(dtype: np.dtype, value: float) -> bool:
     """Whether a dtype has a value, possibly rounded, but not to an infinity or NaN."""
     with np.errstate(all="ignore"):
         held = float(np.real(np.asarray(value, np.float64).astype(dtype)))
@@ -168,7 +168,10 @@ def constant(
 def zeros(
     path: Path, shape: Shape, dtype: np.dtype, fill: float | None, like: ArrayHandle
 ) -> ArrayHandle:
-    """An array of zeros, or of another constant, stored as another is."""
+    """An array of zeros, or of another constant, stored as another array is. Raises
+    TreeMismatchError: the dtype has no such value."""
+    if not has_value(dtype, fill or 0):
+        raise TreeMismatchError(f"{format_path(path)}: {dtype.name} has no value {fill}")
     values = np.broadcast_to(np.array(fill or 0).astype(dtype), shape)  # one, however many they are
     value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type
     return dataclasses.replace(constant(path, values, like), value_type=value_type)

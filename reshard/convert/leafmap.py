@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.arrays.boxes import Shape
-from reshard.arrays.derived import apply, zeros
+from reshard.arrays.derived import apply, has_value, zeros
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import (
     Concat,
@@ -461,7 +461,8 @@ def _holds(leaf: Leaf, number: float) -> bool:
     if not isinstance(leaf, ArrayHandle):
         return True
     values, expected = leaf.read(), np.array(number).astype(leaf.dtype)
-    return values.tobytes() == np.broadcast_to(expected, values.shape).tobytes()
+    same = values.tobytes() == np.broadcast_to(expected, values.shape).tobytes()
+    return same and has_value(leaf.dtype, number)
 
 
 def _check_padding(handle: ArrayHandle, crop: Crop) -> None:

@@ -56,12 +56,12 @@ Pair = tuple[Keys, Keys]
 
 
 def ordered(
-    said: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str = "nnx"
+    rule_map: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str = "nnx"
 ) -> Alignment:
     """An alignment without the leaves that a map contradicts.
 
     Args:
-      said: the map of the rules.
+      rule_map: the map of the rules.
       found: the alignment of the other leaves.
       linen: the outline of the Linen model, without the map.
       nnx: the outline of the NNX model, without the map.
@@ -69,16 +69,16 @@ def ordered(
     """
     if not found.map.values:
         return found
-    return _Evidence(said, found, linen, nnx, to).kept()
+    return _Evidence(rule_map, found, linen, nnx, to).kept()
 
 
 class _Evidence:
     """Compares the rules of a map with an alignment."""
 
-    def __init__(self, said: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str):
+    def __init__(self, rule_map: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str):
         self._found = found
         self._linen, self._nnx = by_path(linen), by_path(nnx)
-        made = said.made_of()
+        made = rule_map.made_of()
         before: tuple[dict, dict] = (made, {}) if to == "nnx" else ({}, made)
         # Paths of both sides' modules without the map, by their paths with the map.
         matched = found.map.made_of()
@@ -89,7 +89,7 @@ class _Evidence:
         )
         self._by_map: list[Pair] = []
         self._by_structure: list[Pair] = []
-        turned = {_text(path) for path in _turned(said)}
+        turned = {_text(path) for path in _turned(rule_map)}
         # Class and shape of leaves whose axes the map reorders; and of other leaves, by NNX path.
         self._moved: set[Any] = set()
         self._unmoved: dict[Path, Any] = {}
@@ -116,7 +116,7 @@ class _Evidence:
                 pair = (_text(ends_of[0]), _text(ends_of[1]))
                 self._by_map.append(pair)
                 if pair[to == "linen"] in turned:
-                    shape = said.values[path].shape
+                    shape = rule_map.values[path].shape
                     self._moved.add((_likeness(self._nnx, pair[1][:-1]), shape))
         # The pairs of the map by the modules that contain them, in Linen and in NNX; and by leaf.
         self._below: tuple[dict[Keys, list[Pair]], ...] = ({}, {})
@@ -209,17 +209,17 @@ class _Evidence:
         of one class in another order."""
         places = _places(self._nnx)
         series: dict[Any, dict[int, list[tuple[Keys, bool]]]] = {}
-        for said, pairs in ((True, self._by_map), (False, self._by_structure)):
+        for by_rule, pairs in ((True, self._by_map), (False, self._by_structure)):
             for one, other in pairs:
                 for end in range(2, len(one)):
                     module = self._linen.get(one[1:end])
                     if module is None or module.index is None:
                         continue
                     key = (one[0], one[1 : end - 1], module.kind, one[end:])
-                    series.setdefault(key, {}).setdefault(module.index, []).append((other, said))
+                    series.setdefault(key, {}).setdefault(module.index, []).append((other, by_rule))
         for (_, parent, _, _), by_index in series.items():
             for (_, first), (_, second) in itertools.pairwise(sorted(by_index.items())):
-                if not any(said for held in by_index.values() for _, said in held):
+                if not any(by_rule for held in by_index.values() for _, by_rule in held):
                     break
                 for (one, _), (other, _) in zip(sorted(first), sorted(second), strict=False):
                     common = _common(one[:-1], other[:-1])
@@ -245,9 +245,9 @@ class _Evidence:
         return found
 
 
-def _turned(said: LeafMap) -> Iterator[Path]:
+def _turned(rule_map: LeafMap) -> Iterator[Path]:
     """The leaves whose axes a map reorders without changing the shape."""
-    for call in said.calls():
+    for call in rule_map.calls():
         for value in call.inputs if isinstance(call.operation, Transpose) else ():
             if isinstance(value, Source) and call.shapes == (value.shape,):
                 yield value.path
@@ -402,42 +402,42 @@ def by_map(
     )
 
 
-def _backwards(said: MapResult, shapes: Mapping[Path, Shape]) -> MapResult:
+def _backwards(map_result: MapResult, shapes: Mapping[Path, Shape]) -> MapResult:
     """The result of a map that is used in the opposite direction: its initial leaves are left out
     of the source, and its dropped leaves keep their initial values."""
     texts = {glob_text(path): path for path in shapes}
-    may = {text for glob in said.optional for text in named_by(texts, glob)}
-    named = may.union(*(named_by(texts, glob) for glob in said.initial))
+    may = {text for glob in map_result.optional for text in named_by(texts, glob)}
+    named = may.union(*(named_by(texts, glob) for glob in map_result.initial))
     gone = [path for text, path in texts.items() if text in may]
     notes = (f"left out, as `optional` says: {listed(gone)}",) if may else ()
     return dataclasses.replace(
-        said,
-        initial=tuple(map(format_glob, said.map.dropped)),
+        map_result,
+        initial=tuple(map(format_glob, map_result.map.dropped)),
         optional=(),
         dropped=tuple(path for text, path in texts.items() if text in named),
-        notes=(*said.notes, *notes),
+        notes=(*map_result.notes, *notes),
     )
 
 
 def model_map(
-    said: MapResult, source: Side, target: Side, initial: Collection[Path]
+    map_result: MapResult, source: Side, target: Side, initial: Collection[Path]
 ) -> tuple[LeafMap, Alignment]:
     """The map of the model's leaves, and the alignment of the leaves without a rule. Source leaves
     without a counterpart stay.
 
     Args:
-      said: the result of the map file.
+      map_result: the result of the map file.
       source: the source leaves.
       target: the target leaves.
       initial: target leaves that keep their initial value.
     """
-    backwards = said.to == source.api
+    backwards = map_result.to == source.api
     start, end = (target, source) if backwards else (source, target)
-    reached = said.map.origin.keys() & end.shapes.keys()
-    gone = {*reached, *said.dropped, *initial}
-    found = _aligned(said, start, end, gone)
+    reached = map_result.map.origin.keys() & end.shapes.keys()
+    gone = {*reached, *map_result.dropped, *initial}
+    found = _aligned(map_result, start, end, gone)
     aligned = found.map if start.api == "linen" else found.map.inverse()
-    whole = said.map.then(aligned)
+    whole = map_result.map.then(aligned)
     if not backwards:
         return whole, found
     back = whole.inverse()
@@ -452,13 +452,17 @@ def model_map(
         path: zero._replace(shape=source.shapes[path], dtype=source.dtypes[path])
         for path, zero in back.must_be_zero.items()
     }
-    return LeafMap(values, origin, said.dropped, zeros), found
+    return LeafMap(values, origin, map_result.dropped, zeros), found
 
 
-def _aligned(said: MapResult, start: Side, end: Side, gone: Collection[Path]) -> Alignment:
+def _aligned(map_result: MapResult, start: Side, end: Side, gone: Collection[Path]) -> Alignment:
     """The alignment of the leaves without a rule."""
-    rest = {p: s for p, s in said.map.shapes.items() if p not in gone and p not in said.unexpected}
-    made = {path: sources for path, sources in said.map.made_of().items() if path in rest}
+    rest = {
+        p: s
+        for p, s in map_result.map.shapes.items()
+        if p not in gone and p not in map_result.unexpected
+    }
+    made = {path: sources for path, sources in map_result.map.made_of().items() if path in rest}
     before = {path: made.get(path, [path]) for path in rest}
     leaves = bare_leaves(rest, {path: start.dtypes[sources[0]] for path, sources in before.items()})
     if start.known is None:
@@ -472,7 +476,7 @@ def _aligned(said: MapResult, start: Side, end: Side, gone: Collection[Path]) ->
         modules = joined(known, outline("nnx", moved))
     there = without(end.modules, gone)
     found = align(modules, there) if start.api == "linen" else align(there, modules)
-    if not said.map.origin:
+    if not map_result.map.origin:
         return found
     linen, nnx = (start, end) if start.api == "linen" else (end, start)
-    return ordered(said.map, found, linen.modules, nnx.modules, said.to)
+    return ordered(map_result.map, found, linen.modules, nnx.modules, map_result.to)
