@@ -98,6 +98,14 @@ def test_all_problems_are_told_at_once(tmp_path, weights):
     )
 
 
+def test_a_prefix_is_removed_and_comes_back_where_it_is_the_only_one(tmp_path):
+    file = map_of(tmp_path, "[[rule]]\nfrom = '^aux/'\nto = ''")
+    ckpt = reshard.open(save_pytree(tmp_path / "saved", {"aux": {"a": {"w": np.ones(2)}}}))
+    made = reshard.remap(ckpt, file)
+    assert [*made] == [("a", "w")]
+    assert [*reshard.remap(made, file, reverse=True)] == [("aux", "a", "w")]
+
+
 def test_only_a_model_has_initial_values(tmp_path, weights):
     file = map_of(tmp_path, "init = ['params/bias']\n" + STACKS)
     told = "`init` has `params/bias`, and only a model has initial values"
