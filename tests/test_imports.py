@@ -192,12 +192,12 @@ MANY_IMPORTS = {
     "reshard.verify.verification": 26,
     "reshard.verify.values": 29,
     "reshard.writer.arrays": 34,
-    "reshard.writer.commit": 27,
+    "reshard.writer.commit": 26,
     "reshard.writer.documents": 28,
     "reshard.writer.format": 30,
     "reshard.writer.plan": 33,
-    "reshard.writer.planning": 60,
-    "reshard.writer.save": 65,
+    "reshard.writer.planning": 52,
+    "reshard.writer.save": 51,
 }
 
 

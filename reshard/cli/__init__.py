@@ -89,7 +89,7 @@ def main() -> None:
         # TensorStore logs each place without credentials. Its errors are exceptions.
         sys.stderr = disk.own_stderr()
     try:
-        command.main(standalone_mode=False)
+        command.main(prog_name="reshard", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(2)

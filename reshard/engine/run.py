@@ -10,7 +10,6 @@ import collections
 import concurrent.futures
 import contextlib
 import importlib.metadata
-import io
 import os
 import pickle
 import queue
@@ -80,7 +79,7 @@ def check_tasks(
     have another release of this package. Raises ReshardError if no worker answers. To be called
     before a job begins."""
     try:
-        imported = [_checked(task) for task in tasks]
+        imported = [bytes(_Checker(task).pickled) for task in tasks]
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ArgumentError(
             "the tasks cannot be sent to the workers",
@@ -109,18 +108,20 @@ def check_tasks(
 class _Checker(pickle.Pickler):
     """Pickles a task without its stored values."""
 
+    def __init__(self, task: object):
+        self.pickled = bytearray()
+        super().__init__(self)
+        self.dump(task)
+
+    def write(self, data: bytes) -> None:
+        self.pickled += data
+
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (StoredArray, ArrayStore):
             return object, ()
         if getattr(obj, "__module__", None) == "__main__":
             raise pickle.PicklingError(f"`{obj.__qualname__}` is not defined in a module")
         return NotImplemented
-
-
-def _checked(task: object) -> bytes:
-    pickled = io.BytesIO()
-    _Checker(pickled).dump(task)
-    return pickled.getvalue()
 
 
 def _release(imported: Sequence[bytes]) -> str:

@@ -78,7 +78,6 @@ class Export(Plan):
         lines = [f"{arrays}, {units.format_bytes(self.nbytes)} in {files}"]
         lines += [f"copy     {', '.join(self.copied)}"] * bool(self.copied)
         lines += [f"rounded  {self.rounded}"] * bool(self.rounded.arrays)
-        lines += [f"rounded  {self.rounded}"] * bool(self.rounded.arrays)
         return "\n".join(lines)
 
 

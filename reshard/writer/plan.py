@@ -129,15 +129,18 @@ class ItemPlan:
         if not self.format.files:
             return []
         numbers = {path: n for n, file in enumerate(self.format.files) for path in file.offsets}
-        found = [({n}, list[BoxRange]()) for n in range(len(self.format.files))]
+        group_of = [({n}, list[BoxRange]()) for n in range(len(self.format.files))]
         for boxes in self.groups(in_memory=False):
-            own = {numbers[handle.path] for handle, _ in boxes.arrays}
-            joined = [each for each in found if each[0] & own]
-            rest = [each for each in found if not each[0] & own]
-            merged = set().union(*(files for files, _ in joined))
-            found = [*rest, (merged, [*(b for _, some in joined for b in some), boxes])]
-        found.sort(key=lambda each: min(each[0]))
-        return [FileGroup([self.format.files[n] for n in sorted(f)], boxes) for f, boxes in found]
+            own = sorted({numbers[handle.path] for handle, _ in boxes.arrays})
+            first, *others = {id(group_of[n]): group_of[n] for n in own}.values()
+            for files, more in others:
+                first[0].update(files)
+                first[1].extend(more)
+                for n in files:
+                    group_of[n] = first
+            first[1].append(boxes)
+        groups = {id(group): group for group in group_of}.values()
+        return [FileGroup([self.format.files[n] for n in sorted(f)], boxes) for f, boxes in groups]
 
     def metadata(self) -> dict[str, bytes]:
         """Metadata of arrays, by their keys, unless they are copied from the source."""
