@@ -98,6 +98,14 @@ def test_all_problems_are_told_at_once(tmp_path, weights):
     )
 
 
+def test_a_prefix_is_removed_and_comes_back_where_it_is_the_only_one(tmp_path):
+    file = map_of(tmp_path, "[[rule]]\nfrom = '^aux/'\nto = ''")
+    ckpt = reshard.open(save_pytree(tmp_path / "saved", {"aux": {"a": {"w": np.ones(2)}}}))
+    made = reshard.remap(ckpt, file)
+    assert [*made] == [("a", "w")]
+    assert [*reshard.remap(made, file, reverse=True)] == [("aux", "a", "w")]
+
+
 def test_only_a_model_has_initial_values(tmp_path, weights):
     file = map_of(tmp_path, "init = ['params/bias']\n" + STACKS)
     told = "`init` has `params/bias`, and only a model has initial values"
@@ -401,6 +409,9 @@ from = '('
 from = '^x$'
 add = '9 ** 9 ** 9'
 pad = { axis = 0, to = 'f("os")' }
+[[rule]]
+to = 'y'
+fill = { value = 1, shape = [1], dtype = 'float32', count = 4611686018427387904 }
 """
 TOLD = """
 the file: `vars`: `b`: `c + 1`: neither `[vars]` nor the config has `c`
@@ -418,6 +429,7 @@ rule 6, `^x$`: `equal` needs a list in `from`
 rule 8, `^x$`: `add`: `9 ** 9 ** 9` has no value: math range error
 rule 8, `^x$`: `pad`: `to`: `f("os")` is not arithmetic: `+ - * / ** // %` and parentheses are all
 rule 8, `^x$`: `pad`: `value` is missing
+rule 9: `fill`: `count` is not a number from 1 to 65536: 4611686018427387904
 """
 
 
@@ -447,6 +459,10 @@ def test_sizes_that_do_not_fit(tmp_path):
     for value, dtype in (("1.5", "int8"), ("300", "int8"), ("1e300", "bfloat16"), ("2", "bool")):
         filled = f"[[rule]]\nto='z'\nfill={{value={value}, shape=[1], dtype='{dtype}'}}"
         with pytest.raises(reshard.TreeMismatchError, match=f"z: {dtype} has no value"):
+            reshard.remap(ckpt, map_of(tmp_path, filled + "\n[[rule]]\nfrom='^.$'\nto='a\\g<0>'"))
+    for shape, told in (("[0]", "z: Orbax cannot store empty"), (f"[{2**62}, 4]", "more than any")):
+        filled = f"[[rule]]\nto='z'\nfill={{value=1, shape={shape}, dtype='int8'}}"
+        with pytest.raises(reshard.TreeMismatchError, match=told):
             reshard.remap(ckpt, map_of(tmp_path, filled + "\n[[rule]]\nfrom='^.$'\nto='a\\g<0>'"))
     pad = "pad = { axis = 0, to = 8, value = 0 }"
     with pytest.raises(reshard.TreeMismatchError, match="`pad` lacks `from`, the size before it"):

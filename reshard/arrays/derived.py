@@ -14,7 +14,7 @@ import numpy as np
 
 from reshard.arrays import operations as ops
 from reshard.arrays import zarr
-from reshard.arrays.boxes import Box, Shape
+from reshard.arrays.boxes import Box, Shape, check_size
 from reshard.arrays.dtypes import is_floating, is_scale
 from reshard.arrays.handle import (
     ArrayHandle,
@@ -170,6 +170,9 @@ def zeros(
 ) -> ArrayHandle:
     """An array of zeros, or of another constant, stored as another array is. Raises
     TreeMismatchError: the dtype has no such value."""
+    check_size(shape)
+    if 0 in shape:
+        raise TreeMismatchError(f"{format_path(path)}: Orbax cannot store empty arrays")
     if not has_value(dtype, fill or 0):
         raise TreeMismatchError(f"{format_path(path)}: {dtype.name} has no value {fill}")
     values = np.broadcast_to(np.array(fill or 0).astype(dtype), shape)  # one, however many they are

@@ -170,6 +170,7 @@ def _is_dtype(value: Any) -> bool:
 
 _API: Form = (lambda value: value in ("nnx", "linen"), "`nnx` or `linen`")
 _INT: Form = (_is_int, "a whole number")
+_COUNT: Form = (lambda v: _is_int(v) and 0 < v <= 1 << 16, "a number from 1 to 65536")
 _INTS: Form = (_list_of(_is_int), "a list of whole numbers")
 _SIZES: Form = (_list_of(lambda v: _is_int(v) and v >= 0), "a list of sizes")
 _NUMBER: Form = (lambda value: type(value) in (int, float), "a number")
@@ -194,7 +195,7 @@ _NEW_SHAPE: Form = (
 )
 _ROPE: Form = (lambda value: value in ("pairs", "halves"), "`pairs` or `halves`")
 _DTYPE: Form = (_is_dtype, "a dtype")
-_NUMERIC = (_INT, _INTS, _SIZES, _NUMBER, _FACTOR, _WIDTHS, _NEW_SHAPE)
+_NUMERIC = (_INT, _COUNT, _INTS, _SIZES, _NUMBER, _FACTOR, _WIDTHS, _NEW_SHAPE)
 
 
 class _Table:
@@ -338,7 +339,7 @@ def _rule(
 def _filled(number: int, entry: _Table) -> Rule | None:
     """A rule for leaves of a constant."""
     needed = {"value": _NUMBER, "shape": _SIZES, "dtype": _DTYPE}
-    values = entry.fields("fill", needed, {"count": _INT})
+    values = entry.fields("fill", needed, {"count": _COUNT})
     given = entry.take("to", _ONE_OR_MORE)
     entry.nothing_else()
     if values is None:

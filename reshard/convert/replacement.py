@@ -410,7 +410,7 @@ def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
             number = named or group
             pieces.append(Group(int(number)) if number else slash or text or "")
     template = PathTemplate.of(pieces, whole)
-    if not whole and pieces and not str(template.pieces[-1]).endswith("/"):
+    if not whole and template.pieces and not str(template.pieces[-1]).endswith("/"):
         raise ValueError(f"`{replacement.text}` does not end as the regex does, with a slash")
     return template
 
