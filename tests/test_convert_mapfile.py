@@ -1207,7 +1207,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 2, `^b$`: b: axis 1 of [2, 4] cannot be split into [1, 2]
   rule 3, `^c$`: c: [6] has no axis 1
   rule 4, `^e$`: e: axis 1 of [2, 3] does not have 2 parts
-  rule 5, `^f$`: f: axis 0 of [0, 3] has no parts
+  rule 5, `^f$`: f: axis 0 of [0, 3] cannot be divided into parts
 """,
     ),
     "pieces": (
@@ -1250,7 +1250,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
             "j": (3,),
         },
         """
-  rule 1, `^([abx])/w$`: x/w: `x` is not in `order`
+  rule 1, `^([abx])/w$`: x/w: `x` is not in the list `order` of the rule
   rule 1, `^([abx])/w$`: w: there is no piece for `c`
   rule 2, `^c` + `c$`: c: more than one of the regexes match it
   rule 2, `^c` + `c$`: v: there is no piece for `c$`

@@ -403,7 +403,7 @@ def test_a_missing_manifest(copy):
         pytest.skip("older releases of Orbax do not note it")
     (path / "manifest.ocdbt").unlink()
     shutil.rmtree(path / "ocdbt.process_0")
-    text = "has no manifest.ocdbt, which its _METADATA promises: it is incomplete"
+    text = "is incomplete: _METADATA says OCDBT, but manifest.ocdbt is missing"
     corrupt(f"`{path}` {text}", path)
 
 

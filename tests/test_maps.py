@@ -444,7 +444,7 @@ def test_sizes_that_do_not_fit(tmp_path):
     x = {"x": np.ones((6, 2), "f4"), "y": np.ones(3, "f4")}
     rules = "[[rule]]\nfrom = '^x$'\n{}\nto = 'z'\n[[rule]]\nfrom = '^y$'\nto = 'y'\n{}"
     cases = [
-        ("pad = { axis = 0, to = 4, value = 0 }", "axis 0 has the size 6, more than 4: `pad` cuts"),
+        ("pad = { axis = 0, to = 4, value = 0 }", "axis 0 has the size 6, more than 4: `pad` only"),
         ("pad = { axis = 1, from = 3, to = 4, value = 0 }", "axis 1 has the size 2, not 3"),
         ("rope = { axis = 0, head_size = 4, to = 'pairs' }", "have blocks of 4 with 2 equal parts"),
         ("interleave = { axis = 1, parts = 3 }", "does not have 3 equal parts"),

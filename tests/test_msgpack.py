@@ -272,7 +272,7 @@ WRONG = {
     "twice": (b"\x82\xa1a\xc0\xa1a\xc0", "the key 'a' occurs twice"),
     "number and text": (b"\x82\x01\xc0\xa11\xc0", "the key '1' occurs twice"),
     "key": (b"\x81\xc0\xc0", "a key is neither text nor a number"),
-    "never used": (b"\x81\xa1a\xc1", "no value begins with the byte 0xc1"),
+    "never used": (b"\x81\xa1a\xc1", "no msgpack value begins with the byte 0xc1"),
     "not text": (b"\x81\xa1\xff\xc0", "can't decode byte 0xff"),
     "bytes": (packed(b"123"), "a/w holds bytes, which are not a leaf"),
     "unknown": (packed(ext(9, 1)), "a/w: at byte 8: an extension of type 9 that Flax does not"),

@@ -77,7 +77,8 @@ class Resized:
             raise TreeMismatchError(f"axis {self.axis} has the size {size}, not {wanted}")
         if self.after < before:
             raise TreeMismatchError(
-                f"axis {self.axis} has the size {size}, more than {self.after}: `pad` cuts nothing"
+                f"axis {self.axis} has the size {size}, more than {self.after}: "
+                "`pad` only enlarges an axis"
             )
         widths = tuple((0, (self.after - before) * (at == axis)) for at in range(len(shape)))
         return ops.Crop(widths, self.fill) if self.undo else ops.Pad(widths, self.fill)
@@ -120,7 +121,9 @@ class Divided:
             raise TreeMismatchError(f"{list(shape)} has no axis {self.axis}")
         size = shape[self.axis]
         if self.kind == "unstack" and not size:
-            raise TreeMismatchError(f"axis {self.axis} of {list(shape)} has no parts")
+            raise TreeMismatchError(
+                f"axis {self.axis} of {list(shape)} cannot be divided into parts"
+            )
         if self.kind == "unstack":
             return ops.Unstack(self.axis, len(self.into) if isinstance(self.into, tuple) else size)
         if self.sizes is not None:
@@ -259,7 +262,7 @@ class Rule:
         if gathered.order is None:
             return target, number(name)
         if name not in gathered.order:
-            raise ValueError(f"`{name}` is not in `order`")
+            raise ValueError(f"`{name}` is not in the list `order` of the rule")
         return target, gathered.order.index(name)
 
     def pieces(self) -> Sequence[str] | None:

@@ -308,7 +308,8 @@ def _applied(
     not_zero = whole.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
-            "placeholders that hold values", [format_path(path) for path in not_zero]
+            "placeholders of layers must be zero, and are not",
+            [format_path(path) for path in not_zero],
         )
     made: dict[Path, Leaf] = whole.bind(ckpt)
     problems = [text for leaf in made.values() for text in _partition_problems(leaf)]

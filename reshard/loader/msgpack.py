@@ -136,7 +136,7 @@ class _Reader:
             kind, size = _LENGTHS[first]
             length = int.from_bytes(self.next_bytes(size), "big")
         else:
-            raise ValueError(f"no value begins with the byte 0x{first:02x}")
+            raise ValueError(f"no msgpack value begins with the byte 0x{first:02x}")
         if length * (2 if kind == "map" else 1) > self.size - self.at:
             raise ValueError(f"a {kind} of {length}, and the file ends at {self.size}")
         return kind, length
