@@ -46,8 +46,6 @@ _ORIGINS = """\
 # The word behind `[[rule]]` shows how it was found: by equal paths after the standard conversions
 # (path), or by the order of modules of one class (structure).
 """
-# Stands for a name that the user must fill in.
-NAME = "NAME"
 _WIDTH = 100
 # Candidates of an open leaf that the comment of its rule lists.
 MAX_CANDIDATES = 8
@@ -252,14 +250,10 @@ def rules_of(rows: Sequence[Row], leaves: Mapping[Path, Shape]) -> list[str]:
 
 def renaming_rules(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path]) -> list[str]:
     """The bodies of rules that rename some leaves or modules: the path before, the path after, and
-    whether they are paths of leaves. The user replaces `NAME` in a path after."""
-    pairs = list(dict.fromkeys(pairs))
+    whether they are paths of leaves."""
     rules = []
-    for block in _renamed(pairs, leaves):
-        _, after, whole = pairs[block.rows[0]]
-        to = literal_replacement(format_path(after) + "/" * (not whole))
-        if block.outputs:
-            to = block.outputs[0].replacement(block.inputs[0])
+    for block in _renamed(dict.fromkeys(pairs), leaves):
+        to = block.outputs[0].replacement(block.inputs[0])
         lines = _assigned("from", block.inputs[0].pattern().text), _assigned("to", to.text)
         rules.append("\n".join(lines))
     return rules
@@ -286,8 +280,7 @@ def _renamed(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path])
     groups: dict[Hashable, list[_Line]] = {}
     ever = {*leaves}
     for place, (before, after, whole) in enumerate(pairs):
-        known = () if NAME in after else (_parted(after),)
-        line = _Line((place,), ((_parted(before),), known), (1, len(known)), whole)
+        line = _Line((place,), ((_parted(before),), (_parted(after),)), (1, 1), whole)
         groups.setdefault(line.letters, []).append(line)
         ever.add(after if whole else (*after, "_"))
     paths = _Paths((), ever)
