@@ -464,6 +464,9 @@ def test_sizes_that_do_not_fit(tmp_path):
         filled = f"[[rule]]\nto='z'\nfill={{value=1, shape={shape}, dtype='int8'}}"
         with pytest.raises(reshard.TreeMismatchError, match=told):
             reshard.remap(ckpt, map_of(tmp_path, filled + "\n[[rule]]\nfrom='^.$'\nto='a\\g<0>'"))
+    fill = "fill={value=1, shape=[3], dtype='float32'}"
+    twice = f"[[rule]]\nfrom='^x$'\nto='x'\n[[rule]]\nfrom=['^y$', 'y']\n{fill}"
+    assert [*reshard.remap(ckpt, map_of(tmp_path, twice))] == [("x",)]
     pad = "pad = { axis = 0, to = 8, value = 0 }"
     with pytest.raises(reshard.TreeMismatchError, match="`pad` lacks `from`, the size before it"):
         reshard.remap(ckpt, map_of(tmp_path, rules.format(pad, "")), reverse=True)

@@ -593,7 +593,7 @@ class _Tree:
         if leaf.source is not None:
             self.dropped.append(leaf.source)
 
-    def drop_constants(self, rule: Rule, fill: Zeros, leaves: Sequence[_Leaf]) -> None:
+    def drop_constants(self, rule: Rule, fill: Zeros, leaves: Collection[_Leaf]) -> None:
         """Drops leaves that must hold a constant."""
         for leaf in leaves:
             if leaf.source is None or leaf.value is None:
@@ -610,7 +610,7 @@ class _Tree:
         found = [self.hits(pattern) for pattern in rule.patterns]
         moves: list[_Move] = []
         if rule.fill is not None:
-            self.drop_constants(rule, rule.fill, list(itertools.chain(*found)))
+            self.drop_constants(rule, rule.fill, dict.fromkeys(itertools.chain(*found)))
             moves = [_Move([], list(rule.places), [rule.fill] * len(rule.places))]
         elif rule.drop:
             for leaf in found[0]:
