@@ -128,8 +128,8 @@ def test_nothing_numbers_them(at):
         "OMPI_COMM_WORLD_RANK, PMI_RANK is set; give --shard I/N, numbered from 0"
     )
     assert why_not(at, "none", "0/2", "--resume") == (
-        "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
-        "share, and a share that was stopped is written again"
+        "--shard cannot be combined with --resume, --workers or --dask: each process writes one "
+        "share. Run the same command again if it is stopped"
     )
     text = f"no shares exist for `{at / 'none'}`\n\nhint: --shard I/N writes one of them"
     assert reshard_in(at, "commit", "none") == (2, "", f"Error: {text}\n")

@@ -530,7 +530,7 @@ checkpoint
 hint: reshard.to_{other}(ckpt, ...), if the other way is meant"""
         assert refusal(call, paths[wanted], model, of=reshard.ArgumentError) == message
     message = """\
-the Linen module Mlp has no variables without inputs
+the Linen module Mlp needs inputs to make its variables
 
 hint: a function that returns its variables, `model.init(key, x)`, or a TrainState"""
     told = refusal(reshard.to_linen, paths["Linen"], Mlp(), of=reshard.ArgumentError)
@@ -1451,7 +1451,7 @@ def test_a_module_called_params_is_not_taken_for_a_collection(tmp_path):
     assert (
         str(error)
         == """\
-the keys below `params` may be modules or collections
+it is unclear whether the keys below `params` are modules or collections
   modules: one is called `params`, as `params/params`, beside `params/head`
   collections: the parameters are `params/params`, and none are in `params/head`
 
@@ -1482,7 +1482,7 @@ def test_a_module_called_params_in_a_train_state(tmp_path):
         assert (
             str(error)
             == """\
-the keys below `params` may be modules or collections
+it is unclear whether the keys below `params` are modules or collections
   modules: one is called `params`, as `params/params`, beside `params/head`
   collections: the parameters are `params/params`, and none are in `params/head`
 

@@ -784,11 +784,12 @@ NOT_AT_THE_TOP = "the state is not at the top of the tree"
     [
         (
             "model/w opt_state/#0/w step:int32",
-            f"no layout has {BELOW_MODEL}\n  `opt_state` {LISTS}\n\nhint: {AS_PARAMS}",
+            f"no supported layout has {BELOW_MODEL}\n  `opt_state` {LISTS}\n\nhint: {AS_PARAMS}",
         ),
         (
             "model/params/w model/batch_stats/n",
-            "no layout has Linen's variables below `model`\n  `model/params` is a collection\n\n"
+            "no supported layout has Linen's variables below `model`\n"
+            "  `model/params` is a collection\n\n"
             'hint: reshard.rename(ckpt, [("^model/", "")])',
         ),
         (

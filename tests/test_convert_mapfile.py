@@ -719,7 +719,7 @@ map.toml: the map cannot be used in the opposite direction
   rule 12, `^x_(\d+)/(\d+)$`: two numbers are adjacent, so the end of the first is ambiguous
   rule 13, `^x_(\d+)/`: `x\1` does not end as the regex does, with a slash
   rule 14, `^x_(\d+)$`: the paths of its parts do not have the same numbers in them
-  rule 15, `^x_(\d+)/w$`: `a\1` is not the number of a piece alone
+  rule 15, `^x_(\d+)/w$`: `a\1` in `by` must be a number and nothing else
   rule 16, `^x_(\d+)$` + `^y/`: some of its regexes are for whole paths, and some for modules
 
 hint: a map that a conversion writes works in both directions
@@ -1207,7 +1207,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 2, `^b$`: b: axis 1 of [2, 4] cannot be split into [1, 2]
   rule 3, `^c$`: c: [6] has no axis 1
   rule 4, `^e$`: e: axis 1 of [2, 3] does not have 2 parts
-  rule 5, `^f$`: f: axis 0 of [0, 3] has no parts
+  rule 5, `^f$`: f: axis 0 of [0, 3] cannot be divided into parts
 """,
     ),
     "pieces": (
@@ -1250,7 +1250,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
             "j": (3,),
         },
         """
-  rule 1, `^([abx])/w$`: x/w: `x` is not in `order`
+  rule 1, `^([abx])/w$`: x/w: `x` is not in the list `order` of the rule
   rule 1, `^([abx])/w$`: w: there is no piece for `c`
   rule 2, `^c` + `c$`: c: more than one of the regexes match it
   rule 2, `^c` + `c$`: v: there is no piece for `c$`

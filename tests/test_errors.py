@@ -160,7 +160,7 @@ HINTS = [
     ("leave out step=...", "leave out --step"),
     ("reduce workers=... or max_memory=...", "reduce --workers or --max-memory"),
     ('item="it\'s"', """--item 'it'"'"'s'"""),
-    ('codec="zstd:9", of levels up to 22', "--codec zstd:9, of levels up to 22"),
+    ('codec="zstd:9", with a level up to 22', "--codec zstd:9, with a level up to 22"),
     (
         'axes={"data": "x"} renames, axes={"data": ""} replicates',
         "--axis data=x renames, --axis data= replicates",

@@ -407,13 +407,13 @@ FAULTS = [
     ),
     sharding(
         "the mesh `data=1099511627776,model=1099511627776` has 1208925819614629174706176 devices, "
-        "more than any machine has",
+        "more than can exist",
         shape=[2**40, 2**40],
     ),
     sharding("a mesh `data=2,model=4` of 4 devices", shape=[2, 4]),
-    sharding("not devices: 'abc'", device_mesh={"mesh": "abc"}),
+    sharding("the list of devices is 'abc'", device_mesh={"mesh": "abc"}),
     sharding(f"not a partition spec: 'P{'(' * 78}", partition_spec=f"P{'(' * 100_000})"),
-    sharding("not a name: '\\x1b[2J'", axis_names=["data", "\x1b[2J"]),
+    sharding("not the name of a mesh axis: '\\x1b[2J'", axis_names=["data", "\x1b[2J"]),
     Fault(
         WHOLE + "it is float32, but PRNG keys are not",
         lambda p: edit_text(
@@ -1014,17 +1014,17 @@ RECORDED: dict[str, Callable[[Json], Any]] = {
     "its containers are not JSON: 'x'": lambda record: record.update(containers="x"),
     "not a path: [0.5]": one_more(0.5),
     "not a path: 'step'": lambda record: record["route"]["moved"].append(["step", ["step"]]),
-    "its leaves are not those of one tree: step/x": one_more("step", "x"),
-    "its leaves are not those of one tree: 7": lambda record: (
+    "its paths do not form one tree: step/x": one_more("step", "x"),
+    "its paths do not form one tree: 7": lambda record: (
         one_more(7)(record),
         one_more("7")(record),
     ),
-    f"its leaves are not those of one tree: {'a/' * 100}": one_more(*["a"] * 101),
+    f"its paths do not form one tree: {'a/' * 100}": one_more(*["a"] * 101),
     "there are no such leaves: ['x']": lambda record: record["leaves"][0].__setitem__(1, ["x"]),
     "there are no such leaves: {'shape': []}": (
         lambda record: record["leaves"][0].__setitem__(1, {"shape": []})
     ),
-    "there are no leaves of type 'jax.Arrays'": kind(type="jax.Arrays"),
+    "leaves cannot have the type 'jax.Arrays'": kind(type="jax.Arrays"),
     "int32[] are not PRNG keys, 'threefry2x32'": kind(keys="threefry2x32"),
     "float32[2] are not PRNG keys, 'threefry2x32'": kind(
         keys="threefry2x32", dtype="float32", shape=[2]

@@ -444,7 +444,7 @@ def test_sizes_that_do_not_fit(tmp_path):
     x = {"x": np.ones((6, 2), "f4"), "y": np.ones(3, "f4")}
     rules = "[[rule]]\nfrom = '^x$'\n{}\nto = 'z'\n[[rule]]\nfrom = '^y$'\nto = 'y'\n{}"
     cases = [
-        ("pad = { axis = 0, to = 4, value = 0 }", "axis 0 has the size 6, more than 4: `pad` cuts"),
+        ("pad = { axis = 0, to = 4, value = 0 }", "axis 0 has the size 6, more than 4: `pad` only"),
         ("pad = { axis = 1, from = 3, to = 4, value = 0 }", "axis 1 has the size 2, not 3"),
         ("rope = { axis = 0, head_size = 4, to = 'pairs' }", "have blocks of 4 with 2 equal parts"),
         ("interleave = { axis = 1, parts = 3 }", "does not have 3 equal parts"),
@@ -464,6 +464,9 @@ def test_sizes_that_do_not_fit(tmp_path):
         filled = f"[[rule]]\nto='z'\nfill={{value=1, shape={shape}, dtype='int8'}}"
         with pytest.raises(reshard.TreeMismatchError, match=told):
             reshard.remap(ckpt, map_of(tmp_path, filled + "\n[[rule]]\nfrom='^.$'\nto='a\\g<0>'"))
+    fill = "fill={value=1, shape=[3], dtype='float32'}"
+    twice = f"[[rule]]\nfrom='^x$'\nto='x'\n[[rule]]\nfrom=['^y$', 'y']\n{fill}"
+    assert [*reshard.remap(ckpt, map_of(tmp_path, twice))] == [("x",)]
     pad = "pad = { axis = 0, to = 8, value = 0 }"
     with pytest.raises(reshard.TreeMismatchError, match="`pad` lacks `from`, the size before it"):
         reshard.remap(ckpt, map_of(tmp_path, rules.format(pad, "")), reverse=True)

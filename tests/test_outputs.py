@@ -533,7 +533,7 @@ def test_what_no_input_reaches_is_told_and_what_masks_fill_in_is_no_measure(tmp_
 )
 def test_inputs_of_no_such_form(inputs, problem):
     error = refused(arguments_of, inputs, of=reshard.ArgumentError)
-    assert "not positional and keyword" in error.summary and problem in error.problems
+    assert "not a pair of a tuple and a dict" in error.summary and problem in error.problems
 
 
 def test_both_models_are_needed(saved):

@@ -151,7 +151,7 @@ GARBAGE = [
     (b"1" * 5000, None),
     (b'{"version": 1, "version": 1}', 'ValueError: the key "version" occurs twice'),
     (dumped(version=None), "ValueError: it is a different kind of document"),
-    (dumped(version=2), "ValueError: version 2, but only 1 is known"),
+    (dumped(version=2), "ValueError: its format version is 2; only 1 is supported"),
     (dumped(arrays=None), "KeyError: 'arrays'"),
     (dumped(arrays=[]), "AttributeError: 'list' object has no attribute 'items'"),
     (dumped(arrays={"a": 3}), "TypeError: 'int' object is not subscriptable"),
@@ -165,10 +165,10 @@ GARBAGE = [
     (one_array(digest=f"{'0' * 32}\n"), f"ValueError: the digest '{'0' * 32}\\n'"),
     (one_array(digest=5), "TypeError: expected string or bytes-like object, got 'int'"),
     *(
-        (dumped(files={path: "0" * 64}), f"ValueError: the path {path!r}")
+        (dumped(files={path: "0" * 64}), f"ValueError: a path outside of the checkpoint: {path!r}")
         for path in ("", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\0b")
     ),
-    (dumped(beside={"../x": "0" * 64}), "ValueError: the path '../x'"),
+    (dumped(beside={"../x": "0" * 64}), "ValueError: a path outside of the checkpoint: '../x'"),
     (dumped(strings={"a": "0" * 63}), f"ValueError: the hash '{'0' * 63}'"),
     (dumped(files={"a": "0" * 32}), f"ValueError: the hash '{'0' * 32}'"),
 ]

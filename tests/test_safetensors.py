@@ -225,7 +225,7 @@ def entry(begin, end, shape=(2,), dtype="F32"):
 
 
 WRONG = {
-    "short": (b"1234", "it has 4 bytes"),
+    "short": (b"1234", "its header has 4 bytes"),
     "long": (header({}, length=1 << 40), r"a header of 1.00 TiB in a file of 10 B"),
     "no json": (
         header(b"{..."),

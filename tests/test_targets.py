@@ -939,7 +939,7 @@ TREE = {"w": jnp.ones((8, 8)), "layer": {"b": jnp.ones((8,))}}
 WRONG_ARGUMENTS = [
     (
         {"model": nn.Dense(3)},
-        "the Linen module Dense has no variables without inputs\n\n"
+        "the Linen module Dense needs inputs to make its variables\n\n"
         "hint: give `inputs`, or a function that returns its variables",
     ),
     ({"inputs": (X,)}, "`inputs` are for a module or a callable, not dict"),
@@ -982,7 +982,7 @@ WRONG_MODELS = [
     ),
     (
         {"mesh": None},
-        "a target needs a jax.sharding.Mesh, not None\n\n"
+        "the mesh of a target must be a jax.sharding.Mesh or AbstractMesh, not None\n\n"
         'hint: jax.make_mesh((1, 8), ("data", "model"), '
         "axis_types=(jax.sharding.AxisType.Auto,) * 2)\n"
         "hint: jax.sharding.AbstractMesh(...)",

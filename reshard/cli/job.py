@@ -132,8 +132,8 @@ def share_of(flags: options.Flags, dst: str) -> tuple[int, int] | None:
     share = parse_share(flags["share"], dst)
     if share is not None and (flags["resume"] or flags["workers"] or flags["dask"]):
         raise click.UsageError(
-            "--shard cannot be combined with --resume, --workers or --dask: one process writes a "
-            "share, and a share that was stopped is written again"
+            "--shard cannot be combined with --resume, --workers or --dask: each process writes "
+            "one share. Run the same command again if it is stopped"
         )
     return share
 

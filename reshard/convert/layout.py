@@ -429,7 +429,7 @@ def _chosen(
     ((kind, hint),) = fitting.items()
     why = list(proofs[_api_of(kind)])
     if kind not in KINDS:
-        raise TreeMismatchError(f"no layout has {kind}", why, [hint])
+        raise TreeMismatchError(f"no supported layout has {kind}", why, [hint])
     if not proved and api:
         why.append(f"the conversion is from {_NAMES[api]}, and nothing contradicts it")
     return kind, why or ["no other layout fits"]
@@ -518,7 +518,7 @@ def _check_variables(params: _Node, beside: _Training) -> None:
         modules = 'reshard.rename(ckpt, [("^params/", "params/params/")])'
         collections = 'reshard.rename(ckpt, [("^params/", "")])'
     raise TreeMismatchError(
-        "the keys below `params` may be modules or collections",
+        "it is unclear whether the keys below `params` are modules or collections",
         [
             f"modules: one is called `params`, as `params/params`, beside {paths}",
             f"collections: the parameters are `params/params`, and none are in {paths}",

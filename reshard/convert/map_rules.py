@@ -77,7 +77,8 @@ class Resized:
             raise TreeMismatchError(f"axis {self.axis} has the size {size}, not {wanted}")
         if self.after < before:
             raise TreeMismatchError(
-                f"axis {self.axis} has the size {size}, more than {self.after}: `pad` cuts nothing"
+                f"axis {self.axis} has the size {size}, more than {self.after}: "
+                "`pad` only enlarges an axis"
             )
         widths = tuple((0, (self.after - before) * (at == axis)) for at in range(len(shape)))
         return ops.Crop(widths, self.fill) if self.undo else ops.Pad(widths, self.fill)
@@ -120,7 +121,9 @@ class Divided:
             raise TreeMismatchError(f"{list(shape)} has no axis {self.axis}")
         size = shape[self.axis]
         if self.kind == "unstack" and not size:
-            raise TreeMismatchError(f"axis {self.axis} of {list(shape)} has no parts")
+            raise TreeMismatchError(
+                f"axis {self.axis} of {list(shape)} cannot be divided into parts"
+            )
         if self.kind == "unstack":
             return ops.Unstack(self.axis, len(self.into) if isinstance(self.into, tuple) else size)
         if self.sizes is not None:
@@ -259,7 +262,7 @@ class Rule:
         if gathered.order is None:
             return target, number(name)
         if name not in gathered.order:
-            raise ValueError(f"`{name}` is not in `order`")
+            raise ValueError(f"`{name}` is not in the list `order` of the rule")
         return target, gathered.order.index(name)
 
     def pieces(self) -> Sequence[str] | None:
@@ -381,7 +384,7 @@ def _undone(rule: Rule) -> list[Rule]:
     if regroup.by is not None:
         by = replacement_template(regroup.by, True)
         if len(by.pieces) > len(by.groups) or by.groups in [(), *zip(target.groups)]:
-            raise ValueError(f"`{regroup.by.text}` is not the number of a piece alone")
+            raise ValueError(f"`{regroup.by.text}` in `by` must be a number and nothing else")
         into = sources[0].numbered(by.groups[0]).replacement(target)
     divided = Divided(
         kind,
@@ -590,7 +593,7 @@ class _Tree:
         if leaf.source is not None:
             self.dropped.append(leaf.source)
 
-    def drop_constants(self, rule: Rule, fill: Zeros, leaves: Sequence[_Leaf]) -> None:
+    def drop_constants(self, rule: Rule, fill: Zeros, leaves: Collection[_Leaf]) -> None:
         """Drops leaves that must hold a constant."""
         for leaf in leaves:
             if leaf.source is None or leaf.value is None:
@@ -607,7 +610,7 @@ class _Tree:
         found = [self.hits(pattern) for pattern in rule.patterns]
         moves: list[_Move] = []
         if rule.fill is not None:
-            self.drop_constants(rule, rule.fill, list(itertools.chain(*found)))
+            self.drop_constants(rule, rule.fill, dict.fromkeys(itertools.chain(*found)))
             moves = [_Move([], list(rule.places), [rule.fill] * len(rule.places))]
         elif rule.drop:
             for leaf in found[0]:

@@ -115,7 +115,7 @@ def _check_module(model: Any, api: str, role: str) -> None:
     if api == "nnx":
         raise _other_api(f"{role} is the Linen module {cls.__name__}", api)
     raise ArgumentError(
-        f"the Linen module {cls.__name__} has no variables without inputs",
+        f"the Linen module {cls.__name__} needs inputs to make its variables",
         hints=["a function that returns its variables, `model.init(key, x)`, or a TrainState"],
     )
 

@@ -146,7 +146,7 @@ def arguments_of(inputs: Any) -> dict[str, Arguments]:
                 problems.append(f"{side}: {pair!r:.80}" if known else f"unknown side {side!r}")
     if problems:
         raise ArgumentError(
-            "the inputs are not positional and keyword arguments",
+            "the inputs are not a pair of a tuple and a dict",
             problems,
             ["((x,), {})", '{"linen": ((x,), {"train": False}), "nnx": ((x,), {})}'],
         )

@@ -55,7 +55,9 @@ def remap(
     if len(old) < len(ckpt):
         problems += ["a list and a dict in one place have keys of the same text"]
     if problems:
-        raise TreeMismatchError(f"{rules.name}: the map does not make a tree", problems)
+        raise TreeMismatchError(
+            f"{rules.name}: the new paths of the map do not form a tree", problems
+        )
     made: dict[Path, Leaf] = {}
     for path, leaf in result.map.bind(leaves).items():
         was = next(iter(sources_of(result.map.values[path])), path)

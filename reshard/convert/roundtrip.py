@@ -383,7 +383,7 @@ def _recorded_leaf(kind: Any) -> _Array | str:
     shape, dtype = shape_of(kind["shape"]), dtype_of(kind["dtype"])
     value_type, keys = kind["type"], kind["keys"]
     if value_type not in ("jax.Array", "np.ndarray", "scalar"):
-        raise ValueError(f"there are no leaves of type {value_type!r:.80}")
+        raise ValueError(f"leaves cannot have the type {value_type!r:.80}")
     named = isinstance(keys, str) and keys.isprintable()
     if keys is not None and not (named and dtype == np.uint32 and shape):
         raise ValueError(f"{array_text(dtype.name, shape)} are not PRNG keys, {keys!r:.80}")
@@ -396,7 +396,7 @@ def _check_tree(paths: Collection[Path]) -> None:
     wrong += [path for path in paths if not 0 < len(path) <= MAX_KEYS]
     if wrong:
         places = ", ".join(sorted(map(format_path, wrong)))
-        raise ValueError(f"its leaves are not those of one tree: {places:.200}")
+        raise ValueError(f"its paths do not form one tree: {places:.200}")
 
 
 def _check_zeros(found: LeafMap, ckpt: Checkpoint) -> None:

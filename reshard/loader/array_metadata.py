@@ -138,7 +138,7 @@ def _names(texts: list[Any]) -> tuple[str, ...]:
     """Names that can be printed."""
     for text in texts:
         if not isinstance(text, str) or not text.isprintable():
-            raise ValueError(f"not a name: {text!r:.80}")
+            raise ValueError(f"not the name of a mesh axis: {text!r:.80}")
     return tuple(texts)
 
 
@@ -148,5 +148,5 @@ def _device_ids(nested: Any) -> list[int]:
             raise ValueError(f"not the id of a device: {nested['id']!r:.80}")
         return [nested["id"]]
     if not isinstance(nested, list):
-        raise ValueError(f"not devices: {nested!r:.80}")
+        raise ValueError(f"the list of devices is {nested!r:.80}")
     return [device for part in nested for device in _device_ids(part)]

@@ -41,7 +41,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     store = _array_store(directory, document, requests)
     if document.get("use_ocdbt") and not store.ocdbt and array_paths:
         raise CorruptCheckpointError(
-            f"`{directory}` has no manifest.ocdbt, which its _METADATA promises: it is incomplete"
+            f"`{directory}` is incomplete: _METADATA says OCDBT, but manifest.ocdbt is missing"
         )
     _ = store.values  # in a bucket, while the requests for the documents below run
     shardings = read_json(directory / detection.SHARDING_FILE) or {}

@@ -148,7 +148,7 @@ def _covered(
 ) -> tuple[State, Coverage]:
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise ShardingError(
-            f"a target needs a jax.sharding.Mesh, not {mesh!r}",
+            f"the mesh of a target must be a jax.sharding.Mesh or AbstractMesh, not {mesh!r}",
             hints=[MESH_HINT, "jax.sharding.AbstractMesh(...)"],
         )
     made = state_of(model, mesh, inputs)
@@ -259,7 +259,7 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
     if linen is not None and isinstance(model, linen.Module):
         if not inputs:
             raise ArgumentError(
-                f"the Linen module {type(model).__name__} has no variables without inputs",
+                f"the Linen module {type(model).__name__} needs inputs to make its variables",
                 hints=["give `inputs`, or a function that returns its variables"],
             )
         return lambda *args: model.init(jax.random.key(0), *args)

@@ -162,7 +162,9 @@ def read_record(path: Location, hint: str = "") -> Record | None:
         if not isinstance(document, dict) or "version" not in document:
             raise ValueError("it is a different kind of document")
         if document["version"] != _VERSION:
-            raise ValueError(f"version {document['version']!r}, but only {_VERSION} is known")
+            raise ValueError(
+                f"its format version is {document['version']!r}; only {_VERSION} is supported"
+            )
         if unknown := sorted(document.keys() - _KEYS):
             raise ValueError(f"the keys {unknown}")
         arrays = {name: _array(entry) for name, entry in document["arrays"].items()}
@@ -191,7 +193,7 @@ def _hashes(entries: Any) -> dict[str, str]:
     for path, digest in entries.items():
         parts = path.split("/")
         if path.startswith("/") or "\0" in path or not {"", ".", ".."}.isdisjoint(parts):
-            raise ValueError(f"the path {path!r}")
+            raise ValueError(f"a path outside of the checkpoint: {path!r}")
         _hash(digest)
     return dict(entries)
 

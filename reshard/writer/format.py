@@ -354,8 +354,8 @@ def _parse_codec(text: str) -> Codec:
         f"`{text}` is not a codec",
         hints=[
             'codec="none"',
-            'codec="zstd:9", of levels up to 22',
-            'codec="blosc:lz4:5", of levels up to 9; or ' + ", ".join(_BLOSC[1:]),
+            'codec="zstd:9", with a level up to 22',
+            'codec="blosc:lz4:5", with a level up to 9; or ' + ", ".join(_BLOSC[1:]),
         ],
     )
 
