@@ -160,7 +160,8 @@ def test_facts_of_a_plan(planned, run):
     held, load, whole, cost = found.facts
     read, written = (format_bytes(n) for n in (planned.bytes_read, planned.bytes_written))
     assert cost.answer == f"reads {read}, writes {written}"
-    assert cost.details == (f"At most {format_bytes(planned.peak_memory)} of arrays in memory.",)
+    text = f"Compressed bytes. At most {format_bytes(planned.peak_memory)} of memory for arrays."
+    assert cost.details == (text,)
     old, new = (
         sum(
             math.prod(shard_shape(h.shape, s)) * h.dtype.itemsize
@@ -180,7 +181,7 @@ def test_facts_of_a_plan(planned, run):
     )
     saved = (before - after) * nbytes / 1024
     assert load == Fact(
-        "Is it worth it? What does a restore read?",
+        "Is it worth it? A restore reads",
         f"{before:.2f} times the bytes that it needs; after the job, exactly the bytes that it "
         "needs",
         (

@@ -165,7 +165,7 @@ GARBAGE = [
     (one_array(digest=f"{'0' * 32}\n"), f"ValueError: the digest '{'0' * 32}\\n'"),
     (one_array(digest=5), "TypeError: expected string or bytes-like object, got 'int'"),
     *(
-        (dumped(files={path: "0" * 64}), f"ValueError: the path {path!r}")
+        (dumped(files={path: "0" * 64}), f"ValueError: a path outside of the checkpoint: {path!r}")
         for path in ("", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\0b")
     ),
     (dumped(beside={"../x": "0" * 64}), "ValueError: a path outside of the checkpoint: '../x'"),

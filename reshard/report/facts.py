@@ -108,7 +108,9 @@ def _plan_page(document: Document) -> Page:
         kind, apis = "conversion", ("Linen", "NNX") if document["to"] == "nnx" else ("NNX", "Linen")
         model = f", {document['model']}" if document["model"] else ""
         lead = f"{changed(*apis)}{model}. {lead}"
-    costs = [f"At most {format_bytes(document['peak_memory'])} of arrays in memory."]
+    costs = [
+        f"Compressed bytes. At most {format_bytes(document['peak_memory'])} of memory for arrays."
+    ]
     if document["shared_bytes"]:
         costs.append(f"{format_bytes(document['shared_bytes'])} are hard-linked, not copied.")
     read, written = (format_bytes(document[f"bytes_{way}"]) for way in ("read", "written"))
@@ -152,7 +154,9 @@ def _load(document: Document, mesh: str) -> Fact:
     if len(known) < (arrays := len(document["arrays"])):
         details.append(f"The {count_of(arrays - len(known), 'array')} without a mesh: {_UNKNOWN}.")
     tone = "good" if saved >= 0.005 else "bad" if saved <= -0.005 else ""
-    return Fact(f"Is it worth it? {_READS}", format_load(before, after), (*details,), tone, _NAME)
+    return Fact(
+        "Is it worth it? A restore reads", format_load(before, after), (*details,), tone, _NAME
+    )
 
 
 def _coverage_page(document: Document) -> Page:
