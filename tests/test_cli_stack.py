@@ -294,7 +294,7 @@ REFUSED = {
     ),
     "two cycles in one path": (
         ["--stack", "params/l{}=params/{%2}/{%3}"],
-        "Error: that does not name the layers\n"
+        "Error: the path does not name the layers\n"
         "  `params/{%2}/{%3}` must have at most one `{%6}`, for a cycle of six layers\n\n"
         "hint: `params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any "
         "key\n",

@@ -719,7 +719,7 @@ map.toml: the map cannot be used in the opposite direction
   rule 12, `^x_(\d+)/(\d+)$`: two numbers are adjacent, so the end of the first is ambiguous
   rule 13, `^x_(\d+)/`: `x\1` does not end as the regex does, with a slash
   rule 14, `^x_(\d+)$`: the paths of its parts do not have the same numbers in them
-  rule 15, `^x_(\d+)/w$`: `a\1` is not the number of a piece alone
+  rule 15, `^x_(\d+)/w$`: `a\1` in `by` must be a number and nothing else
   rule 16, `^x_(\d+)$` + `^y/`: some of its regexes are for whole paths, and some for modules
 
 hint: a map that a conversion writes works in both directions

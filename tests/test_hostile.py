@@ -1014,12 +1014,12 @@ RECORDED: dict[str, Callable[[Json], Any]] = {
     "its containers are not JSON: 'x'": lambda record: record.update(containers="x"),
     "not a path: [0.5]": one_more(0.5),
     "not a path: 'step'": lambda record: record["route"]["moved"].append(["step", ["step"]]),
-    "its leaves are not those of one tree: step/x": one_more("step", "x"),
-    "its leaves are not those of one tree: 7": lambda record: (
+    "its paths do not form one tree: step/x": one_more("step", "x"),
+    "its paths do not form one tree: 7": lambda record: (
         one_more(7)(record),
         one_more("7")(record),
     ),
-    f"its leaves are not those of one tree: {'a/' * 100}": one_more(*["a"] * 101),
+    f"its paths do not form one tree: {'a/' * 100}": one_more(*["a"] * 101),
     "there are no such leaves: ['x']": lambda record: record["leaves"][0].__setitem__(1, ["x"]),
     "there are no such leaves: {'shape': []}": (
         lambda record: record["leaves"][0].__setitem__(1, {"shape": []})

@@ -256,16 +256,19 @@ def chunked(shape, *chunks, **more):
 F4 = np.arange(4, dtype="f4")
 GOOD = packed(ext(1, [2, 2], "float32", F4.tobytes()))
 WRONG = {
-    "truncated": (GOOD[:-1], r"an extension of 30, and the file ends at 38"),
-    "short": (b"\x81\xa2a", r"a text of 2, and the file ends at 3"),
+    "truncated": (GOOD[:-1], r"an extension of 30 is longer than the file, which ends at 38"),
+    "short": (b"\x81\xa2a", r"a text of 2 is longer than the file, which ends at 3"),
     "trailing": (GOOD + b"\xc0\xc0", r"2 bytes follow the end of its tree"),
     "map of 2**32": (
         b"\xdf\xff\xff\xff\xff\xa1a\xc0",
-        r"a map of 4294967295, and the file ends at 8",
+        r"a map of 4294967295 is longer than the file, which ends at 8",
     ),
-    "list of 2**32": (b"\x81\xa1a\xdd\xff\xff\xff\xff", "a list of 4294967295, and the file ends"),
+    "list of 2**32": (b"\x81\xa1a\xdd\xff\xff\xff\xff", "a list of 4294967295 is longer than the file"),
     "many": (b"\x81\xa1a\xdd\x00\x20\x00\x00" + bytes(1 << 21), "it has over 1048576 entries"),
-    "text of 2**32": (b"\x81\xdb\xff\xff\xff\xff", "a text of 4294967295, and the file ends at 6"),
+    "text of 2**32": (
+        b"\x81\xdb\xff\xff\xff\xff",
+        "a text of 4294967295 is longer than the file, which ends at 6",
+    ),
     "extension of 2**32": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "an? extension of 4294967295"),
     "nested": (b"\x81\xa1a" * 5000 + b"\xc0", "it is nested more than 100 levels deep"),
     "nested lists": (b"\x81\xa1a" + b"\x91" * 5000 + b"\xc0", "nested more than 100 levels"),
@@ -301,9 +304,15 @@ WRONG = {
     "text for bytes": (packed(ext(1, [4], "int8", "abcd")), "it has 4 bytes, and int8"),
     "a name": (msgpack.packb({"..": ext(1, [1], "int8", b"1")}), "its name points outside the"),
     "parts": (chunked((3, 3), F4, F4), r"a/w: its parts do not form \[3, 3\] of one dtype"),
-    "no parts": (chunked((3, 3)), "a/w is a chunked array that Flax does not write"),
-    "more parts": (chunked((4,), F4, extra=1), "a/w is a chunked array that Flax does not write"),
-    "two axes": (chunked((4, -1), F4), "a/w is a chunked array that Flax does not write"),
+    "no parts": (chunked((3, 3)), "a/w is malformed: Flax writes chunked arrays in another form"),
+    "more parts": (
+        chunked((4,), F4, extra=1),
+        "a/w is malformed: Flax writes chunked arrays in another form",
+    ),
+    "two axes": (
+        chunked((4, -1), F4),
+        "a/w is malformed: Flax writes chunked arrays in another form",
+    ),
 }
 
 

@@ -588,7 +588,7 @@ PATTERN_HINT = (
     "\n\nhint: `params/layer_{}` stands for params/layer_0, params/layer_1 and so on; "
     "`*` for any key"
 )
-UNCLEAR = "that does not name the layers"
+UNCLEAR = "the path does not name the layers"
 NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers are not alike"
 KEYS = "params/l0/w: PRNG keys can only be moved, stacked or unstacked"
@@ -809,10 +809,10 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
         "pipe": "the layers cannot be partitioned over pipe\n"
         "  `stage=2,model=4` has no pipe\n\n"
         'hint: put it on a mesh that has them: `to_mesh(ckpt, "stage=2,model=4")`',
-        "stage": "the layers cannot be partitioned so\n"
+        "stage": "the layers cannot be stacked with these partition specs\n"
         "  params/l/b  float32[3, 4]: dimension 0 of 3 does not divide by 2 (stage)\n"
         "  params/l/w  float32[3, 4, 8]: dimension 0 of 3 does not divide by 2 (stage)",
-        "model": "the layers cannot be partitioned so\n"
+        "model": "the layers cannot be stacked with these partition specs\n"
         "  params/l/b  float32[3, 4]: dimension 0 of 3 does not divide by 4 (model)\n"
         "  params/l/w  float32[3, 4, 8]: P('model', None, 'model') uses axis 'model' 2 times\n"
         "  params/l/w  float32[3, 4, 8]: dimension 0 of 3 does not divide by 4 (model)",
@@ -825,7 +825,8 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
         'hint: put it on a mesh that has them: `to_mesh(ckpt, "stage=2,model=4")`'
     )
     mixed = put(tmp_path / "c", {"params": {"l0": place((2, 3)), "l1": jnp.ones((2, 3))}})
-    message = "the layers cannot be partitioned so\n  params/l: not all layers are on one mesh"
+    message = "the layers cannot be stacked with these partition specs\n"
+    message += "  params/l: not all layers are on one mesh"
     assert refused(stack, mixed, ALL, names="stage") == message
     moved = reshard.to_mesh(mixed, "stage=2,model=2")
     assert form_of(stack(moved, "params/l{}", "params/l", names="stage")) == {

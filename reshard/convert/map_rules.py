@@ -384,7 +384,7 @@ def _undone(rule: Rule) -> list[Rule]:
     if regroup.by is not None:
         by = replacement_template(regroup.by, True)
         if len(by.pieces) > len(by.groups) or by.groups in [(), *zip(target.groups)]:
-            raise ValueError(f"`{regroup.by.text}` is not the number of a piece alone")
+            raise ValueError(f"`{regroup.by.text}` in `by` must be a number and nothing else")
         into = sources[0].numbered(by.groups[0]).replacement(target)
     divided = Divided(
         kind,

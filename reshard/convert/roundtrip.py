@@ -396,7 +396,7 @@ def _check_tree(paths: Collection[Path]) -> None:
     wrong += [path for path in paths if not 0 < len(path) <= MAX_KEYS]
     if wrong:
         places = ", ".join(sorted(map(format_path, wrong)))
-        raise ValueError(f"its leaves are not those of one tree: {places:.200}")
+        raise ValueError(f"its paths do not form one tree: {places:.200}")
 
 
 def _check_zeros(found: LeafMap, ckpt: Checkpoint) -> None:

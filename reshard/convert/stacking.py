@@ -184,7 +184,7 @@ def _parsed(layers: str, stacked: str, indices: Sequence[int] | None) -> tuple[s
     if len(periods) > 1 or any(len(text) > _DIGITS or not int(text) for text in periods):
         problems.append(f"`{stacked}` must have at most one `{{%6}}`, for a cycle of six layers")
     if problems:
-        raise ArgumentError("that does not name the layers", problems, [_HINT])
+        raise ArgumentError("the path does not name the layers", problems, [_HINT])
     return layers, re.sub(r"\{%\d+\}", "{}", stacked), int(*periods or (1,))
 
 
@@ -314,7 +314,7 @@ def _applied(
     made: dict[Path, Leaf] = whole.bind(ckpt)
     problems = [text for leaf in made.values() for text in _partition_problems(leaf)]
     if problems:
-        raise ShardingError("the layers cannot be partitioned so", problems)
+        raise ShardingError("the layers cannot be stacked with these partition specs", problems)
     made |= {path: ckpt[sources[0]] for path, sources in without.items()}
     gone = {*whole.sources(), *must_be_zero}.union(*without.values())
     kept = {path: leaf for path, leaf in ckpt.items() if path not in gone}

@@ -312,7 +312,9 @@ def _deleted_item(step: Location) -> str:
         return ""
     name = record.get("checkpointable_name")
     if not isinstance(name, str) or not name:
-        raise CorruptCheckpointError(f"`{step / DELETION_FILE}` does not name the deleted item")
+        raise CorruptCheckpointError(
+            f"`{step / DELETION_FILE}` must name the item that Orbax was deleting, and does not"
+        )
     return name
 
 

@@ -138,7 +138,9 @@ class _Reader:
         else:
             raise ValueError(f"no msgpack value begins with the byte 0x{first:02x}")
         if length * (2 if kind == "map" else 1) > self.size - self.at:
-            raise ValueError(f"a {kind} of {length}, and the file ends at {self.size}")
+            raise ValueError(
+                f"a {kind} of {length} is longer than the file, which ends at {self.size}"
+            )
         return kind, length
 
     def value(self, path: Path) -> None:
@@ -185,7 +187,9 @@ class _Reader:
         code = self.next_bytes(1)[0]
         start, end = self.at, self.at + length
         if end > self.size:
-            raise ValueError(f"an extension of {length}, and the file ends at {self.size}")
+            raise ValueError(
+                f"an extension of {length} is longer than the file, which ends at {self.size}"
+            )
         try:
             if code == 2 and self.head() == ("list", 2):
                 parts = [self.head()[1] for _ in range(2)]
@@ -245,7 +249,7 @@ def _joined(parts: Mapping[Path, Any], what: str) -> PlainArray:
             ):
                 return joined
             raise ValueError(f"{what:.80}: its parts do not form {list(shape)} of one dtype")
-    raise ValueError(f"{what:.80} is a chunked array that Flax does not write")
+    raise ValueError(f"{what:.80} is malformed: Flax writes chunked arrays in another form")
 
 
 def _number(leaf: Any) -> Any:

@@ -71,7 +71,7 @@ def restore(
         those that do not fit in `max_memory`, those without a `NamedSharding` over all processes,
         and those of complex numbers or of elements smaller than one byte. All processes make the
         same call. If it fails in one, it fails in all. For a single process both are the same.
-      progress: called with numbers of decoded bytes, read or received.
+      progress: called with the bytes that were decoded, or received, since its last call.
 
     Returns:
       The target's structure with `jax.Array`s on the target's shardings. NumPy arrays, Python

@@ -107,7 +107,7 @@ def _total(content: bytes, position: int, count: int) -> tuple[int, int]:
         raise ValueError("a node of its B-tree ends early")
     lengths = np.diff(ends, prepend=-1)
     if lengths.max() > 3:
-        raise ValueError("a node of its B-tree holds a name that is too long")
+        raise ValueError("its OCDBT index has a key that is too long")
     end = int(ends[-1]) + 1
     shifts = 7 * (np.arange(end) - np.repeat(ends - lengths + 1, lengths))
     return int(((data[:end] & 0x7F).astype(np.int64) << shifts).sum()), position + end
