@@ -330,7 +330,8 @@ def test_restoring_into_a_plain_pytree_leaves_flax_alone(plain):
 # Files of the user that are no checkpoint: maps and models that a command is given; and this
 # package's own.
 OWN_FILES = {"reshard.cli.convert", "reshard.cli.model_argument"}
-OWN_FILES |= {"reshard.cli.page_file", "reshard.convert.mapfile", "reshard.convert.user_code"}
+OWN_FILES |= {"reshard.cli.page_file", "reshard.convert.hf_model", "reshard.convert.mapfile"}
+OWN_FILES |= {"reshard.convert.user_code"}
 FILES = {"fcntl", "glob", "io", "pathlib", "shutil", "stat", "tempfile"}
 # Of `os`, what touches no file.
 NO_FILES = {"PathLike", "dup", "dup2", "environ", "fdopen", "fspath", "getpid", "kill", "setpgid"}

@@ -263,7 +263,10 @@ WRONG = {
         b"\xdf\xff\xff\xff\xff\xa1a\xc0",
         r"a map of 4294967295 is longer than the file, which ends at 8",
     ),
-    "list of 2**32": (b"\x81\xa1a\xdd\xff\xff\xff\xff", "a list of 4294967295 is longer than the file"),
+    "list of 2**32": (
+        b"\x81\xa1a\xdd\xff\xff\xff\xff",
+        "a list of 4294967295 is longer than the file",
+    ),
     "many": (b"\x81\xa1a\xdd\x00\x20\x00\x00" + bytes(1 << 21), "it has over 1048576 entries"),
     "text of 2**32": (
         b"\x81\xdb\xff\xff\xff\xff",

@@ -28,9 +28,10 @@ conversion_options = options.all_of(
     ),
     options.value(
         "--source-model",
-        "MODULE:NAME",
+        "MODULE:NAME|hf:DIR",
         "The model of the checkpoint to convert. It supplies the classes and the order of modules. "
-        "This runs the code of MODULE, in a process of its own.",
+        "This runs the code of MODULE, in a process of its own. hf:DIR is the model of a Hugging "
+        "Face directory, for --check only.",
     ),
     options.value(
         "--map map_file",
@@ -53,6 +54,10 @@ conversion_options = options.all_of(
 def converter(to: str, flags: options.Flags) -> Callable[..., "Conversion"]:
     """A function that converts checkpoints to the API `to`. The models are loaded once."""
     model, source = flags["model"], flags["source_model"]
+    if source is not None and source.startswith("hf:"):
+        if to != "nnx" or not flags.get("check"):
+            raise click.UsageError("--source-model hf:DIR requires `convert --to nnx --check`")
+        source = None  # it has no Flax modules
 
     @functools.cache
     def models() -> tuple[Any, "TargetTree | None"]:
@@ -86,6 +91,8 @@ def check_outputs(made: "Conversion", flags: options.Flags) -> "OutputComparison
     if flags["inputs"] is not None:
         with model_errors("--inputs", flags["inputs"]):
             given = load_model(flags["inputs"], "--inputs")()
+    if flags["source_model"].startswith("hf:") and isinstance(given, dict):
+        given = given.get("nnx", given)  # the token ids are those of the NNX model
 
     def run(api: str, *asked: Any) -> "Run":
         option = "--model" if api == made.to else "--source-model"
@@ -102,7 +109,7 @@ def check_outputs(made: "Conversion", flags: options.Flags) -> "OutputComparison
 def _run(
     api: str, option: str, name: str, leaves: Any, quiet: bool, asked: Sequence[Any], model: Any
 ) -> "Run":
-    from reshard.convert.model_run import run
+    from reshard.convert import hf_model, model_run
 
     def tell(text: str) -> None:
         if not quiet:
@@ -110,4 +117,6 @@ def _run(
 
     hint = "check=... may have other arguments, such as `train=False`"
     with model_errors(option, name, [hint]):
-        return run(api, model, leaves, tell, *asked)
+        if name.startswith("hf:"):
+            return hf_model.run(name.removeprefix("hf:"), tell, *asked)
+        return model_run.run(api, model, leaves, tell, *asked)

@@ -71,7 +71,7 @@ def command(
         raise click.UsageError("--inputs requires --check")
     found: list[Conversion] = []
     warnings: dict[str, None] = {}
-    convert = converter(to, flags)
+    convert = converter(to, flags | {"check": check})
 
     def change(ckpt: Checkpoint) -> Checkpoint:
         # The conversion drops leaves together with their optimizer state.

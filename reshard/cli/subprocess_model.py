@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 def run_in_subprocess(model: str, option: str, task: Callable[[Any], T]) -> T:
-    """Calls a task with a model, named as for `load_model`, in a new process. The task and its
-    result are pickled. Raises the task's ReshardError, or one if the process ends without a
-    result."""
+    """Calls a task with a model, named as for `load_model`, in a new process; or with None if the
+    model is `hf:DIR`. The task and its result are pickled. Raises the task's ReshardError, or one
+    if the process ends without a result."""
     ran = subprocess.run(
         [sys.executable, "-P", "-m", "reshard.cli.subprocess_model", model, option],
         input=pickle.dumps(task),
@@ -44,7 +44,7 @@ def main() -> None:
         os.dup2(2, 1)  # prints of the model's code go to stderr
         try:
             with model_errors(option, model):
-                result = task(load_model(model, option))
+                result = task(None if model.startswith("hf:") else load_model(model, option))
         except ReshardError as error:
             result = error
         pickle.dump(result, answer)

@@ -80,7 +80,7 @@ def ready_map(
       >>> len(reshard.ready_map("hf:llama-tunix", "config.json").rules)
       12
     """
-    values = _config(config)
+    values = read_config(config)
     if quantization := values.get("quantization_config"):
         problems = [f"`quantization_config` is {quantization}"]
         hint = "dequantize its tensors, and remove `quantization_config` from its `config.json`"
@@ -133,7 +133,7 @@ def find_map(
     if isinstance(map_file, str) and map_file.startswith(PREFIX):
         return ready_map(map_file, config or ckpt.source.root, to=to)
     try:
-        numbers = config_numbers(_config(config or ckpt.source.root))
+        numbers = config_numbers(read_config(config or ckpt.source.root))
     except ReshardError:
         if config:
             raise
@@ -151,7 +151,7 @@ def ready_maps() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _config(config: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
     """The document `config.json` of a directory, beside a file, or of its own path."""
     place = parse_location(config)
     if place.name != _CONFIG:
