@@ -44,6 +44,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "sliding_window_pattern": 6,
     },
+    "gpt_oss": {
+        **SIZES,
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "tie_word_embeddings": False,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }
 
 
@@ -64,12 +81,30 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             f"{layer}.self_attn.k_proj.weight": (kv_heads * size, width),
             f"{layer}.self_attn.v_proj.weight": (kv_heads * size, width),
             f"{layer}.self_attn.o_proj.weight": (width, heads * size),
-            f"{layer}.mlp.gate_proj.weight": (ffn, width),
-            f"{layer}.mlp.up_proj.weight": (ffn, width),
-            f"{layer}.mlp.down_proj.weight": (width, ffn),
-            f"{layer}.input_layernorm.weight": (width,),
-            f"{layer}.post_attention_layernorm.weight": (width,),
         }
+        if kind == "gpt_oss":
+            experts = config["num_local_experts"]
+            found |= {
+                f"{layer}.self_attn.q_proj.bias": (heads * size,),
+                f"{layer}.self_attn.k_proj.bias": (kv_heads * size,),
+                f"{layer}.self_attn.v_proj.bias": (kv_heads * size,),
+                f"{layer}.self_attn.o_proj.bias": (width,),
+                f"{layer}.self_attn.sinks": (heads,),
+                f"{layer}.mlp.router.weight": (experts, width),
+                f"{layer}.mlp.router.bias": (experts,),
+                f"{layer}.mlp.experts.gate_up_proj": (experts, width, 2 * ffn),
+                f"{layer}.mlp.experts.gate_up_proj_bias": (experts, 2 * ffn),
+                f"{layer}.mlp.experts.down_proj": (experts, ffn, width),
+                f"{layer}.mlp.experts.down_proj_bias": (experts, width),
+            }
+        else:
+            found |= {
+                f"{layer}.mlp.gate_proj.weight": (ffn, width),
+                f"{layer}.mlp.up_proj.weight": (ffn, width),
+                f"{layer}.mlp.down_proj.weight": (width, ffn),
+            }
+        found[f"{layer}.input_layernorm.weight"] = (width,)
+        found[f"{layer}.post_attention_layernorm.weight"] = (width,)
         if kind in ("gemma2", "gemma3_text"):
             found[f"{layer}.pre_feedforward_layernorm.weight"] = (width,)
             found[f"{layer}.post_feedforward_layernorm.weight"] = (width,)
@@ -86,9 +121,9 @@ def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     for name, shape in shapes(config).items():
         values = rng.standard_normal(shape)
         if len(shape) == 1:
-            values = values * 0.2 + (not zero_centred)
+            values = values * 0.2 + ("norm" in name and not zero_centred)
         else:
-            values *= (1 if "embed" in name else 2) / shape[1] ** 0.5
+            values *= (1 if "embed" in name or "experts" in name else 2) / shape[1] ** 0.5
         found[name] = values.astype("float32")
     return found
 

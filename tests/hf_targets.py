@@ -117,11 +117,11 @@ def gemma(t: Tensors, config: Config) -> dict[str, np.ndarray]:
 
 def maxtext(t: Tensors, config: Config) -> dict[str, np.ndarray]:
     """As MaxText's converter has it, scanned along axis 1."""
-    kind, layers, found = config["model_type"], _maxtext_layers(t, config), {}
-    count, cycle = len(layers), 6 if kind == "gemma3_text" else 1
-    for name in layers[0] if kind != "gemma3_text" else ():
+    layers, found = _maxtext_layers(t, config), {}
+    count, cycle = len(layers), {"gemma3_text": 6, "gpt_oss": 2}.get(config["model_type"], 1)
+    for name in layers[0] if cycle == 1 else ():
         found[f"decoder/layers/{name}"] = np.stack([layer[name] for layer in layers], 1)
-    for place in range(cycle if kind == "gemma3_text" else 0):
+    for place in range(cycle if cycle > 1 else 0):
         whole = layers[: count - count % cycle][place::cycle]
         for name in layers[0]:
             values = np.stack([layer[name] for layer in whole], 1)
@@ -156,6 +156,7 @@ def _maxtext_layers(t: Tensors, config: Config) -> list[dict[str, np.ndarray]]:
     """The leaves of each layer; of each pair of layers, for Gemma 2."""
     kind, size = config["model_type"], config["head_dim"]
     gemma = "gemma" in kind
+    attention = "GptOssAttention" if kind == "gpt_oss" else "self_attention"
     norms = {
         "input_layernorm": "pre_self_attention_layer_norm",
         "post_attention_layernorm": "post_self_attention_layer_norm",
@@ -173,16 +174,19 @@ def _maxtext_layers(t: Tensors, config: Config) -> list[dict[str, np.ndarray]]:
                 layer[f"{place}/scale"] = weight + np.float32(gemma)
         for name, projection in (("q", "query"), ("k", "key"), ("v", "value")):
             heads = heads_apart(t[f"{hf}.self_attn.{name}_proj.weight"], config)
-            if config.get("rope_scaling") and name != "v":
+            if kind == "llama" and config.get("rope_scaling") and name != "v":
                 heads = np.stack([heads[:, : size // 2], heads[:, size // 2 :]], 2)
                 heads = heads.reshape(len(heads), size, -1)
             if name == "q" and kind in ("llama", "gemma2"):
                 heads = heads * np.float32(size**-0.5)
-            layer[f"self_attention/{projection}/kernel"] = np.einsum("nhd->dnh", heads)
+            layer[f"{attention}/{projection}/kernel"] = np.einsum("nhd->dnh", heads)
         out = t[f"{hf}.self_attn.o_proj.weight"].T
-        layer["self_attention/out/kernel"] = out.reshape(-1, size, out.shape[1])
-        for name, place in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo")):
-            layer[f"mlp/{place}/kernel"] = t[f"{hf}.mlp.{name}_proj.weight"].T
+        layer[f"{attention}/out/kernel"] = out.reshape(-1, size, out.shape[1])
+        if kind == "gpt_oss":
+            layer |= _gpt_oss_layer(t, hf, size)
+        else:
+            for name, place in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo")):
+                layer[f"mlp/{place}/kernel"] = t[f"{hf}.mlp.{name}_proj.weight"].T
         layers.append(layer)
     if kind != "gemma2":
         return layers
@@ -195,6 +199,26 @@ def _maxtext_layers(t: Tensors, config: Config) -> list[dict[str, np.ndarray]]:
         }
         for pair in pairs
     ]
+
+
+def _gpt_oss_layer(t: Tensors, hf: str, size: int) -> dict[str, np.ndarray]:
+    """What only GPT-OSS has: biases, sinks and experts."""
+    attention, mlp, experts = f"{hf}.self_attn", f"{hf}.mlp", f"{hf}.mlp.experts"
+    return {
+        "GptOssAttention/query/bias": t[f"{attention}.q_proj.bias"].reshape(-1, size),
+        "GptOssAttention/key/bias": t[f"{attention}.k_proj.bias"].reshape(-1, size),
+        "GptOssAttention/value/bias": t[f"{attention}.v_proj.bias"].reshape(-1, size),
+        "GptOssAttention/out/bias": t[f"{attention}.o_proj.bias"],
+        "GptOssAttention/sinks": t[f"{attention}.sinks"],
+        "GptOssMlp/gate/kernel": t[f"{mlp}.router.weight"].T,
+        "GptOssMlp/gate/bias": t[f"{mlp}.router.bias"],
+        "GptOssMlp/wi_0": t[f"{experts}.gate_up_proj"][..., 0::2],
+        "GptOssMlp/wi_1": t[f"{experts}.gate_up_proj"][..., 1::2],
+        "GptOssMlp/wi_0_bias": t[f"{experts}.gate_up_proj_bias"][..., 0::2],
+        "GptOssMlp/wi_1_bias": t[f"{experts}.gate_up_proj_bias"][..., 1::2],
+        "GptOssMlp/wo": t[f"{experts}.down_proj"],
+        "GptOssMlp/wo_bias": t[f"{experts}.down_proj_bias"],
+    }
 
 
 TARGETS: dict[str, Callable[[Tensors, Config], dict[str, np.ndarray]]] = {

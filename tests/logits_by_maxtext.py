@@ -49,7 +49,7 @@ def save(tokens: np.ndarray, checkpoint: str, config_file: str, logits_file: str
         "use_post_attn_norm": gemma,
         "use_post_ffw_norm": gemma,
     }
-    if gemma:
+    if gemma or kind == "gpt_oss":
         given["sliding_window_size"] = config["sliding_window"]
     if kind == "gemma2":
         given["final_logits_soft_cap"] = config["final_logit_softcapping"]
@@ -58,7 +58,26 @@ def save(tokens: np.ndarray, checkpoint: str, config_file: str, logits_file: str
         given["model_name"], given["override_model_config"] = "gemma3-4b", True
         given["local_rope_max_timescale"] = int(config["rope_local_base_freq"])
         given["rope_linear_scaling_factor"] = 1.0
-    if config.get("rope_scaling"):
+    if kind == "gpt_oss":
+        given |= {
+            "attention_bias": True,
+            "attention_sink": True,
+            "mlp_activations": ["sigmoid", "linear"],
+            "mlp_activations_limit": 7.0,
+            "mlp_bias": True,
+            "routed_bias": True,
+            "base_moe_mlp_dim": config["intermediate_size"],
+            "num_experts": config["num_local_experts"],
+            "num_experts_per_tok": config["num_experts_per_tok"],
+            "sparse_matmul": False,
+            "inhomogeneous_layer_cycle_interval": 2,
+            "rope_type": "yarn",
+            "rope_interleave": False,
+            "rope_attention_scaling": True,
+            "rope_factor": config["rope_scaling"]["factor"],
+            "max_position_embeddings": config["max_position_embeddings"],
+        }
+    elif config.get("rope_scaling"):
         given["rope_type"], given["rope_use_scale"] = "llama3.1", True
     base = pathlib.Path(maxtext.__file__).parent / "configs" / "base.yml"
     settings = pyconfig.initialize(

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.exhaustive
 
 HERE = pathlib.Path(__file__).parent
 TOLERANCE, DIFFERS = 2e-5, 1e-2  # of the largest logit
-LENGTH = 16  # more than the sliding window of Gemma 3
+LENGTH = 16  # more than the sliding windows
 SEEDS = range(3)
 MODULES = {
     "mlx": "mlx_lm",
@@ -50,7 +50,7 @@ def variants(name):
     """Changes to the configuration of the model of a map."""
     yield {}
     yield {"num_key_value_heads": 4}
-    if "gemma" not in name:
+    if name.startswith(("llama", "qwen3")):
         yield {"tie_word_embeddings": True}
     if name.startswith("llama-maxtext"):  # Tunix does not scale RoPE
         yield {"rope_scaling": LLAMA_3_1}
@@ -116,11 +116,19 @@ def rope_otherwise(tensors):
     """Changes weights: pairs of RoPE are neighbours in each head, and not a half apart."""
 
     def permuted(weight):
-        halves = weight.reshape(-1, 2, 4, weight.shape[1])
+        halves = weight.reshape(-1, 2, 4, *weight.shape[1:])
         return halves.swapaxes(1, 2).reshape(weight.shape)
 
     return {
         name: permuted(values) if "q_proj" in name or "k_proj" in name else values
+        for name, values in tensors.items()
+    }
+
+
+def columns_exchanged(tensors):
+    """Changes weights: in each pair of columns, gate and up change places."""
+    return {
+        name: values.reshape(-1, 2)[:, ::-1].reshape(values.shape) if "gate_up" in name else values
         for name, values in tensors.items()
     }
 
@@ -140,7 +148,10 @@ def test_logits(tmp_path, name):
 def test_wrong_weights_give_other_logits(tmp_path, name):
     """So that `test_logits` would find a wrong map."""
     config = hf_models.CONFIGS[name.partition("-")[0]] | {"num_key_value_heads": 4}
-    changes = (exchanged("q_proj", "k_proj"), exchanged("gate_proj", "up_proj"), rope_otherwise)
+    gate_and_up = columns_exchanged if "gpt_oss" in name else exchanged("gate_proj", "up_proj")
+    changes = [exchanged("q_proj", "k_proj"), gate_and_up, rope_otherwise]
+    if "gpt_oss" in name:
+        changes.append(exchanged("layers.0.", "layers.1."))  # one has a sliding window
     wrong = differences(tmp_path, name, [(config, 0, change) for change in changes])
     print(f"{name}: {min(wrong):.1e}")
     assert min(wrong) > DIFFERS, wrong

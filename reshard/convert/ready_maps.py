@@ -22,7 +22,7 @@ number is an expression, and so is the text in the braces of a path. Expressions
 `config.json` (see `_variables`), the variables of the target, and what a block defines with `let`.
 A block or a tensor with `when` counts only if that is true. `require` lists what must be true.
 Tensors with the same new path are stacked, along the axis `stack`. The operations in `first` come
-before the others.
+before the others. If they split a tensor, it has no `to`: other tensors of the list are its parts.
 
 A ready map becomes an ordinary map with a rule for each leaf. So a tensor that is missing, or has
 another shape, is an error in both directions.
@@ -70,8 +70,8 @@ def ready_map(
       to: for `to_nnx`, `"nnx"`. By default, the map is for `remap`.
 
     Raises:
-      ArgumentError: there is no such map, the configuration is of another model or lacks a size, or
-        an argument does not fit.
+      ArgumentError: there is no such map, the configuration is of another model or a quantized one
+        or lacks a size, or an argument does not fit.
 
     Example:
       >>> with open("config.json", "w") as file:
@@ -81,6 +81,10 @@ def ready_map(
       12
     """
     values = read_config(config)
+    if quantization := values.get("quantization_config"):
+        problems = [f"`quantization_config` is {quantization}"]
+        hint = "dequantize its tensors, and remove `quantization_config` from its `config.json`"
+        raise ArgumentError(f"the model of `{config}` is quantized", problems, [hint])
     maps, wanted = ready_maps(), name.removeprefix(PREFIX)
     kind = values.get("model_type")
     models = {key: maps[key]["models"][key.partition("-")[0]] for key in maps}
@@ -179,6 +183,7 @@ def _variables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "kv_heads": size("num_key_value_heads", heads),
         "head_dim": size("head_dim", width // heads),
         "vocab": size("vocab_size"),
+        "experts": size("num_local_experts", 1),
         "tied": config.get("tie_word_embeddings") is True,
     }
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -211,6 +216,8 @@ def _rules(
                 sources = [f"^{re.escape(below + _text(block['hf'] + n, scope))}$" for n in names]
                 first, operations = _operations(tensor, scope)
                 yield from ({"from": source, **first} for source in sources if first)
+                if "to" not in tensor:  # `first` has split it
+                    continue
                 to = _text(block["to"] + tensor["to"], scope).removesuffix(suffix)
                 if (axis := tensor.get("stack", block.get("stack"))) is not None:
                     operations["stack"] = {"axis": _filled(axis, scope)}
