@@ -330,7 +330,9 @@ def test_a_flipped_bit(sources, expected, tmp_path):
         reshard.CorruptCheckpointError, match="written values differ when read back"
     ):
         save(source, out, resume=True)
-    save(source, out, overwrite=True)
+    with pytest.raises(reshard.DestinationError, match="not complete"):
+        reshard.commit(out)
+    save(source, out, resume=True)
     assert_whole(out, expected("ckpt zarr2"))
 
 

@@ -51,6 +51,7 @@ _REQUESTS = 32
 _LARGE = 16 << 20
 RESUME = "resume=True continues it"
 OVERWRITE = "overwrite=True starts again"
+REWRITE = "resume=True writes their shares again"
 
 
 class Result(NamedTuple):
@@ -185,6 +186,23 @@ def remove_aside(destination: Location, directory: Location) -> None:
     with contextlib.suppress(FileNotFoundError):  # another process does the same
         disk.rename(directory, aside)
     aside.remove_tree()
+
+
+def discard(job: Job, parts: Mapping[str, Mapping[str, Any]], result: Result) -> None:
+    """Removes the documents of parts whose values are wrong, so that no commit uses them and
+    `resume` writes them again. On a disk, the names without a token may refer to these parts and
+    are removed too. Meanwhile the job's directory has another name, so nobody publishes it."""
+    place = job.directory
+    if place.is_local:
+        place = _beside(job.destination, secrets.token_hex(8))
+        disk.rename(job.directory, place)
+        place.remove_files([*result.files, *(path for path, _ in result.markers)])
+    for part, documents in look(place).parts.items():
+        for token, document in documents.items():
+            if document == parts.get(part):
+                (place / job.path(0, f"{PROCESS}{token}/{part}.json")).remove()
+    if place != job.directory:
+        disk.rename(place, job.directory)
 
 
 # The parts.

@@ -21,7 +21,11 @@ from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, Source, empty_name
 from reshard.engine.memory import cost_bytes
 from reshard.engine.plan import ArrayPlan
-from reshard.errors import CorruptCheckpointError
+from reshard.errors import (
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from reshard.loader import detection
 from reshard.loader.orbax import array
 from reshard.loader.safetensors import INDEX
@@ -161,7 +165,7 @@ def _array_metadatas(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -
 # The record of digests.
 
 NO_RECORD = digest_record.Record({}, {}, {}, {})
-_NOT_READ_BACK = "written values differ when read back"
+NOT_READ_BACK = "written values differ when read back"
 
 
 def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> digest_record.Record:
@@ -274,33 +278,34 @@ def stored_arrays(store: ArrayStore, names: Iterable[str]) -> Iterator[ArrayHand
         if handle is not None:
             yield handle
     if problems:
-        raise CorruptCheckpointError(_NOT_READ_BACK, problems)
+        raise CorruptCheckpointError(NOT_READ_BACK, problems)
 
 
 def read_back(
     handles_of: Callable[[Iterable[str]], Iterable[ArrayHandle]],
     arrays: Mapping[str, Mapping[str, Any]],
-    hint: str,
     max_memory: int,
     report: Callable[[int], None],
-) -> None:
-    """Reads written arrays, by their names. Raises CorruptCheckpointError if they differ from their
-    new record. The hint says how to check the source."""
-    handles = [*handles_of(arrays)]
+) -> dict[str, str]:
+    """Reads written arrays, by their names. Returns the name and the problem of each array that
+    cannot be read, or that differs from its new record."""
+    try:
+        handles = [*handles_of(arrays)]
+    except (CorruptCheckpointError, CheckpointFormatError, CheckpointNotFoundError) as error:
+        lines = "; ".join([error.summary, *error.problems])
+        return {name: f"{name}: {lines}" for name in arrays}
     digests, failed = read_digests(handles, max_memory, report)
     names = {handle.path: stored_name(handle.path) for handle in handles}
-    problems = [f"{names[path]}: {reason(error, path)}" for path, error in failed.items()]
+    problems = {names[path]: reason(error, path) for path, error in failed.items()}
     for handle in handles:
         expected = arrays[names[handle.path]]
         found = {"dtype": name_of(handle.dtype), "shape": list(handle.shape)}
         if handle.path in digests and expected["digest"] is not None:
             found["digest"] = digests[handle.path]
         if any(expected[key] != value for key, value in found.items()):
-            problems.append(f"{names[handle.path]}: its values differ from the written ones")
-    if missing := arrays.keys() - names.values():
-        problems += [f"{name}: it is missing" for name in sorted(missing)]
-    if problems:
-        raise CorruptCheckpointError(_NOT_READ_BACK, problems, [hint])
+            problems[names[handle.path]] = "its values differ from the written ones"
+    problems |= dict.fromkeys(sorted(arrays.keys() - names.values()), "it is missing")
+    return {name: f"{name}: {text}" for name, text in problems.items()}
 
 
 def verify_hint(source: Source) -> str:

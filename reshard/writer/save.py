@@ -554,11 +554,8 @@ def complete(
             if checked and (manifest or job.destination.is_local):
                 handles = functools.partial(_unpublished, attempt, number, entry, manifest)
                 limit = unshared["max_memory"]
-                checks.append(
-                    functools.partial(
-                        documents.read_back, handles, checked, entry["verify"], limit, report
-                    )
-                )
+                read = functools.partial(documents.read_back, handles, checked, limit, report)
+                checks.append((number, read))
         if wrong := [n for n, found in zip(hashes, hashed, strict=True) if found != hashes[n]]:
             text = "written values differ when read back"
             places = [f"`{job.directory / name}`" for name in wrong]
@@ -568,7 +565,32 @@ def complete(
     needed = {path for document in parts.values() for path, _ in committing.needed(job, document)}
     dropped = [path for path in needed - {*kept} if not is_of_an_attempt(path)]
     result = Result(files, markers, kept, dropped, unshared["folders"])
-    committing.publish(attempt, result, overwrite, lambda: [check() for check in checks])
+    check = functools.partial(_check, job, parts, result, checks)
+    committing.publish(attempt, result, overwrite, check)
+
+
+def _check(
+    job: Job,
+    parts: Mapping[str, Mapping[str, Any]],
+    result: Result,
+    checks: Iterable[tuple[int, Callable[[], Mapping[str, str]]]],
+) -> None:
+    """Reads back arrays of items. Raises CorruptCheckpointError if values differ, and discards the
+    parts that wrote them."""
+    for number, read in checks:
+        if wrong := read():
+            bad = {}
+            for part, document in parts.items():
+                own = written_of(document).get(number, Written()).digests
+                if not wrong.keys().isdisjoint(own):
+                    bad[part] = document
+            committing.discard(job, bad, result)
+            verify = parts[UNSHARED]["entries"][number]["verify"]
+            raise errors.CorruptCheckpointError(
+                documents.NOT_READ_BACK,
+                list(wrong.values()),
+                [committing.REWRITE if bad else verify],
+            )
 
 
 def _merge(
