@@ -142,7 +142,7 @@ def modules(old: str = "", new: str = "") -> list[Any]:
         UNKNOWN=UNKNOWN,
         rename=rename,
         exchange=exchange,
-        link=link,
+        link_or_copy=lambda source, place, _: link(source, place),
         sync=lambda path: None,
         remove_tree=Place.remove_tree,
         remove_empty=Place.remove_empty,

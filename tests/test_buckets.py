@@ -552,6 +552,23 @@ def test_an_object_is_created_if_it_is_absent(stores, kind, fault, times):
     assert place.read_whole() == b"mine" and other.read_whole() is None
 
 
+def test_a_copy_on_the_server_may_take_long(stores, monkeypatch):
+    """Its answer comes when gigabytes are copied; other requests are repeated after 30 s."""
+    place, stored = parse_location(f"{stores.bucket('s3')}/run/one"), listing._obstore().store
+    place.write(b"one")
+    make, timeouts = stored.S3Store, []
+
+    def watched(bucket, **options):
+        timeouts.append(options["client_options"]["timeout"])
+        return make(bucket, **options)
+
+    monkeypatch.setattr(stored, "S3Store", watched)
+    listing._opened.cache_clear()
+    place.copy_on_server(place.parent / "two")
+    assert timeouts == ["3600s"] and (place.parent / "two").read_whole() == b"one"
+    assert place.exists() and timeouts == ["3600s", "30s"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_absent_chunks(stores, kind, tmp_path):
     """A chunk that was removed is an error, also if absent chunks hold the fill value."""

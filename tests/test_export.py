@@ -2,6 +2,7 @@
 what is refused; and what a stopped job leaves."""
 
 import json
+import math
 import shutil
 from unittest import mock
 
@@ -353,6 +354,43 @@ def test_a_killed_job_is_resumed(source, tmp_path):
     assert "1 of" in text and "not complete" in text
     reshard.export(ckpt, out, resume=True, **sizes)
     assert reshard.verify(out, against=source)
+
+
+def test_a_commit_is_killed_where_no_file_has_two_names(source, tmp_path):
+    """It leaves no part of a file under the file's own name."""
+    ckpt, out = reshard.open(source), tmp_path / "out"
+    for number in range(2):
+        reshard.export(ckpt, out, file_size="70KiB", share=(number, 2))
+
+    def half(self, destination):
+        destination.write(self.part(0, 1000))
+        raise KeyboardInterrupt
+
+    with mock.patch.object(disk, "link", lambda *_: False):
+        with mock.patch.object(disk.Location, "copy", half), pytest.raises(KeyboardInterrupt):
+            reshard.commit(out)
+        assert reshard.commit(out)
+    assert reshard.verify(out, against=source)
+    assert not list(tmp_path.rglob("ocdbt.process_*"))
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (3, 8, 40), (2, 3, 8, 40), (1, 600, 40)])
+def test_few_pages_of_a_file_are_mapped_at_once(tmp_path, monkeypatch, shape):
+    monkeypatch.setattr(disk, "_MAPPED", 200)
+    values, mapped = np.arange(math.prod(shape), dtype="u2").reshape(shape), []
+    memmap = np.memmap
+
+    def watched(file, dtype, mode, offset, nbytes):
+        mapped.append(nbytes)
+        return memmap(file, dtype, mode, offset, nbytes)
+
+    monkeypatch.setattr(np, "memmap", watched)
+    disk.make_file(tmp_path / "file", b"head", values.nbytes)
+    for columns in (slice(0, 7), slice(7, 40)):
+        box = (*(slice(0, size) for size in shape[:-1]), columns)
+        disk.write_box(tmp_path / "file", 4, shape, box, values[box])
+    assert np.array_equal(np.fromfile(tmp_path / "file", "u2", offset=4).reshape(shape), values)
+    assert 0 < max(mapped) <= 200
 
 
 def test_a_source_that_is_damaged(source, tmp_path):

@@ -311,7 +311,7 @@ class Location:
         temporary = self.parent / f".{self.name[:_LONG]}.{secrets.token_hex(8)}"
         try:
             temporary.write(data)
-            if not link(temporary, self):
+            if not link(temporary, self) and not _renamed(temporary, self, _NO_REPLACE):
                 with open(self, "xb") as file:
                     file.write(data)
         except FileExistsError:
@@ -403,13 +403,21 @@ def write_box(
             target.seek(corner)
             target.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
             return
-        while len(values) == 1:
-            values, strides = values[0], strides[1:]
-        rows = max(_MAPPED // strides[0], 1)
-        for first in range(0, len(values), rows):
-            part, offset = values[first : first + rows], corner + first * strides[0]
-            pages = np.memmap(target, np.uint8, "r+", offset, _span(part, strides))
-            np.ndarray(part.shape, part.dtype, pages.data, 0, tuple(strides))[...] = part
+        _write_mapped(target, corner, values, strides)
+
+
+def _write_mapped(target: Any, corner: int, values: np.ndarray, strides: Sequence[int]) -> None:
+    """Writes values at a distance from one another into a file, from byte `corner` on. Maps at most
+    `_MAPPED` bytes at once, unless one run of the last axis takes more."""
+    if values.ndim > 1 and (len(values) == 1 or _span(values[0], strides[1:]) > _MAPPED):
+        for row, part in enumerate(values):
+            _write_mapped(target, corner + row * strides[0], part, strides[1:])
+        return
+    rows = max(_MAPPED // strides[0], 1)
+    for first in range(0, len(values), rows):
+        part, offset = values[first : first + rows], corner + first * strides[0]
+        pages = np.memmap(target, np.uint8, "r+", offset, _span(part, strides))
+        np.ndarray(part.shape, part.dtype, pages.data, 0, tuple(strides))[...] = part
 
 
 def _span(values: np.ndarray, strides: Sequence[int]) -> int:
@@ -505,6 +513,15 @@ def link(source: AnyPath, destination: AnyPath) -> bool:
             return False
         raise
     return True
+
+
+def link_or_copy(source: Location, destination: Location, temporary: Location) -> None:
+    """Gives a file a second name. Where hard links are refused, copies it under a temporary name
+    first, so that the destination always has all of its bytes."""
+    if not link(source, destination):
+        source.copy(temporary)
+        sync(temporary)
+        os.replace(temporary, destination)
 
 
 def device(destination: AnyPath) -> int:

@@ -23,6 +23,8 @@ from reshard.storage.store_errors import status
 
 # Retries of failed requests, and the delays between them: 429, 503, broken connections.
 RETRIES: dict[str, Any] = {"max_retries": 5, "initial_delay": "300ms", "max_delay": "5000ms"}
+# The longest time that a request may take. A server answers the copy of gigabytes when it is done.
+_ANSWER, _COPIED = "30s", "3600s"
 # Seconds without an answer until a warning is logged.
 _PATIENCE = 1.8
 _log = logging.getLogger("reshard")
@@ -111,14 +113,16 @@ def copy(scheme: str, bucket: str, key: str, new: str) -> None:
         with contextlib.suppress(_obstore().exceptions.AlreadyExistsError):
             _obstore().copy(store, key, new, overwrite=scheme == "s3")
 
-    _asked(scheme, bucket, new, ask)
+    _asked(scheme, bucket, new, ask, _COPIED)
 
 
-def _asked(scheme: str, bucket: str, key: str, ask: Callable[[Any], Any]) -> Any:
+def _asked(
+    scheme: str, bucket: str, key: str, ask: Callable[[Any], Any], timeout: str = _ANSWER
+) -> Any:
     """The answer of a bucket about a key. Raises ValueError or FileNotFoundError for an error."""
     exceptions = _obstore().exceptions
     for tries_left in reversed(range(RETRIES["max_retries"] + 1)):
-        store = _store(scheme, bucket)
+        store = _store(scheme, bucket, timeout)
         try:
             with patience(f"`{scheme}://{bucket}/{key}`"):
                 return ask(store)
@@ -147,13 +151,13 @@ def patience(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _store(scheme: str, bucket: str) -> Any:
+def _store(scheme: str, bucket: str, timeout: str = _ANSWER) -> Any:
     variables = [pair for pair in os.environ.items() if pair[0].startswith(_VARIABLES)]
-    return _opened(scheme, bucket, tuple(variables))
+    return _opened(scheme, bucket, timeout, tuple(variables))
 
 
 @functools.lru_cache(maxsize=64)
-def _opened(scheme: str, bucket: str, variables: object) -> Any:
+def _opened(scheme: str, bucket: str, timeout: str, variables: object) -> Any:
     obstore = _obstore()
     config, provider = _gs_access() if scheme == "gs" else _s3_access()
     first, last = (
@@ -164,7 +168,7 @@ def _opened(scheme: str, bucket: str, variables: object) -> Any:
         return (obstore.store.GCSStore if scheme == "gs" else obstore.store.S3Store)(
             bucket,
             config=config,
-            client_options={"allow_http": True},
+            client_options={"allow_http": True, "timeout": timeout},
             credential_provider=provider,
             retry_config={
                 "max_retries": RETRIES["max_retries"],

@@ -414,8 +414,8 @@ def _publish_on_disk(
                 own = prefix + attempt.name(ROOT, "")
                 kept = {file for file in kept if not file.startswith(own)}
                 kept |= {prefix + file for file in value_files(place.parent, nodes=True)}
-        elif not place.exists() and not disk.link(directory / content, place):
-            (directory / content).copy(place)
+        elif not place.exists():
+            disk.link_or_copy(directory / content, place, attempt.begun.parent / "copy")
     check()
     there = _synced(directory, attempt)
     named = {*result.files, *kept}  # files of another item may have the names of an attempt's
