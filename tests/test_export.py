@@ -10,6 +10,7 @@ import jax
 import layouts
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import servers
 from in_process import reshard_in, shown
@@ -33,6 +34,7 @@ from reshard.loader.detection import RECORD
 from reshard.storage import disk, listing
 from reshard.storage.location import parse_location
 from reshard.writer import commit
+from reshard.writer.export import plan_export
 
 INDEX = "model.safetensors.index.json"
 
@@ -282,6 +284,40 @@ def test_an_earlier_export_is_replaced_and_nothing_else(source, tmp_path):
     (other / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes())
     text = refused(DestinationExistsError, reshard.export, ckpt, other, overwrite=True)
     assert text.startswith(f"`{other}` would be deleted: it is not a checkpoint")
+
+
+@pytest.mark.parametrize("name", ["sub/model.safetensors", "adapter.safetensors", "weights.bin"])
+def test_what_an_export_does_not_write_is_not_replaced(source, tmp_path, name):
+    out, ckpt = tmp_path / "out", reshard.open(source)
+    reshard.export(ckpt, out)
+    (out / "tokenizer.json").write_text("{}")
+    assert "note     " in str(plan_export(ckpt, out, overwrite=True))
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_bytes(b"mine")
+    for write in (reshard.export, reshard.save):
+        text = refused(DestinationExistsError, write, ckpt, out, overwrite=True)
+        told = f"it also holds what an export does not write: {name.partition('/')[0]}\n"
+        assert text.startswith(f"`{out}` would be deleted: {told}")
+    assert (out / name).read_bytes() == b"mine"
+
+
+def test_its_own_like_is_not_replaced(source, tmp_path):
+    out, ckpt = tmp_path / "out", reshard.open(source)
+    reshard.export(ckpt, out)
+    for place in (out, tmp_path, out / "new"):
+        text = refused(DestinationError, reshard.export, ckpt, place, like=out, overwrite=True)
+        assert text.startswith(f"the destination `{place}` and the directory of `like` `{out}`")
+
+
+def test_no_step_of_a_root(tmp_path):
+    root, out = tmp_path / "run", tmp_path / "out" / "4"
+    with layouts.open_manager(root) as manager:
+        manager.save(3, args=ocp.args.StandardSave({"w": jax.numpy.ones(4)}), metrics={"loss": 1})
+    ckpt = reshard.open(root)
+    text = refused(DestinationError, reshard.export, reshard.open(root / "3"), root / "4")
+    assert text.startswith(f"Orbax would take `{root / '4'}` for a step")
+    reshard.export(ckpt, out)
+    reshard.export(ckpt, out, overwrite=True)
 
 
 def test_in_shares(source, tmp_path):

@@ -45,6 +45,14 @@ _ZARR = (".zarray", "zarr.json")
 RECORD_FILE = "reshard_digests.json"
 RECORD_TEMPORARY = f"{RECORD_FILE}.tmp"
 RECORD_FILES = (RECORD_FILE, RECORD_TEMPORARY)
+# What is copied beside the weights of a Hugging Face directory: names that end, or begin, so.
+_ENDS = (".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt")
+_BEGINS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_NOT_COPIED = (".index.json", RECORD_FILE, RECORD)
+# The files of an export.
+_EXPORTED = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+# Names that an error lists.
+_MOST_LISTED = 10
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 _FLAX_NAME = re.compile(r"checkpoint(?:_(\d+))?")
 MSGPACK = "a Flax msgpack checkpoint"
@@ -241,6 +249,9 @@ def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
     if not names:
         return None
     is_export = RECORD_FILE in names and any(name.endswith(SAFETENSORS) for name in names)
+    if is_export and (others := [name for name in names if not _is_exported(directory / name)]):
+        listed = ", ".join(sorted(others)[:_MOST_LISTED])
+        return f"it also holds what an export does not write: {listed}"
     if is_export or TREE_FILE in names or CHECKPOINT_FILE in names:
         return "it is one checkpoint, the new one a manager's root" if steps else None
     present = step_directories(directory)
@@ -250,6 +261,18 @@ def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
         return "it is a manager's root, the new one a single checkpoint"
     lost = sorted(set(present) - steps)
     return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None
+
+
+def is_copied(name: str) -> bool:
+    """Whether a file has a name that is copied beside the weights of a Hugging Face directory."""
+    return (name.endswith(_ENDS) or name.startswith(_BEGINS)) and not name.endswith(_NOT_COPIED)
+
+
+def _is_exported(file: Location) -> bool:
+    """Whether a file in a directory may be of an export."""
+    name = file.name
+    ours = name in (*RECORD_FILES, f"model{SAFETENSORS}.index.json")
+    return file.is_file() and (ours or is_copied(name) or _EXPORTED.fullmatch(name) is not None)
 
 
 def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None) -> Item:

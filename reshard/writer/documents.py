@@ -16,16 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from reshard import errors
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, Source, empty_name
 from reshard.engine.memory import cost_bytes
 from reshard.engine.plan import ArrayPlan
-from reshard.errors import (
-    CheckpointFormatError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-)
 from reshard.loader import detection
 from reshard.loader.orbax import array
 from reshard.loader.safetensors import INDEX
@@ -189,7 +185,7 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> digest_re
             if problems
             else [digest_record.forget_hint(source.store.directory / digest_record.FILE)]
         )
-        raise CorruptCheckpointError(
+        raise errors.CorruptCheckpointError(
             f"`{source.path}` does not match its recorded digests",
             problems + files,
             [verify_hint(source), *forget],
@@ -243,7 +239,7 @@ def item_record(
     texts, failed_too = read_digests(item.read_verbatim, max_memory, report)
     source = item.ckpt.source
     if failures := {**failed, **failed_too}:
-        raise CorruptCheckpointError(
+        raise errors.CorruptCheckpointError(
             f"arrays of `{source.path}` cannot be read",
             [f"{format_path(path)}: {reason(error, path)}" for path, error in failures.items()],
             [verify_hint(source)],
@@ -261,9 +257,9 @@ def item_record(
     return digest_record.record_of(item.ckpt, arrays, hashes)
 
 
-def other_values(source: str, told: Sequence[str], hint: str) -> CorruptCheckpointError:
+def other_values(source: str, told: Sequence[str], hint: str) -> errors.CorruptCheckpointError:
     """The error for arrays that differ from their recorded digests, a line each."""
-    return CorruptCheckpointError(
+    return errors.CorruptCheckpointError(
         f"values read from `{source}` do not match its recorded digests",
         told,
         [hint],
@@ -278,7 +274,7 @@ def stored_arrays(store: ArrayStore, names: Iterable[str]) -> Iterator[ArrayHand
         if handle is not None:
             yield handle
     if problems:
-        raise CorruptCheckpointError(NOT_READ_BACK, problems)
+        raise errors.CorruptCheckpointError(NOT_READ_BACK, problems)
 
 
 def read_back(
@@ -291,7 +287,11 @@ def read_back(
     cannot be read, or that differs from its new record."""
     try:
         handles = [*handles_of(arrays)]
-    except (CorruptCheckpointError, CheckpointFormatError, CheckpointNotFoundError) as error:
+    except (
+        errors.CorruptCheckpointError,
+        errors.CheckpointFormatError,
+        errors.CheckpointNotFoundError,
+    ) as error:
         lines = "; ".join([error.summary, *error.problems])
         return {name: f"{name}: {lines}" for name in arrays}
     digests, failed = read_digests(handles, max_memory, report)

@@ -24,10 +24,6 @@ from reshard.writer import planning, siblings
 from reshard.writer.plan import Plan
 from reshard.writer.save import check_share, execute
 
-# What is copied beside the weights: names that end, or begin, so.
-_ENDS = (".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt")
-_BEGINS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_NOT_COPIED = (".index.json", detection.RECORD_FILE, detection.RECORD)
 # Leaves that a hint lists one by one.
 _NAMED = 8
 # Bytes of an object that s3 copies in one request.
@@ -78,6 +74,7 @@ class Export(Plan):
         lines = [f"{arrays}, {units.format_bytes(self.nbytes)} in {files}"]
         lines += [f"copy     {', '.join(self.copied)}"] * bool(self.copied)
         lines += [f"rounded  {self.rounded}"] * bool(self.rounded.arrays)
+        lines += [f"note     {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -176,18 +173,44 @@ def plan_export(
     item = planning.plan_item(written, place, limit, "keep", form, False, False, problems)
     copied = []
     if model is not None and model.is_dir():
-        for name in filter(_is_copied, model.names()):
+        for name in filter(detection.is_copied, model.names()):
             file = (model / name).resolved()  # it may be a link into a cache
             if (entry := file.entry()) is not None and entry.is_file:
                 copied.append(siblings.Sibling(name, file, entry))
+    notes: list[str] = []
     try:
-        planning.check_destination(place, [ckpt], overwrite)
+        if model is not None:
+            planning.check_apart(place, model, "directory of `like`")
+        _check_no_step(place)
+        notes += planning.check_destination(place, [ckpt], overwrite, exported=True)
     except errors.ReshardError as error:
         problems.insert(0, error)
     state = siblings.source_state([ckpt], opened=True)
     return planning.with_cost_errors(
-        Export((item,), tuple(copied), place, limit, overwrite, source_state=state), problems
+        Export(
+            (item,),
+            tuple(copied),
+            place,
+            limit,
+            overwrite,
+            source_state=state,
+            notes=tuple(notes),
+        ),
+        problems,
     )
+
+
+def _check_no_step(destination: location.Location) -> None:
+    """Raises DestinationError if Orbax would list the new directory as a step."""
+    name, digits = destination.name, "0123456789"
+    if not name.endswith(tuple(digits)):
+        return
+    steps = detection.manager_steps(destination.parent)
+    if name.rstrip(digits) in {step.rstrip(digits) for step in steps.values()}:
+        raise errors.DestinationError(
+            f"Orbax would take `{destination}` for a step: `{destination.parent}` holds steps",
+            hints=["write to another directory"],
+        )
 
 
 def _unwritable(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:
@@ -253,7 +276,3 @@ def _unlike(ckpt: Checkpoint, like: location.Location | None) -> Iterator[errors
         yield errors.TreeMismatchError(
             f"the tensors differ from those of `{like}`", problems, hints
         )
-
-
-def _is_copied(name: str) -> bool:
-    return (name.endswith(_ENDS) or name.startswith(_BEGINS)) and not name.endswith(_NOT_COPIED)

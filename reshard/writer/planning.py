@@ -183,24 +183,28 @@ def _room_errors(destination: Location, nbytes: int) -> Iterator[errors.Destinat
         )
 
 
-def _check_apart(destination: Location, source: Location) -> None:
+def check_apart(destination: Location, source: Location, what: str = "source") -> None:
     """Raises DestinationError if one of the two is inside the other."""
     real, root = destination.resolved(), source.resolved()
     if real.below(root) is not None or root.below(real) is not None:
         beside = "write to another path, check the result, then rename it"
         raise errors.DestinationError(
-            f"the destination `{destination}` and the source `{source}` overlap",
+            f"the destination `{destination}` and the {what} `{source}` overlap",
             hints=[beside if destination.is_local else "write to another prefix"],
         )
 
 
 def check_destination(
-    destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
+    destination: Location,
+    checkpoints: Sequence[Checkpoint],
+    overwrite: bool,
+    exported: bool = False,
 ) -> list[str]:
     """Notes about a destination. Raises DestinationError if these checkpoints may not be written
-    there."""
+    there. Steps of a manager's root that are not `exported` become such a root."""
     parent = destination.parent
-    _check_apart(destination, checkpoints[0].source.root)
+    steps = [c.source for c in checkpoints if c.source.step and not exported]
+    check_apart(destination, checkpoints[0].source.root)
     with parent.cached_listing():
         names = parent.names() if not parent.is_local or parent.is_dir() else ()
         for left in (pattern.format(destination.name) for pattern in _EARLIER):
@@ -211,10 +215,10 @@ def check_destination(
                     [committing.restart_hint(parent / left)],
                 )
         if destination.is_local:
-            notes = _check_directory(destination, checkpoints, overwrite)
+            notes = _check_directory(destination, steps, overwrite)
         else:
             notes = _check_prefix(destination)
-    return notes + _written_steps(destination, [c.source for c in checkpoints if c.source.step])
+    return notes + _written_steps(destination, steps)
 
 
 def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
@@ -233,9 +237,7 @@ def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
     raise errors.DestinationError(summary, written, [*one[: len(steps) == 1], other])
 
 
-def _check_directory(
-    destination: Location, checkpoints: Sequence[Checkpoint], overwrite: bool
-) -> list[str]:
+def _check_directory(destination: Location, steps: Sequence[Source], overwrite: bool) -> list[str]:
     """Notes about a destination on a disk. Raises DestinationError if it may not be written."""
     exists = destination.exists()
     if destination.is_symlink() or (exists and not destination.is_dir()):
@@ -253,8 +255,8 @@ def _check_directory(
         )
     if not exists:
         return []
-    steps = {number for c in checkpoints if (number := c.source.number) is not None}
-    reason = why_not_replaceable(destination, steps)
+    numbers = {source.number for source in steps if source.number is not None}
+    reason = why_not_replaceable(destination, numbers)
     if reason is not None:
         raise errors.DestinationExistsError(
             f"`{destination}` would be deleted: {reason}",
