@@ -64,7 +64,7 @@ def apply(
         if 0 in shape
     ]
     if empty:
-        raise TreeMismatchError("Orbax cannot store empty arrays", empty)
+        raise TreeMismatchError("the results of operations must not be empty arrays", empty)
     first = _with_dtypes(operation, first)
     derived = Outputs(operation, tuple(inputs))
     chunks = operation.chunks([handle.chunk_shape for handle in inputs], shapes)
@@ -172,7 +172,7 @@ def zeros(
     TreeMismatchError: the dtype has no such value."""
     check_size(shape)
     if 0 in shape:
-        raise TreeMismatchError(f"{format_path(path)}: Orbax cannot store empty arrays")
+        raise TreeMismatchError(f"{format_path(path)}: a new array must not be empty")
     if not has_value(dtype, fill or 0):
         raise TreeMismatchError(f"{format_path(path)}: {dtype.name} has no value {fill}")
     values = np.broadcast_to(np.array(fill or 0).astype(dtype), shape)  # one, however many they are
