@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import sys
+import time
 from typing import Any
 
 import jax
@@ -197,6 +198,15 @@ def failing(paths: list[str], layout: str, interrupted: int | None) -> str:
     target = target_of(paths[0], layout)
     reshard.restore(paths[here], target, replicas="broadcast", progress=progress)
     return "restored"
+
+
+def late(path: str) -> Any:
+    """A restore to which the last process comes when the others wait no more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "_PATIENCE", 2)
+        if jax.process_index() == jax.process_count() - 1:
+            time.sleep(4)
+        return failing([path] * jax.process_count(), "replicated", None)
 
 
 def mismatched(path: str, everywhere: bool) -> str:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import types
 from typing import Any
 
 import broadcast_worker
@@ -21,7 +22,7 @@ from sampling import few
 from test_restorer_processes import FLAGS, HERE, TIMEOUT
 
 import reshard
-from reshard.restore import restore
+from reshard.restore import replicas, restore
 
 # One process.
 
@@ -193,6 +194,22 @@ def test_an_interrupt_of_one_process_ends_the_others(processes, copies):
     found = failing(processes, copies / "whole", copies / "whole", "replicated", 1)
     assert found.pop(1) == ["KeyboardInterrupt", ""]
     assert found == [["ReshardError", FAILED]] * len(found)
+
+
+def test_a_process_that_comes_too_late(processes, copies):
+    found = processes.errors("late", copies / "whole")
+    assert {kind for kind, _ in found} == {"ReshardError"}
+    assert found[0][1].startswith("not all processes came to the restore within 2 s\n")
+    all_restore(processes, copies / "whole")
+
+
+def test_processes_with_unequal_numbers_of_devices(monkeypatch):
+    devices = [types.SimpleNamespace(process_index=n, id=i) for i, n in enumerate([0, 0, 0, 1])]
+    monkeypatch.setattr(replicas.jax, "devices", lambda: devices)
+    monkeypatch.setattr(replicas.jax, "process_count", lambda: 2)
+    text = "the processes have unequal numbers of devices\n  process 0: 3\n  process 1: 1\n"
+    with pytest.raises(reshard.ReshardError, match=text):
+        replicas._process_mesh.__wrapped__()
 
 
 def test_what_is_wrong_everywhere_is_said_as_if_it_were_alone(processes, copies):

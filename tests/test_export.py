@@ -31,7 +31,7 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader.detection import RECORD
-from reshard.storage import disk
+from reshard.storage import disk, listing
 from reshard.storage.location import parse_location
 from reshard.writer import commit
 from reshard.writer.export import plan_export
@@ -523,6 +523,33 @@ def test_stopped_in_a_bucket(source, bucket, stores):
     assert text.startswith(f"an export to `{url}` is still running, or was stopped")
     assert reshard.commit(url)
     assert reshard.verify(url, against=source)
+
+
+@pytest.mark.parametrize("change", ["committed", "committed by another job", "written", "lost"])
+def test_a_name_that_exists_when_its_file_is_copied(source, bucket, monkeypatch, change):
+    """Another process has committed the job and deleted the file, or the copy is refused."""
+    monkeypatch.setattr(commit, "_LARGE", 1 << 12)
+    url, ckpt, copy = f"{bucket}/hf", reshard.open(source), listing.copy
+
+    def changed(scheme, name, key, new):
+        old, place = (parse_location(f"{scheme}://{name}/{path}") for path in (key, new))
+        copy(scheme, name, key, new)
+        if change == "written":
+            place.write(bytes(place.file_bytes()))
+        if change == "committed by another job":
+            place.write(b"other")
+        if change.startswith("committed"):
+            old.remove()
+            return copy(scheme, name, key, new)
+        return False
+
+    monkeypatch.setattr(listing, "copy", changed)
+    if change in ("committed", "lost"):
+        reshard.export(ckpt, url, file_size="70KiB")
+        assert reshard.verify(url, against=source)
+    else:
+        text = refused(DestinationError, reshard.export, ckpt, url, file_size="70KiB")
+        assert "holds other content than this job writes" in text
 
 
 def test_another_program_writes_to_the_bucket_meanwhile(source, bucket):

@@ -14,10 +14,12 @@ A process that failed would leave the others waiting in an exchange. Before each
 processes gather a flag that says whether one has failed.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +43,9 @@ Agree = Callable[[str], None]
 
 # Bytes that are exchanged at once, unless `max_memory` says less.
 _WAVE = 4 * IN_FLIGHT_PER_CORE
+# Seconds to wait for all processes before each exchange, in which they have less time.
+_PATIENCE = 600
+_meetings = itertools.count()
 # Dtypes whose elements take less than a byte on a device.
 _NARROW = ("int2", "int4", "uint2", "uint4", "float4", "float6")
 
@@ -88,16 +93,40 @@ def agreement() -> Iterator[Agree]:
 def _gathered(row: np.ndarray) -> np.ndarray:
     """The rows of all processes."""
     mesh = _process_mesh()
+    _wait_for_all()
     shape, split = (jax.process_count(), row.size), named_sharding(mesh, (("process",),))
     with jax.set_mesh(mesh):
         rows = jax.make_array_from_callback(shape, split, lambda _: row[None], dtype=row.dtype)
         return np.asarray(_replicated(mesh)(rows))
 
 
+def _wait_for_all() -> None:
+    """Waits until all processes have called it as often. Raises ReshardError if some do not."""
+    name = f"reshard-{next(_meetings)}"
+    internal: Any = jax._src
+    client = internal.distributed.global_state.client
+    if client is None:  # another runtime has started the processes
+        return
+    try:
+        client.wait_at_barrier(name, _PATIENCE * 1000)
+    except RuntimeError as error:
+        raise ReshardError(
+            f"not all processes came to the restore within {_PATIENCE} s",
+            [str(error).partition("\n")[0]],
+            ["all processes must restore at the same time", 'replicas="read" waits for none'],
+        ) from error
+
+
 @functools.cache
 def _process_mesh() -> Any:
-    """A mesh of all devices, those of a process in one row."""
+    """A mesh of all devices, those of a process in one row. Raises ReshardError if processes have
+    unequal numbers of devices."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    counts = collections.Counter(device.process_index for device in devices)
+    if len({*counts.values()}) > 1 or len(counts) < jax.process_count():
+        found = [f"process {n}: {counts[n]}" for n in range(jax.process_count())]
+        text = "the processes have unequal numbers of devices"
+        raise ReshardError(text, found, ['replicas="read" reads in each process'])
     rows = np.array(devices).reshape(jax.process_count(), -1)
     return jax.sharding.Mesh(rows, ("process", "device"))
 

@@ -334,10 +334,14 @@ class BucketLocation(Location):
         with _large_writes(self):
             listing.upload(*self._parts, file)
 
-    def copy_on_server(self, new: "BucketLocation") -> None:
-        """Gives an object a second name in its bucket, unless something has that name."""
+    def copy_on_server(self, new: "BucketLocation") -> bool:
+        """Gives an object a second name in its bucket. On gs, returns False if something has that
+        name, perhaps by an earlier try of this request. Raises StoreError if there is no object."""
         with _large_writes(new):
-            listing.copy(*self._parts, new._key)
+            try:
+                return listing.copy(*self._parts, new._key)
+            except FileNotFoundError as error:
+                raise StoreError(f"`{self}` cannot be read", ["it was removed"]) from error
 
     def make_directory(self) -> None:
         pass

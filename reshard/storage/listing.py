@@ -106,14 +106,18 @@ def upload(scheme: str, bucket: str, key: str, file: Location) -> None:
     _asked(scheme, bucket, key, ask)
 
 
-def copy(scheme: str, bucket: str, key: str, new: str) -> None:
-    """Copies an object on the server. On gs, only if the new one is absent."""
+def copy(scheme: str, bucket: str, key: str, new: str) -> bool:
+    """Copies an object on the server. On gs, only if the new one is absent. Returns whether it
+    did."""
 
-    def ask(store: Any) -> None:
-        with contextlib.suppress(_obstore().exceptions.AlreadyExistsError):
+    def ask(store: Any) -> bool:
+        try:
             _obstore().copy(store, key, new, overwrite=scheme == "s3")
+        except _obstore().exceptions.AlreadyExistsError:
+            return False
+        return True
 
-    _asked(scheme, bucket, new, ask, _COPIED)
+    return _asked(scheme, bucket, new, ask, _COPIED)
 
 
 def _asked(

@@ -377,14 +377,14 @@ def _fix(
         source = destination / content["from"]
         assert isinstance(source, BucketLocation) and isinstance(place, BucketLocation)
         try:
-            if path not in sizes:
-                source.copy_on_server(place)
-            done = place.file_bytes() == sizes[source.below(destination) or ""]
-            done = done and (path not in sizes or place.sha256() == source.sha256())
+            created = path not in sizes and source.copy_on_server(place)
+            done = place.file_bytes() == sizes[content["from"]]
+            done = done and (created or place.sha256() == source.sha256())
         except ReshardError:
             if source.exists() or not place.exists():
                 raise
-            return  # another process has gone on, and deleted it
+            # Another process has gone on, and deleted it.
+            done = place.file_bytes() == sizes[content["from"]]
     else:
         data = (destination / content["from"]).read_whole()
         if data is None and place.exists():  # another process has gone on, and deleted it
