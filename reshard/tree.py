@@ -313,15 +313,22 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
     return renamed
 
 
-def with_positions(keys: tuple[str, ...], old: Path) -> Path:
+def with_positions(keys: tuple[str, ...], old: Path, moves: bool = False) -> Path:
     """Keys of a renamed path, with the list positions of the old one in their places: all places
-    if the paths are equally long, else those before and after the renamed keys."""
+    if the paths are equally long, else those before and after the renamed keys. If
+    `moves`, a position that becomes another number is a position, too."""
     new: list[Key] = list(keys)
     shorter = min(len(keys), len(old))
     for places in (range(shorter), range(-1, -1 - shorter, -1)):
         for place in places:
             if keys[place] == str(old[place]):
                 new[place] = old[place]
+            elif (
+                moves
+                and isinstance(old[place], int)
+                and re.fullmatch(r"0|[1-9]\d*", keys[place], re.A)
+            ):
+                new[place] = int(keys[place])
             elif len(keys) != len(old):
                 break
     return tuple(new)

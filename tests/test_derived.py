@@ -10,6 +10,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import layouts
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -26,7 +27,19 @@ import reshard
 from reshard import units
 from reshard.arrays.derived import apply, constant
 from reshard.arrays.handle import Derived
-from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose, Unstack
+from reshard.arrays.operations import (
+    Add,
+    Concat,
+    Crop,
+    Equal,
+    Pad,
+    Reshape,
+    Scale,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 from reshard.engine.cost import decoded_together
 from reshard.restore import device_reads
 from reshard.restore.device_reads import Request, read_arrays
@@ -528,6 +541,7 @@ def test_what_does_not_apply_is_refused(source, tmp_path):
     cast = reshard.cast(ckpt, "bfloat16", ["layer_1", "bias"])
     keys = jax.random.split(jax.random.key(3), 4)
     own = {"a": random((4,)), "b": put(random((4,)), P()), "n": 3, "f": 0.5, "keys": keys}
+    own["d"] = np.zeros(4)
     own = write(tmp_path / "in", own)
     keys_stay = "keys: PRNG keys can only be moved, stacked or unstacked"
     for operation, handles, text in [
@@ -541,10 +555,9 @@ def test_what_does_not_apply_is_refused(source, tmp_path):
             f"{DIFFERENT}  norm_0  bfloat16[24] P('model') jax.Array\n"
             "  bias  float32[36] P('model') jax.Array",
         ),
-        (  # though they are read as one dtype
-            *(Concat(0), [ckpt["norm_0"], cast["bias"]]),
-            f"{DIFFERENT}  norm_0  bfloat16[24] P('model') jax.Array\n"
-            "  bias  bfloat16[36] P('model') jax.Array, stored as float32",
+        (  # though they are read as one dtype: bits are compared as they are stored
+            *(Equal(2), [own["a"], reshard.cast(own, "float32", "d")["d"]]),
+            f"{DIFFERENT}  a  float32[4] np.ndarray\n  d  float32[4] np.ndarray, stored as float64",
         ),
         (
             *(Stack(0), [own["a"], own["b"]]),
@@ -1031,3 +1044,26 @@ def test_layers_whose_chunks_compress_unlike(tmp_path):
     assert largest > 2 * min(stacked.stored_sizes())
     elements = math.prod(stacked.chunk_shape)
     assert decoded_together([stacked]) == (elements * 4 + largest, elements)
+
+
+@pytest.mark.parametrize("name", ["float4_e2m1fn", "float6_e2m3fn", "float8_e8m0fnu"])
+def test_values_that_a_narrow_dtype_lacks(source, name):
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    handle = constant(("x",), np.ones(2, dtype), source("zarr2")[0]["bias"])
+    value = 3 if "e8m0" in name else 100
+    assert mismatch(Pad(((0, 1),), value), [handle]) == f"x: {name} has no value {value}"
+    apply(Pad(((0, 1),), 2), [handle], [("y",)])
+    for operation in (Scale(2), Add(1)):
+        assert mismatch(operation, [handle]).startswith(f"x: {name} cannot be {operation}: ")
+
+
+@pytest.mark.parametrize("operation", [Stack(0), Concat(0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_arrays_of_one_dtype_that_are_stored_as_two(tmp_path, operation, dtype):
+    tree = {"a": random((4,)).astype(jnp.bfloat16), "b": random((4,))}
+    ckpt = reshard.cast(write(tmp_path / "in", tree), dtype)
+    (made,) = apply(operation, [ckpt["a"], ckpt["b"]], [("made",)])
+    (expected,) = in_numpy(operation, [tree["a"].astype(dtype), tree["b"].astype(dtype)])
+    assert made.read().tobytes() == expected.tobytes()
+    reshard.save(ckpt.replace({("made",): made}), tmp_path / "out")
+    assert reshard.open(tmp_path / "out")["made"].read().tobytes() == expected.tobytes()

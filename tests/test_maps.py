@@ -519,3 +519,155 @@ def test_computed_leaves_of_a_model_and_back_by_the_record_and_by_the_map(tmp_pa
     assert any(problem.startswith(stuck) for problem in error.value.problems)
     (hint,) = error.value.hints
     assert "drop=" in hint and "init=" in hint
+
+
+def remapped(tmp_path, tree, rules, cast=None):
+    folder = tmp_path / f"tree{len(os.listdir(tmp_path))}"
+    ckpt = reshard.open(save_pytree(folder, tree))
+    return reshard.remap(reshard.cast(ckpt, cast) if cast else ckpt, map_of(tmp_path, rules))
+
+
+def rule(source, *lines):
+    return "\n".join(["[[rule]]", f"from = '{source}'", *lines, ""])
+
+
+def pad(value):
+    return rule("^x$", f"pad = {{ axis = 0, from = 2, to = 3, value = {value} }}", "to = 'x'")
+
+
+@pytest.mark.parametrize(
+    "dtype, cast, value, told",
+    [
+        ("f4", "float8_e4m3fn", 500, "x: float8_e4m3fn has no value 500"),
+        ("f4", "float16", 1e5, "x: float16 has no value 100000.0"),
+        (BF16, "float32", 0.1, "x: padding of 0.1 would be rounded to bfloat16 before the cast"),
+        (ml_dtypes.float8_e4m3fn, None, 1e-9, "x: float8_e4m3fn has no value 1e-09"),
+        ("f4", "float8_e5m2", 0.125, ""),
+        ("f4", "bfloat16", 0.1, ""),
+    ],
+)
+def test_padding_that_is_cast(tmp_path, dtype, cast, value, told):
+    tree = {"x": np.ones(2, dtype)}
+    if told:
+        with pytest.raises(reshard.TreeMismatchError, match=told):
+            remapped(tmp_path, tree, pad(value), cast)
+        return
+    made = remapped(tmp_path, tree, pad(value), cast)["x"].read()
+    assert made[2] == np.array(value).astype(made.dtype)
+
+
+def test_padding_of_nan_is_cut_off_again(tmp_path):
+    made = remapped(tmp_path, {"x": np.ones(2, "f4")}, pad("nan"))
+    back = reshard.remap(made, tmp_path / "map.toml", reverse=True)
+    assert back["x"].read().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "leaf, value, told",
+    [
+        ("text", 0, "x: it is no array, but string"),
+        (None, 0, "x: it is no array, but None"),
+        (0.0, 0, "x: it is no array, but a Python scalar"),
+        (np.zeros((), "i4"), 0, "x: it is int32[], not float32"),
+        (np.array(-0.0, "f4"), 0, "x: not 0"),
+        (np.array(0.0, "f4"), -0.0, "x: not -0.0"),
+    ],
+)
+def test_only_a_constant_is_dropped(tmp_path, leaf, value, told):
+    fill = f"fill = {{ value = {value}, shape = [], dtype = 'float32' }}"
+    rules = rule("^x$", fill) + rule("^y$", "to = 'y'")
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        remapped(tmp_path, {"x": leaf, "y": np.ones(1)}, rules)
+    assert error.value.problems == (told,)
+
+
+def test_minus_zero_is_filled_and_dropped(tmp_path):
+    rules = rule("^y$", "to = 'y'")
+    rules += "[[rule]]\nto = 'x'\nfill = { value = -0.0, shape = [2], dtype = 'float32' }"
+    made = remapped(tmp_path, {"y": np.ones(1)}, rules)
+    assert np.signbit(made["x"].read()).all()
+    assert [*reshard.remap(made, tmp_path / "map.toml", reverse=True)] == [("y",)]
+
+
+def test_a_list_in_another_order_stays_a_list(tmp_path):
+    tree = {"l": [np.zeros(1), np.ones(1), np.full(1, 2)]}
+    made = remapped(tmp_path, tree, rule(r"^l/(\d)$", r"to = 'l/{2 - \1}'"))
+    assert [(path, made[path].read()[0]) for path in sorted(made)] == [
+        (("l", 0), 2),
+        (("l", 1), 1),
+        (("l", 2), 0),
+    ]
+    with pytest.raises(reshard.TreeMismatchError, match="a list would lose positions"):
+        remapped(tmp_path, tree, rule(r"^l/(\d)$", r"to = 'l/{1 + \1}'"))
+
+
+EQUAL = "[[rule]]\nfrom = ['^x$', '^y$']\nequal = true\nto = 'z'\n"
+
+
+@pytest.mark.parametrize(
+    "cut", ["crop = { widths = [[0, 2]] }\nto = 'z'", "unstack = { axis = 0, into = 'z_{}' }"]
+)
+def test_equal_arrays_are_compared_before_they_are_cut(tmp_path, cut):
+    x = np.arange(4.0)
+    tree = {"x": x, "y": np.array([0, 1, 2, -3.0])}
+    with pytest.raises(reshard.TreeMismatchError, match="must be equal differ") as error:
+        remapped(tmp_path, tree, EQUAL + rule("^z$", cut))
+    assert error.value.problems == ("x", "y")
+    made = remapped(tmp_path, {"x": x, "y": x}, EQUAL + rule("^z$", cut))
+    assert sum(made[path].read().sum() for path in made) in (1, 6)
+
+
+@pytest.mark.parametrize("dtype", ["f2", BF16, "f4"])
+def test_no_factor_makes_an_element_zero(tmp_path, dtype):
+    x = np.array([1.5, 0, -0.0, 2], dtype)
+    with pytest.raises(reshard.TreeMismatchError, match="2 elements underflow in"):
+        computed(tmp_path, x, "scale = 1e-300")[0]["y"].read()
+    made, _ = computed(tmp_path, x, "scale = { by = 1e-300, rounds = true }")
+    assert not made["y"].read().any()
+
+
+def test_a_computed_leaf_is_joined_with_a_stored_one(tmp_path):
+    tree = {name: np.array([[1.25, 3]], BF16) for name in "xyuv"}
+    rules = "".join(rule(f"^{x}$", "scale = 0.5", f"to = '{x}'") for x in "xu")
+    rules += "[[rule]]\nfrom = ['^x$', '^y$']\nconcat = { axis = 0, sizes = [1, 1] }\nto = 'c'\n"
+    rules += "[[rule]]\nfrom = ['^v$', '^u$']\nstack = { axis = 0 }\nto = 's'\n"
+    made = remapped(tmp_path, tree, rules)
+    expected = {
+        "c": np.array([[0.625, 1.5], [1.25, 3]], BF16),
+        "s": np.array([[[1.25, 3]], [[0.625, 1.5]]], BF16),
+    }
+    assert_bits(values(made), expected)
+    reshard.save(made, tmp_path / "out")
+    assert_bits(values(reshard.open(tmp_path / "out")), expected)
+    back = reshard.remap(made, tmp_path / "map.toml", reverse=True)
+    assert_bits(values(back), tree)
+
+
+def test_true_in_a_config_is_1_and_a_doubled_brace_is_text(tmp_path):
+    (tmp_path / "config.json").write_text('{"tied": true, "untied": false}')
+    rules = "[vars]\nk = 3\n" + rule("^x$", "to = ['{{k}}', 'b_{k}']", "when = 'tied'")
+    rules += rule("^x$", "to = 'c'", "when = 'untied'")
+    ckpt = reshard.open(save_pytree(tmp_path / "in", {"x": np.ones(1)}))
+    made = reshard.remap(ckpt, map_of(tmp_path, rules), config=tmp_path)
+    assert [*made] == [("{k}",), ("b_3",)]
+
+
+@pytest.mark.parametrize("name", ["adam", "mu"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_state_is_known_by_its_structure(tmp_path, name, inside):
+    weights = {"a": {"w": np.ones(3, "f4")}, "b": np.ones(2, "f4")}
+    tree = {"params": weights, name: {"params": weights} if inside else weights}
+    rules = rule("^params/a/w$", "scale = 2", "to = 'params/a/w'")
+    stay = rule(f"^({name}/.*|params/b)$", r"to = '\1'")
+    path = f"{name}/params/a/w" if inside else f"{name}/a/w"
+    told = f"{path}: it mirrors params/a/w as optimizer state does"
+    with pytest.raises(reshard.TreeMismatchError, match=told):
+        remapped(tmp_path, tree, rules + stay)
+    stay = rule("^params/b$", "to = 'params/b'") + rule(f"^{name}/", "drop = true")
+    assert len(remapped(tmp_path, tree, rules + stay)) == 2
+
+
+def test_towers_do_not_mirror_each_other(tmp_path):
+    tree = {"q": {"w": np.ones(3, "f4")}, "k": {"w": np.ones(3, "f4")}}
+    rules = rule("^q/w$", "scale = 2", "to = 'q/w'") + rule("^k/w$", "to = 'k/w'")
+    assert len(remapped(tmp_path, tree, rules)) == 2

@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from reshard.arrays import operations as ops
 from reshard.arrays import zarr
 from reshard.arrays.boxes import Box, Shape, check_size
-from reshard.arrays.dtypes import is_floating, is_scale
+from reshard.arrays.dtypes import is_floating, is_scale, saturates
 from reshard.arrays.handle import (
     ArrayHandle,
     Derived,
@@ -23,6 +24,7 @@ from reshard.arrays.handle import (
     StoredArray,
     StoredChunk,
     check_names,
+    widest,
 )
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
@@ -46,7 +48,8 @@ def apply(
     check_names(inputs)
     if operation == ops.Reshape(first.shape):  # it only says which shape the array must have
         return [first.at(outputs[0])]
-    if len({(h.dtype, h.stored_dtype, h.value_type, h.key_impl) for h in inputs}) > 1:
+    stored = widest(inputs) if isinstance(operation, ops.Concat | ops.Stack) else None
+    if len({(h.dtype, stored or h.stored_dtype, h.value_type, h.key_impl) for h in inputs}) > 1:
         raise TreeMismatchError(
             "arrays of different kinds cannot be combined",
             [
@@ -65,6 +68,8 @@ def apply(
     ]
     if empty:
         raise TreeMismatchError("Orbax cannot store empty arrays", empty)
+    if stored is not None:
+        first = dataclasses.replace(first, stored_dtype=stored)
     first = _with_dtypes(operation, first)
     derived = Outputs(operation, tuple(inputs))
     chunks = operation.chunks([handle.chunk_shape for handle in inputs], shapes)
@@ -96,20 +101,38 @@ def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
     """An array with the dtypes of what an operation makes of it. Raises TreeMismatchError: the
     operation's numbers are none of its dtype."""
     dtype, stored = handle.dtype, handle.stored_dtype
-    if isinstance(operation, ops.Pad) and not has_value(stored, operation.fill):
-        raise TreeMismatchError(
-            f"{format_path(handle.path)}: {stored.name} has no value {operation.fill}"
-        )
-    arithmetic = is_floating(dtype) and not is_scale(dtype)
-    if isinstance(operation, ops.Scale | ops.Add) and not arithmetic:
-        raise TreeMismatchError(
-            f"{format_path(handle.path)}: {dtype.name} cannot be {operation}: it is no float"
-        )
+    if isinstance(operation, ops.Pad):
+        _check_fill(handle, operation.fill)
+    if isinstance(operation, ops.Scale | ops.Add):
+        problem = "" if is_floating(dtype) and not is_scale(dtype) else "it is no float"
+        if not problem and saturates(dtype):
+            problem = "it has no infinity that would show an overflow"
+        if problem:
+            raise TreeMismatchError(
+                f"{format_path(handle.path)}: {dtype.name} cannot be {operation}: {problem}"
+            )
     if isinstance(operation, ops.Apply):
         dtype = stored = dtype if operation.dtype is None else operation.dtype
     elif isinstance(operation, ops.Computed):
         stored = operation.made_dtype(dtype, stored)
     return dataclasses.replace(handle, dtype=dtype, stored_dtype=stored)
+
+
+def _check_fill(handle: ArrayHandle, fill: float) -> None:
+    """Raises TreeMismatchError if padding, which is made before the cast of an array, would not
+    hold its value after it."""
+    for dtype in (handle.dtype, handle.stored_dtype):
+        if not has_value(dtype, fill):
+            raise TreeMismatchError(f"{format_path(handle.path)}: {dtype.name} has no value {fill}")
+    with np.errstate(all="ignore"):
+        once = np.asarray(fill).astype(handle.dtype)
+        twice = np.asarray(fill).astype(handle.stored_dtype).astype(handle.dtype)
+    if once != twice and once == once:
+        raise TreeMismatchError(
+            f"{format_path(handle.path)}: padding of {fill} would be rounded to "
+            f"{handle.stored_dtype.name} before the cast to {handle.dtype.name}",
+            hints=["cast the result of the map instead, in a second step"],
+        )
 
 
 def _of_whole_keys(operation: ops.Operation, shape: Shape) -> bool:
@@ -119,12 +142,17 @@ def _of_whole_keys(operation: ops.Operation, shape: Shape) -> bool:
 
 
 def has_value(dtype: np.dtype, value: float) -> bool:
-    """Whether a dtype has a value, possibly rounded, but not to an infinity or NaN."""
+    """Whether a dtype has a value, possibly rounded, but not to zero, an infinity, NaN or the
+    largest number. A dtype of powers of two must have the exact value."""
     with np.errstate(all="ignore"):
         held = float(np.real(np.asarray(value, np.float64).astype(dtype)))
-    if is_floating(dtype) or dtype.kind == "c":
-        return math.isinf(held) == math.isinf(value) and math.isnan(held) == math.isnan(value)
-    return held == value
+    floating = is_floating(dtype) and not is_scale(dtype)
+    if not floating and dtype.kind != "c":
+        return held == value
+    if floating and saturates(dtype) and not abs(value) <= float(ml_dtypes.finfo(dtype).max):
+        return False
+    tests = (math.isinf, math.isnan, lambda number: number == 0)
+    return all(test(held) == test(value) for test in tests)
 
 
 def _shardings(
@@ -173,9 +201,10 @@ def zeros(
     check_size(shape)
     if 0 in shape:
         raise TreeMismatchError(f"{format_path(path)}: Orbax cannot store empty arrays")
-    if not has_value(dtype, fill or 0):
-        raise TreeMismatchError(f"{format_path(path)}: {dtype.name} has no value {fill}")
-    values = np.broadcast_to(np.array(fill or 0).astype(dtype), shape)  # one, however many they are
+    value = 0 if fill is None else fill
+    if not has_value(dtype, value):
+        raise TreeMismatchError(f"{format_path(path)}: {dtype.name} has no value {value}")
+    values = np.broadcast_to(np.array(value).astype(dtype), shape)  # one, however many they are
     value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type
     return dataclasses.replace(constant(path, values, like), value_type=value_type)
 
@@ -215,6 +244,15 @@ def rounds(handle: ArrayHandle) -> bool:
     operation = handle.data.operation
     inexact = isinstance(operation, ops.Computed) and not operation.exact
     return inexact or any(map(rounds, handle.data.inputs))
+
+
+def comparisons(handle: ArrayHandle) -> Iterator[ArrayHandle]:
+    """The arrays that one is computed from, or itself, that are several equal ones."""
+    if isinstance(handle.data, Derived):
+        if isinstance(handle.data.operation, ops.Equal):
+            yield handle
+        for source in handle.data.inputs:
+            yield from comparisons(source)
 
 
 def sources(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:

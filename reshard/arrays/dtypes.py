@@ -28,6 +28,13 @@ def is_scale(dtype: np.dtype) -> bool:
     return name_of(dtype) == "float8_e8m0fnu"
 
 
+def saturates(dtype: np.dtype) -> bool:
+    """Whether a floating-point dtype turns what is too large into its largest number, so that an
+    overflow leaves no trace: those of four and six bits."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(np.asarray(np.inf).astype(dtype).astype(np.float32)))
+
+
 def is_miscast(source: np.dtype, target: np.dtype) -> bool:
     """Whether TensorStore's cast between two floating-point dtypes gets some values wrong."""
     twice = source == np.float64 and target.itemsize < 4

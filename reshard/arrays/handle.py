@@ -12,7 +12,7 @@ import tensorstore as ts
 from reshard.arrays import boxes
 from reshard.arrays import operations as ops
 from reshard.arrays.boxes import Shape
-from reshard.arrays.dtypes import cast_once, is_miscast
+from reshard.arrays.dtypes import cast_once, is_floating, is_miscast
 from reshard.arrays.zarr import Encoding, parse_encoding
 from reshard.errors import ArgumentError, CorruptCheckpointError
 from reshard.sharding.mesh import (
@@ -116,11 +116,15 @@ class Outputs:
             return [self.operation.view(handle.view(), handle.dtype, handle.rounded)]
         views = [handle.stored_view() for handle in self.inputs]
         if not isinstance(self.operation, ops.Computed):
+            dtype = widest(self.inputs)
+            if dtype is not None and any(h.stored_dtype != dtype for h in self.inputs):
+                views = [ts.cast(view, dtype) for view in views]
             return self.operation.views(views)
         first, shapes = self.inputs[0], [handle.shape for handle in self.inputs]
         (chunk,) = self.operation.chunks([handle.chunk_shape for handle in self.inputs], shapes)
         made_dtype = self.operation.made_dtype(first.dtype, first.stored_dtype)
-        return [self.operation.view(views, chunk, first.dtype, made_dtype)]
+        paths = [format_path(handle.path) for handle in self.inputs]
+        return [self.operation.view(views, chunk, first.dtype, made_dtype, paths)]
 
     @functools.cached_property
     def remapped(self) -> "list[list[StoredChunk]] | None":
@@ -130,6 +134,8 @@ class Outputs:
             chunks = self.inputs[0].remapped_chunks()
             return None if chunks is None else [chunks] * operation.count
         if not isinstance(operation, ops.Stack | ops.Unstack) or len(grids) > 1:
+            return None
+        if len({handle.stored_dtype for handle in self.inputs}) > 1:
             return None
         apart = isinstance(operation, ops.Unstack)
         if apart and self.inputs[0].chunk_shape[operation.axis] > 1:
@@ -343,6 +349,19 @@ class ArrayHandle:
 
     def __repr__(self) -> str:
         return f"<{format_path(self.path)}: {self.describe()}>"
+
+
+def widest(handles: "Sequence[ArrayHandle]") -> np.dtype | None:
+    """The dtype, of those that some arrays are stored as, that has all values of the others; None
+    if there is none, or TensorStore gets the cast to it wrong."""
+    dtypes = {handle.stored_dtype for handle in handles}
+    for dtype in dtypes:
+        others = dtypes - {dtype}
+        if not others or dtype in (np.float32, np.float64):
+            smaller = (is_floating(d) and d.itemsize < dtype.itemsize for d in others)
+            if all(smaller) and not any(is_miscast(d, dtype) for d in others):
+                return dtype
+    return None
 
 
 def array_text(dtype: str, shape: tuple[int, ...]) -> str:

@@ -430,17 +430,26 @@ class _Computed(_Boxes):
         raise NotImplementedError
 
     def view(
-        self, views: Views, chunk: Shape, dtype: np.dtype, made_dtype: np.dtype
+        self,
+        views: Views,
+        chunk: Shape,
+        dtype: np.dtype,
+        made_dtype: np.dtype,
+        paths: Sequence[str] = (),
     ) -> ts.TensorStore:
-        """A view of the output, of `made_dtype`, which is computed in chunks."""
+        """A view of the output, of `made_dtype`, which is computed in chunks. Errors name the
+        `paths` of the inputs."""
 
         def computed(values: Sequence[np.ndarray]) -> np.ndarray:
             given = [each.reshape(-1) for each in values]
             flat = np.empty(given[0].size, made_dtype)
             for start in range(0, flat.size, _BLOCK):
                 block = slice(start, start + _BLOCK)
-                with np.errstate(all="ignore"):
-                    self.compute([each[block] for each in given], flat[block], dtype)
+                try:
+                    with np.errstate(all="ignore"):
+                        self.compute([each[block] for each in given], flat[block], dtype)
+                except TreeMismatchError as error:
+                    raise TreeMismatchError(error.summary, paths, error.hints) from error
             return flat.reshape(values[0].shape)
 
         def reads(domain: ts.IndexDomain) -> list[ts.Future]:
@@ -512,7 +521,8 @@ class Equal(_Computed):
 
 
 class _Affine(_Computed):
-    """Arithmetic with a constant, in float32 or wider, which is rounded once."""
+    """Arithmetic with a constant, in float32 or wider, whose result is rounded to the dtype. A
+    result that is not exact in float32 is rounded twice."""
 
     __slots__ = ()
 
@@ -521,6 +531,9 @@ class _Affine(_Computed):
     def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
         """float32 for what is read in at most 16 bits, float64 for the rest."""
         return np.dtype(np.float32 if max(2 * dtype.itemsize, stored.itemsize) <= 4 else np.float64)
+
+    # Whether an element that becomes zero is no error.
+    zeroes: bool = True
 
     def arithmetic(self, values: np.ndarray) -> np.ndarray:
         raise NotImplementedError
@@ -533,12 +546,12 @@ class _Affine(_Computed):
     def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
         given = values[0].astype(into.dtype)
         into[...] = self.arithmetic(given)
-        # In this range nothing can overflow, and no power of two rounds.
+        # In this range nothing can overflow or become zero, and no power of two rounds.
         sizes, limits = np.abs(into), ml_dtypes.finfo(dtype)
         factor = abs(self.constant) if self.exact else 1.0
         lowest = np.min(sizes, where=sizes > 0, initial=np.inf) * min(1, 1 / factor)
         if sizes.max() * max(1, 1 / factor) <= float(limits.max) and (
-            not self.exact
+            self.zeroes
             or (
                 lowest >= float(limits.smallest_normal)
                 and np.count_nonzero(sizes) == np.count_nonzero(given)
@@ -549,14 +562,17 @@ class _Affine(_Computed):
         lost = np.count_nonzero(np.isfinite(before) & ~np.isfinite(after))
         if lost:
             raise TreeMismatchError(f"{self}: {lost} elements overflow in {dtype.name}")
-        if not self.exact:
+        if self.zeroes:
             return
-        expected = self.arithmetic(before.astype(into.dtype))
-        same = (after.astype(into.dtype) == expected) & ((before == 0) == (after == 0))
+        same = (before == 0) == (after == 0)
+        if self.exact:
+            expected = self.arithmetic(before.astype(into.dtype))
+            same &= after.astype(into.dtype) == expected
         lost = np.count_nonzero(~same & (before == before))
         if lost:
             raise TreeMismatchError(
-                f"{self}: {lost} elements underflow in {dtype.name}, which rounds them",
+                f"{self}: {lost} elements underflow in {dtype.name}, which "
+                + ("rounds them" if self.exact else "makes them zero"),
                 hints=["`rounds = true` in the rule's `scale` allows that"],
             )
 
@@ -564,7 +580,7 @@ class _Affine(_Computed):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scale(_Affine):
     """Values times a factor. A power of two is exact: underflow is an error, unless it `rounds`.
-    Overflow is always one."""
+    So is an element that becomes zero by any factor. Overflow is always one."""
 
     constant: float
     rounds: bool = False
@@ -575,6 +591,10 @@ class Scale(_Affine):
     @property
     def exact(self) -> bool:
         return not self.rounds and abs(math.frexp(self.constant)[0]) == 0.5
+
+    @property
+    def zeroes(self) -> bool:
+        return self.rounds
 
     def inverse(self, inputs: Shapes) -> "Operation":
         return Scale(1 / self.constant, self.rounds)

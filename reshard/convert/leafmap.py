@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.arrays.boxes import Shape
-from reshard.arrays.derived import apply, has_value, zeros
+from reshard.arrays.boxes import Shape, grid_boxes
+from reshard.arrays.derived import apply, comparisons, has_value, zeros
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import (
     Concat,
@@ -29,7 +29,7 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.checkpoint import Leaf
+from reshard.checkpoint import Leaf, type_name
 from reshard.errors import TreeMismatchError
 from reshard.storage.location import checked
 from reshard.tree import Path, format_path
@@ -238,17 +238,18 @@ class LeafMap:
         return LeafMap({**values, **self.must_be_zero}, origin, (), must_be_zero)
 
     def bind(self, leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
-        """The leaves after, of those before. Reads only padding and leaves that must hold the
-        constant of a rule. Raises TreeMismatchError: arrays that cannot become one, or other values
-        in one of these places."""
-        names, made = names_of(self), {}
+        """The leaves after, of those before. Reads only padding, leaves that must hold the constant
+        of a rule, and leaves that must be equal before they are cut. Raises TreeMismatchError:
+        arrays that cannot become one, or other values in one of these places."""
+        names, made, compared = names_of(self), {}, set[int]()
         fills = {path: value.fill for path, value in self.must_be_zero.items()}
-        wrong = [p for p, n in fills.items() if n is not None and not _holds(leaves[p], n)]
+        wrong = [
+            f"{format_path(path)}: {problem}"
+            for path, n in fills.items()
+            if n is not None and (problem := _differs(leaves[path], n, self.must_be_zero[path]))
+        ]
         if wrong:
-            raise TreeMismatchError(
-                "leaves that the map drops differ from its fill values",
-                [f"{format_path(path)}: not {fills[path]}" for path in wrong],
-            )
+            raise TreeMismatchError("leaves that the map drops differ from its fill values", wrong)
 
         def bound(value: Value) -> Leaf:
             if isinstance(value, Source):
@@ -259,6 +260,9 @@ class LeafMap:
             inputs = [leaf for leaf in map(bound, call.inputs) if isinstance(leaf, ArrayHandle)]
             if isinstance(call.operation, Crop):
                 _check_padding(inputs[0], call.operation)
+            crop = isinstance(call.operation, Crop) and call.operation.fill is None
+            if crop or isinstance(call.operation, Split | Unstack):
+                _compare(inputs[0], compared)  # some parts may never be read
             paths = [names[id(call), part] for part in range(len(call.shapes))]
             made[id(call)] = apply(call.operation, inputs, paths)
         found: dict[Path, Leaf] = {}
@@ -460,9 +464,36 @@ def _holds(leaf: Leaf, number: float) -> bool:
     """Whether all values of a leaf are a number. Reads it. Other leaves than arrays hold any."""
     if not isinstance(leaf, ArrayHandle):
         return True
-    values, expected = leaf.read(), np.array(number).astype(leaf.dtype)
-    same = values.tobytes() == np.broadcast_to(expected, values.shape).tobytes()
-    return same and has_value(leaf.dtype, number)
+    return _all_are(leaf.read(), number) and has_value(leaf.dtype, number)
+
+
+def _all_are(values: np.ndarray, number: float) -> bool:
+    """Whether all values are a number, bit for bit; or any NaN for NaN."""
+    expected = np.array(number).astype(values.dtype)
+    if expected != expected:
+        return bool((values != values).all())
+    return values.tobytes() == np.broadcast_to(expected, values.shape).tobytes()
+
+
+def _differs(leaf: Leaf, number: float, rule: Zeros) -> str:
+    """Why a leaf is not the array of a constant that a rule describes; empty if it is. Reads it."""
+    if not isinstance(leaf, ArrayHandle):
+        return f"it is no array, but {type_name(leaf)}"
+    if leaf.value_type == "scalar":
+        return "it is no array, but a Python scalar"
+    if leaf.dtype != rule.dtype or leaf.key_impl is not None:
+        return f"it is {leaf.describe()}, not {rule.dtype.name}"
+    return "" if _holds(leaf, number) else f"not {number}"
+
+
+def _compare(handle: ArrayHandle, compared: set[int]) -> None:
+    """Compares arrays that must be equal, of which an array is computed, as a whole. Those that
+    were `compared` before are not read again."""
+    for equal in comparisons(handle):
+        if id(equal.data) not in compared:
+            compared.add(id(equal.data))
+            for box in grid_boxes(equal.shape, equal.chunk_shape):
+                checked(equal.view()[box].read(), f"{format_path(equal.path)}: its stored bytes")
 
 
 def _check_padding(handle: ArrayHandle, crop: Crop) -> None:
@@ -475,7 +506,7 @@ def _check_padding(handle: ArrayHandle, crop: Crop) -> None:
         for part in (slice(0, before), slice(size - after, size)):
             read = view[(*[slice(None)] * axis, part)].read()
             values = np.asarray(checked(read, f"{format_path(handle.path)}: its stored bytes"))
-            if values.size and (values != np.array(crop.fill, values.dtype)).any():
+            if not _all_are(values, crop.fill):
                 raise TreeMismatchError(
                     f"{format_path(handle.path)}: it was padded with {crop.fill}, but holds other "
                     "values there now",

@@ -117,7 +117,11 @@ def config_numbers(config: Mapping[str, Any]) -> dict[str, float]:
     are among them."""
     inner = config.get("text_config")
     every = {**(inner if isinstance(inner, dict) else {}), **config}
-    return {key: value for key, value in every.items() if isinstance(value, int | float)}
+    return {
+        key: int(value) if isinstance(value, bool) else value
+        for key, value in every.items()
+        if isinstance(value, int | float)
+    }
 
 
 def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {}) -> Map:
@@ -273,7 +277,8 @@ class _Table:
             return str(int(value)) if isinstance(value, int) else name[0]
 
         if self.numbers:
-            text = re.sub(r"\{[^{}]+\}", lambda braces: _NAME.sub(named, braces[0]), text)
+            # `{{` and `}}` are braces themselves.
+            text = re.sub(r"\{\{|\}\}|\{[^{}]+\}", lambda braces: _NAME.sub(named, braces[0]), text)
         try:
             return parse_replacement(text, self.patterns, names)
         except ValueError as error:

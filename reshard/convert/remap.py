@@ -1,13 +1,17 @@
 """Rewrite a tree as another tree by a map alone, without a model and its framework."""
 
+import collections
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 
+from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
-from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
+from reshard.convert.leafmap import LeafMap, Output, Source, Zeros, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.optimizer import followers
 from reshard.convert.ready_maps import find_map
@@ -61,7 +65,7 @@ def remap(
     made: dict[Path, Leaf] = {}
     for path, leaf in result.map.bind(leaves).items():
         was = next(iter(sources_of(result.map.values[path])), path)
-        new = with_positions(tuple(map(str, path)), old.get(was, was))
+        new = with_positions(tuple(map(str, path)), old.get(was, was), moves=True)
         made[new] = leaf.at(new) if isinstance(leaf, ArrayHandle) else leaf
     check_lists(made, ckpt)
     if clashes := name_clashes(made):
@@ -93,6 +97,11 @@ def _stateful(found: LeafMap) -> Iterator[str]:
     parameters = {**found.sources(), **found.must_be_zero}
     for path in state:
         parameters.pop(path)
+    yield from (
+        f"{format_path(path)}: it mirrors {format_path(owner)} as optimizer state does, and a rule "
+        "changes only the values of that: change both, or drop it"
+        for path, owner in _mirrors(changed, parameters)
+    )
     owners = followers(dict.fromkeys(parameters, ()), dict.fromkeys(state)) if changed else {}
     for path, owner in owners.items():
         if owner in changed:
@@ -100,3 +109,37 @@ def _stateful(found: LeafMap) -> Iterator[str]:
                 f"{format_path(path)}: it is optimizer state of {format_path(owner)}, whose values "
                 "a rule changes: it cannot follow, so drop it"
             )
+
+
+def _mirrors(
+    changed: Collection[Path], leaves: Mapping[Path, Shape | Zeros]
+) -> Iterator[tuple[Path, Path]]:
+    """Leaves that stay as they are, but follow one that is `changed`, with that one: leaves of its
+    shape whose paths end with its path below another top-level key. The top-level key of the
+    changed leaf may be missing if the leaves below both keys have the same names."""
+    below: dict[str, set[Path]] = collections.defaultdict(set)
+    texts = {tuple(map(str, path)): path for path in leaves}
+    for path in texts:
+        below[path[0]].add(path[1:])
+    owners: dict[Path, list[Path]] = collections.defaultdict(list)
+    for path in changed:
+        text = tuple(map(str, path))
+        owners[text].append(path)
+        if len(text) > 1 and (text[0] == "params" or any(len(tail) > 1 for tail in below[text[0]])):
+            owners[text[1:]].append(path)
+
+    @functools.cache
+    def mirrored(root: Path, top: str) -> bool:
+        return all((*root, *tail) in texts for tail in below[top])
+
+    for text, path in texts.items():
+        for start in range(1, len(text)):
+            for owner in owners.get(text[start:], ()) if path not in changed else ():
+                one, other = (re.sub(r"\d+", "", str(each[0])) for each in (path, owner))
+                whole = len(owner) == len(text) - start or mirrored(text[:start], str(owner[0]))
+                if one != other and whole and _shape(leaves[path]) == _shape(leaves[owner]):
+                    yield path, owner
+
+
+def _shape(leaf: Shape | Zeros) -> Shape:
+    return leaf.shape if isinstance(leaf, Zeros) else leaf
