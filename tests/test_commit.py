@@ -186,7 +186,7 @@ def test_too_little_room_for_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - exported, exported))
     assert plan_export(ckpt, tmp_path / "files").problems == ()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 90000, 90000))
-    with pytest.raises(reshard.DestinationError, match="^not enough disk space"):
+    with pytest.raises(reshard.DestinationError, match=r"^not enough disk space"):
         reshard.export(ckpt, tmp_path / "files")
     half = reshard.cast(ckpt, "bfloat16")
     (note,) = [text for text in reshard.plan(half, tmp_path / "out").notes if "up to" in text]

@@ -181,6 +181,14 @@ def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
                 [f'max_memory="{whole_kib(least)}" is the least that copies it'],
                 least,
             )
+        groups = [group.files for item in plan.items for group in item.file_groups()]
+        needed = max((sum(file.nbytes for file in files) for files in groups), default=0)
+        if needed > (free := disk.temporary_free_bytes()):
+            yield errors.DestinationError(
+                f"not enough disk space for temporary files of the export to `{place}`",
+                [f"needed {format_bytes(needed)}, free {format_bytes(free)}"],
+                ["TMPDIR names another directory for them"],
+            )
         if plan.verify and not all(item.format.ocdbt for item in plan.items):
             yield errors.ArgumentError(
                 "verify=True cannot read plain files in a bucket before the commit",
