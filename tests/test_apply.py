@@ -322,6 +322,18 @@ def test_a_job_goes_on_with_the_function_that_it_began_with_alone(project, tmp_p
     assert one == same != other
 
 
+def test_shares_by_two_versions_of_a_function_are_of_two_jobs(project, tmp_path):
+    file = tmp_path / "mine.py"
+    rule = map_of(tmp_path, f"apply = '{file}:twice'")
+
+    def token(factor):
+        file.write_text(f"def twice(values):\n    return {factor} * values\n")
+        ckpt = reshard.to_nnx("linen", Codebook, map_file=rule)
+        return job_token(reshard.plan(ckpt, tmp_path / "out"), False)
+
+    assert token(2) == token(2) != token(3)
+
+
 def test_the_whole_leaf_is_counted_before_and_after(tmp_path):
     plain = reshard.to_nnx("linen", Codebook)
     ckpt = reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, NORMALISED))

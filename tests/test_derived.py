@@ -527,7 +527,7 @@ def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, c
 
 
 DIFFERENT = "arrays of different kinds cannot be combined\n"
-EMPTY = "Orbax cannot store empty arrays\n"
+EMPTY = "the results of operations must not be empty arrays\n"
 
 
 def mismatch(operation, handles, outputs=1):

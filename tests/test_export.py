@@ -442,6 +442,10 @@ def test_unlike_a_directory(source, tree, model, tmp_path, whole):
         (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(zeros, "x")}))
     ckpt = reshard.open(source)
     text = refused(TreeMismatchError, reshard.export, ckpt, tmp_path / "out", like=folder)
+    if not whole:
+        (folder / INDEX).write_text('{"weight_map": null}')
+        told = refused(CorruptCheckpointError, reshard.export, ckpt, tmp_path / "out", like=folder)
+        assert told == f"`{folder / INDEX}`: `weight_map` is not an object"
     lines = text.partition("\n\n")[0].split("\n")
     assert lines[0] == f"the tensors differ from those of `{folder}`"
     assert sorted(lines[1:]) == sorted(

@@ -199,6 +199,15 @@ def test_a_conversion_to_the_model(tmp_path):
         ({"vocab_size": 47}, r"its shape is \[48, 24\], not \[47, 24\]"),
         ({"hidden_size": "24"}, "`hidden_size` is '24', not a size"),
         ({"intermediate_size": None}, "`intermediate_size` is None, not a size"),
+        ({"rope_scaling": ["llama3"]}, r"`rope_scaling` is \['llama3'\], not an object"),
+        ({"rope_parameters": 5}, "`rope_parameters` is 5, not an object"),
+        ({"text_config": True}, "`text_config` is True, not an object"),
+        ({"text_config": []}, r"`text_config` is \[\], not an object"),
+        ({"query_pre_attn_scalar": [1]}, r"`query_pre_attn_scalar` is \[1\], not a number"),
+        ({"query_pre_attn_scalar": True}, "`query_pre_attn_scalar` is True, not a number"),
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000, more than 4096"),
+        ({"tie_word_embeddings": "true"}, "`tie_word_embeddings` is 'true', not true or false"),
+        ({"tie_word_embeddings": 1}, "`tie_word_embeddings` is 1, not true or false"),
     ],
 )
 def test_another_configuration_is_refused(tmp_path, llama, change, told):
@@ -245,6 +254,14 @@ def test_quantized_tensors_are_refused(tmp_path):
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     with pytest.raises(reshard.ArgumentError, match=r"(?s)is quantized.*mxfp4"):
         reshard.remap(ckpt, "hf:gpt_oss-maxtext")
+
+
+def test_a_layer_without_a_pair_is_refused(tmp_path):
+    config = hf_models.CONFIGS["gemma2"] | {"num_hidden_layers": 3}
+    hf_models.write(tmp_path / "hf", config, hf_models.tensors(config))
+    for name in ("hf:gemma2-maxtext", "hf:gemma2-maxtext-unscanned"):
+        with pytest.raises(reshard.ArgumentError, match="layers % 2 == 0"):
+            reshard.ready_map(name, tmp_path / "hf")
 
 
 def test_arguments_of_ready_maps_need_one(tmp_path, llama):

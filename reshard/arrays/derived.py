@@ -67,7 +67,7 @@ def apply(
         if 0 in shape
     ]
     if empty:
-        raise TreeMismatchError("Orbax cannot store empty arrays", empty)
+        raise TreeMismatchError("the results of operations must not be empty arrays", empty)
     if stored is not None:
         first = dataclasses.replace(first, stored_dtype=stored)
     first = _with_dtypes(operation, first)
@@ -200,7 +200,7 @@ def zeros(
     TreeMismatchError: the dtype has no such value."""
     check_size(shape)
     if 0 in shape:
-        raise TreeMismatchError(f"{format_path(path)}: Orbax cannot store empty arrays")
+        raise TreeMismatchError(f"{format_path(path)}: a new array must not be empty")
     value = 0 if fill is None else fill
     if not has_value(dtype, value):
         raise TreeMismatchError(f"{format_path(path)}: {dtype.name} has no value {value}")

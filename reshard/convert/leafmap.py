@@ -379,6 +379,8 @@ def input_names(call: Call, names: Mapping[tuple[int, int], Path]) -> tuple[Path
 def an_array(leaves: Mapping[Path, Leaf]) -> ArrayHandle:
     """An array whose storage new leaves copy: a device array if there is one."""
     arrays = [leaf for leaf in leaves.values() if isinstance(leaf, ArrayHandle)]
+    if not arrays:
+        raise TreeMismatchError("the checkpoint holds no array")
     return min(arrays, key=lambda leaf: (leaf.value_type != "jax.Array", leaf.key_impl is not None))
 
 

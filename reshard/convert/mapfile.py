@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from reshard.arrays import operations as ops
 from reshard.arrays.boxes import MOST_AXES
-from reshard.arrays.dtypes import parse_dtype
+from reshard.arrays.dtypes import kind_of, parse_dtype
 from reshard.convert.leafmap import Zeros
 from reshard.convert.map_rules import (
     Divided,
@@ -168,7 +168,7 @@ def _is_text(value: Any) -> bool:
 
 def _is_dtype(value: Any) -> bool:
     with contextlib.suppress(ArgumentError):
-        return _is_text(value) and parse_dtype(value) is not None
+        return _is_text(value) and kind_of(parse_dtype(value)) in "biufc"
     return False
 
 

@@ -30,6 +30,7 @@ another shape, is an error in both directions.
 
 import importlib.resources
 import itertools
+import math
 import os
 import re
 import tomllib
@@ -48,6 +49,8 @@ from reshard.storage.location import parse_location
 PREFIX = "hf:"
 _FILES = importlib.resources.files("reshard.convert") / "maps_hf"
 _CONFIG = "config.json"
+# The most layers of a model.
+_MOST_LAYERS = 4096
 _NO_OPERATIONS = {"hf", "to", "shape", "when", "first", "stack"}
 
 
@@ -160,6 +163,8 @@ def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
     if document is None:
         raise ArgumentError(f"there is no `{place}`", hints=["config=..."])
     inner = document.get("text_config")
+    if not isinstance(inner, dict | None):
+        raise ArgumentError(f"`{place}`: `text_config` is {inner!r}, not an object")
     return document if inner is None else inner | document
 
 
@@ -184,11 +189,23 @@ def _variables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "head_dim": size("head_dim", width // heads),
         "vocab": size("vocab_size"),
         "experts": size("num_local_experts", 1),
-        "tied": config.get("tie_word_embeddings") is True,
+        "tied": config.get("tie_word_embeddings"),
     }
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    found["query_scalar"] = config.get("query_pre_attn_scalar") or found["head_dim"]
+    if found["layers"] > _MOST_LAYERS:
+        problems.append(f"`num_hidden_layers` is {found['layers']}, more than {_MOST_LAYERS}")
+    if not isinstance(found["tied"], bool):
+        problems.append(f"`tie_word_embeddings` is {found['tied']!r}, not true or false")
+    found["rope_type"] = "default"
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key)
+        if not isinstance(rope, dict | None):
+            problems.append(f"`{key}` is {rope!r}, not an object")
+        elif rope:
+            found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    scalar = config.get("query_pre_attn_scalar")
+    found["query_scalar"] = found["head_dim"] if scalar is None else scalar
+    if type(found["query_scalar"]) not in (int, float) or not 0 < found["query_scalar"] < math.inf:
+        problems.append(f"`query_pre_attn_scalar` is {scalar!r}, not a number above 0")
     if problems:
         raise ArgumentError(f"{name} does not describe a model", problems)
     return found

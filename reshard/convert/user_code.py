@@ -109,6 +109,11 @@ class NamedFunction:
         with findable(self.name):
             return self.function(*arguments)
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The function itself, for `inspect`."""
+        return self.function
+
     def __reduce__(self) -> tuple[Any, ...]:
         return load_function, (self.name,)
 

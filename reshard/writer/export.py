@@ -262,7 +262,11 @@ def _unlike(ckpt: Checkpoint, like: location.Location | None) -> Iterator[errors
         found = open_checkpoint(like)
         shapes = {stored_name(handle.path): handle.shape for handle in found.arrays}
     elif (document := read_json(like / INDEX)) is not None:
-        shapes = dict.fromkeys(document.get("weight_map", ()))
+        names = document.get("weight_map", {})
+        if not isinstance(names, dict):
+            yield errors.CorruptCheckpointError(f"`{like / INDEX}`: `weight_map` is not an object")
+            return
+        shapes = dict.fromkeys(names)
     own = {stored_name(handle.path): handle for handle in ckpt.arrays}
     problems = [f"missing: {name}: `{like}` has it" for name in shapes if name not in own]
     for name, handle in own.items() if shapes else ():

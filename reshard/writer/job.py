@@ -15,9 +15,11 @@ So two attempts at one share do no harm: the commit takes one of them.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import inspect
 import itertools
 import json
 import re
@@ -32,7 +34,7 @@ from reshard.arrays.digests import digest_of
 from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.arrays.operations import Apply, Constant
 from reshard.errors import DestinationError
-from reshard.storage.location import Location
+from reshard.storage.location import Location, parse_location
 from reshard.storage.machine import this_process
 from reshard.storage.ocdbt import PROCESS
 from reshard.tree import shell_quoted
@@ -251,7 +253,7 @@ def writers(documents: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def job_token(plan: Plan, loaded: bool) -> str:
     """What distinguishes a job from all others: a hash of all that its plan depends on. If several
-    processes plan it, two functions of the user's are the same if they have the same name. If they
+    processes plan it, two functions of the user's are the same if their name and file are. If they
     are `loaded` by one process, they may have changed since an earlier run, so that only functions
     that were loaded at the same time are the same."""
     found = hashlib.sha256()
@@ -280,6 +282,15 @@ def _lines(item: ItemPlan, loaded: bool) -> Iterator[str]:
         yield repr((array.chunk, array.box, array.serial))
 
 
+def _source_of(operation: Apply) -> str:
+    """A hash of the file of a user's function, or "" without one."""
+    with contextlib.suppress(OSError, TypeError):
+        file = inspect.getsourcefile(inspect.unwrap(operation.function))
+        if file is not None:
+            return parse_location(file).sha256()
+    return ""
+
+
 def _described(handle: ArrayHandle, loaded: bool) -> Iterator[str]:
     """Everything that an array depends on."""
     yield repr((handle.path, handle.dtype, handle.shape, handle.sharding))
@@ -293,7 +304,7 @@ def _described(handle: ArrayHandle, loaded: bool) -> Iterator[str]:
         if isinstance(operation, Constant):
             yield digest_of(operation.values)
         elif isinstance(operation, Apply) and not loaded:
-            yield repr(dataclasses.replace(operation, loaded=""))
+            yield repr((dataclasses.replace(operation, loaded=""), _source_of(operation)))
         else:
             yield repr(operation)
         for other in data.inputs:
