@@ -296,7 +296,7 @@ def test_what_an_export_does_not_write_is_not_replaced(source, tmp_path, name):
     (out / name).write_bytes(b"mine")
     for write in (reshard.export, reshard.save):
         text = refused(DestinationExistsError, write, ckpt, out, overwrite=True)
-        told = f"it also holds what an export does not write: {name.partition('/')[0]}\n"
+        told = f"it also holds files that no export writes: {name.partition('/')[0]}\n"
         assert text.startswith(f"`{out}` would be deleted: {told}")
     assert (out / name).read_bytes() == b"mine"
 
