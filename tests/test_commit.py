@@ -29,6 +29,7 @@ from reshard.cli import command
 from reshard.storage import disk
 from reshard.storage.location import Location
 from reshard.writer import plan
+from reshard.writer.export import plan_export
 
 pytestmark = pytest.mark.usefixtures("forked")
 REPLACED = ".replaced-by-reshard"
@@ -175,6 +176,22 @@ def test_too_little_room(source, tmp_path, monkeypatch):
     with pytest.raises(reshard.DestinationError, match=text):
         reshard.save(open_on(source), out)
     assert os.listdir(tmp_path) == []
+
+
+def test_too_little_room_for_a_bound(tmp_path, monkeypatch):
+    """The values compress well, which the plan of a cast cannot know. A file's size is exact."""
+    saved = layouts.save_pytree(tmp_path / "saved", {"mu": np.zeros((256, 256), "float32")})
+    usage, ckpt = namedtuple("usage", "total used free"), reshard.open(saved)
+    exported = plan_export(ckpt, tmp_path / "files").bytes_written
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - exported, exported))
+    assert plan_export(ckpt, tmp_path / "files").problems == ()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 90000, 90000))
+    with pytest.raises(reshard.DestinationError, match=r"^not enough disk space"):
+        reshard.export(ckpt, tmp_path / "files")
+    half = reshard.cast(ckpt, "bfloat16")
+    (note,) = [text for text in reshard.plan(half, tmp_path / "out").notes if "up to" in text]
+    assert re.fullmatch(r"up to 1\S+ KiB are .*, and the disk has 87.89 KiB free", note)
+    reshard.save(half, tmp_path / "out")
 
 
 # While it runs.

@@ -296,7 +296,7 @@ def test_what_an_export_does_not_write_is_not_replaced(source, tmp_path, name):
     (out / name).write_bytes(b"mine")
     for write in (reshard.export, reshard.save):
         text = refused(DestinationExistsError, write, ckpt, out, overwrite=True)
-        told = f"it also holds what an export does not write: {name.partition('/')[0]}\n"
+        told = f"it also holds files that no export writes: {name.partition('/')[0]}\n"
         assert text.startswith(f"`{out}` would be deleted: {told}")
     assert (out / name).read_bytes() == b"mine"
 
@@ -492,6 +492,17 @@ def bucket(stores, request):
 def objects(url):
     place = parse_location(url)
     return {e.path: (place / e.path).read_whole() for e in place.walk() if e.is_file}
+
+
+def test_too_little_room_for_temporary_files(source, bucket, stores, monkeypatch):
+    usage, stores.requests = mock.Mock(free=100_000), []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    text = refused(DestinationError, reshard.export, reshard.open(source), f"{bucket}/hf")
+    first, second, *_ = text.splitlines()
+    assert first == f"not enough disk space for temporary files of the export to `{bucket}/hf`"
+    assert second.endswith(", free 97.66 KiB")
+    assert not stores.answered("write")
+    reshard.export(reshard.open(source), f"{bucket}/hf", file_size="70KiB")
 
 
 @pytest.mark.parametrize("size", ["5GB", "70KiB"])

@@ -251,7 +251,7 @@ def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
     is_export = RECORD_FILE in names and any(name.endswith(SAFETENSORS) for name in names)
     if is_export and (others := [name for name in names if not _is_exported(directory / name)]):
         listed = ", ".join(sorted(others)[:_MOST_LISTED])
-        return f"it also holds what an export does not write: {listed}"
+        return f"it also holds files that no export writes: {listed}"
     if is_export or TREE_FILE in names or CHECKPOINT_FILE in names:
         return "it is one checkpoint, the new one a manager's root" if steps else None
     present = step_directories(directory)

@@ -103,8 +103,8 @@ def _gathered(row: np.ndarray) -> np.ndarray:
 def _wait_for_all() -> None:
     """Waits until all processes have called it as often. Raises ReshardError if some do not."""
     name = f"reshard-{next(_meetings)}"
-    internal: Any = jax._src
-    client = internal.distributed.global_state.client
+    package: Any = jax
+    client = package._src.distributed.global_state.client
     if client is None:  # another runtime has started the processes
         return
     try:

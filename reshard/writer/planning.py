@@ -130,22 +130,45 @@ def plan(
 
 
 def with_cost_errors(plan: P, problems: Sequence[errors.ReshardError]) -> P:
-    """The plan with these errors, and with those about memory and the disk."""
-    return dataclasses.replace(
-        plan, errors=tuple(_one_memory_error([*problems, *_cost_errors(plan)]))
+    """The plan with these errors, and with those about memory and the disk. Too little room for
+    bytes that are only a bound is a note."""
+    found, notes = [*problems, *_cost_errors(plan)], plan.notes
+    place, most = plan.destination, plan.bytes_written
+    if place is not None and place.is_local:
+        free, needed = _free_bytes(place), _least_written(plan)
+        if free < needed:
+            text = f"not enough disk space for `{place}`"
+            line = f"needed {format_bytes(needed)}, free {format_bytes(free)}"
+            found.append(errors.DestinationError(text, [line]))
+        elif free < most:
+            written = f"up to {format_bytes(most)} are written, before compression"
+            notes = (*notes, f"{written}, and the disk has {format_bytes(free)} free")
+    return dataclasses.replace(plan, errors=tuple(_one_memory_error(found)), notes=notes)
+
+
+def _least_written(plan: Plan) -> int:
+    """Bytes that a job writes, without arrays of which the plan knows only the decoded size. Exact
+    for safetensors files."""
+    if all(item.format.files for item in plan.items):
+        return plan.bytes_written
+    bounds = (
+        array.bytes_written
+        for item in plan.items
+        for handle, array in zip(item.handles, item.arrays, strict=True)
+        if not array.verbatim and array.layout.encoded_ratio == 1
+        if item.format.encoding(handle).compressors
     )
+    return int((plan.bytes_written - sum(bounds)) * _ESTIMATE_ERROR)
 
 
 def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
-    """Copies and reads that do not fit into memory, and too little free space on the disk."""
+    """Copies and reads that do not fit into memory, and what a bucket cannot do."""
     place, limit = plan.destination, plan.max_memory
     for array in plan.arrays:
         needed = copy_bytes(array.layout.largest_stored)
         if array.verbatim and not array.linked and needed > limit:
             yield too_large(array.layout, needed, limit)
-    if place is not None and place.is_local:
-        yield from _room_errors(place, int(plan.bytes_written * _ESTIMATE_ERROR))
-    elif place is not None:
+    if place is not None and not place.is_local:
         large = [sibling for sibling in plan.siblings if copy_bytes(sibling.nbytes) > limit]
         least = max((copy_bytes(sibling.nbytes) for sibling in large), default=0)
         if large:
@@ -158,6 +181,14 @@ def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
                 [f'max_memory="{whole_kib(least)}" is the least that copies it'],
                 least,
             )
+        groups = [group.files for item in plan.items for group in item.file_groups()]
+        needed = max((sum(file.nbytes for file in files) for files in groups), default=0)
+        if needed > (free := disk.temporary_free_bytes()):
+            yield errors.DestinationError(
+                f"not enough disk space for temporary files of the export to `{place}`",
+                [f"needed {format_bytes(needed)}, free {format_bytes(free)}"],
+                ["TMPDIR names another directory for them"],
+            )
         if plan.verify and not all(item.format.ocdbt for item in plan.items):
             yield errors.ArgumentError(
                 "verify=True cannot read plain files in a bucket before the commit",
@@ -169,18 +200,14 @@ def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
         yield error
 
 
-def _room_errors(destination: Location, nbytes: int) -> Iterator[errors.DestinationError]:
-    """An error if the destination's disk has less than `nbytes` free."""
+def _free_bytes(destination: Location) -> int:
+    """Free bytes of the destination's disk, without leftovers of its jobs."""
     free = disk.free_bytes(destination)
     parent = destination.parent
     for name in parent.names() if parent.is_dir() else ():
         if name.startswith(f"{UNFINISHED_PREFIX}{destination.name}."):  # gone on with, or removed
             free += disk.own_bytes(parent / name)
-    if free < nbytes:
-        yield errors.DestinationError(
-            f"not enough disk space for `{destination}`",
-            [f"needed {format_bytes(nbytes)}, free {format_bytes(free)}"],
-        )
+    return free
 
 
 def check_apart(destination: Location, source: Location, what: str = "source") -> None:
