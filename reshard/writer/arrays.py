@@ -166,8 +166,6 @@ def _write_files(
                 disk.write_box(file, begin, box.handle.shape, box.box, values)
                 if box.box[1:] == whole_box(box.handle.shape)[1:]:  # no page is written again
                     done.add(file)
-                if box.buffer_reservation is not None:
-                    box.buffer_reservation.shrink()
             for file in done:
                 disk.write_back(file)
 
