@@ -31,9 +31,9 @@ def test_the_readme_names_the_floors():
     names = {"JAX": "jax", "Flax": "flax", "Orbax": "orbax-checkpoint"}
     names |= {"TensorStore": "tensorstore"}
     python = PROJECT["requires-python"].removeprefix(">=")
-    releases = ", ".join(f"{word} {FLOORS[name]}" for word, name in names.items())
+    *releases, last = [f"{word} {FLOORS[name]}" for word, name in names.items()]
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"Linux or macOS with Python {python}, {releases} or newer" in text
+    assert f"work are Python {python}, {', '.join(releases)} and {last}." in text
 
 
 @pytest.mark.parametrize(

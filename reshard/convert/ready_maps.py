@@ -116,9 +116,7 @@ def ready_map(
         problems = [f"it requires that {rule}" for rule in untrue]
         raise ArgumentError(f"{name} is not for the model of `{config}`", problems)
     if to not in (None, variables.get("api")):
-        raise ArgumentError(
-            f"{name} is not for a conversion to {to}: use `reshard.remap`, or `reshard ckpt --map`"
-        )
+        raise ArgumentError(f"{name} is not for a conversion to {to}: it is for `reshard.remap`")
     return map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
 
 

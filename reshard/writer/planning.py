@@ -34,6 +34,8 @@ P = TypeVar("P", bound=Plan)
 
 # Encoded estimates may be this far off when the room on the disk is checked.
 _ESTIMATE_ERROR = 1.1
+# No codec makes weights smaller than by this factor.
+_MOST_COMPRESSION = 100
 # What earlier versions of this program have left beside a destination.
 _EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
 _EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
@@ -147,8 +149,8 @@ def with_cost_errors(plan: P, problems: Sequence[errors.ReshardError]) -> P:
 
 
 def _least_written(plan: Plan) -> int:
-    """Bytes that a job writes, without arrays of which the plan knows only the decoded size. Exact
-    for safetensors files."""
+    """The fewest bytes that a job writes. Of some arrays the plan knows only the decoded size.
+    Exact for safetensors files."""
     if all(item.format.files for item in plan.items):
         return plan.bytes_written
     bounds = (
@@ -158,7 +160,8 @@ def _least_written(plan: Plan) -> int:
         if not array.verbatim and array.layout.encoded_ratio == 1
         if item.format.encoding(handle).compressors
     )
-    return int((plan.bytes_written - sum(bounds)) * _ESTIMATE_ERROR)
+    saved = sum(bounds) * (1 - 1 / _MOST_COMPRESSION)
+    return int((plan.bytes_written - saved) * _ESTIMATE_ERROR)
 
 
 def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
