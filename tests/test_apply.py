@@ -323,7 +323,7 @@ def test_a_job_goes_on_with_the_function_that_it_began_with_alone(project, tmp_p
 
 
 def test_shares_by_two_versions_of_a_function_are_of_two_jobs(project, tmp_path):
-    file = tmp_path / "mine.py"
+    file = tmp_path / "doubling.py"
     rule = map_of(tmp_path, f"apply = '{file}:twice'")
 
     def token(factor):
