@@ -33,8 +33,11 @@ UNKNOWN = -1
 MAX_DOCUMENT = 1 << 28
 # The deepest nesting of directories that is copied: deleting more could run out of stack.
 _MAX_LEVELS = 100
-# Bytes per read of a copy, and bytes of a file that are mapped at once.
-_BLOCK, _MAPPED = 1 << 18, 16 << 20
+# Bytes per read of a copy.
+_BLOCK = 1 << 18
+# Bytes of a file that are mapped at once, and of a run that is written without mapping. A page
+# that is mapped takes several times as long to make as one that is written.
+_MAPPED, _SHORT = 16 << 20, 1 << 11
 # Characters of a file's name that the name of its temporary file repeats.
 _LONG = 100
 # The magic numbers of ext2 to ext4, XFS, Btrfs, ZFS, F2FS, overlays and tmpfs in statfs.
@@ -398,18 +401,27 @@ def write_box(
     `begin` on. Other processes may write other boxes meanwhile."""
     strides = [math.prod(shape[axis + 1 :]) * values.itemsize for axis in range(len(shape))]
     corner = begin + sum(s * part.start for s, part in zip(strides, box, strict=True))
-    with open(file, "r+b") as target:
-        if _span(values, strides) == values.nbytes:
-            target.seek(corner)
-            target.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+    partial = (axis for axis, size in enumerate(shape) if values.shape[axis] != size)
+    outer = max(partial, default=0)
+    run = math.prod(values.shape[outer:])
+    with open(file, "r+b", buffering=0) as target:
+        if outer and run * values.itemsize < _SHORT:
+            _write_mapped(target, corner, values, strides)
             return
-        _write_mapped(target, corner, values, strides)
+        corners = np.array(corner)
+        for size, stride in zip(values.shape[:outer], strides, strict=False):
+            corners = np.add.outer(corners, np.arange(size) * stride)
+        runs = np.ascontiguousarray(values).reshape(-1, run).view(np.uint8)
+        for data, offset in zip(runs, corners.reshape(-1).tolist(), strict=True):
+            while len(data):
+                written = os.pwrite(target.fileno(), data, offset)
+                data, offset = data[written:], offset + written
 
 
 def _write_mapped(target: Any, corner: int, values: np.ndarray, strides: Sequence[int]) -> None:
-    """Writes values at a distance from one another into a file, from byte `corner` on. Maps at most
-    `_MAPPED` bytes at once, unless one run of the last axis takes more."""
-    if values.ndim > 1 and (len(values) == 1 or _span(values[0], strides[1:]) > _MAPPED):
+    """Writes short runs into a mapped file, from byte `corner` on. Maps at most `_MAPPED` bytes at
+    once, unless one run of the last axis takes more."""
+    if len(values) == 1 or _span(values[0], strides[1:]) > _MAPPED:
         for row, part in enumerate(values):
             _write_mapped(target, corner + row * strides[0], part, strides[1:])
         return

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Box, chunk_ranges, grid_boxes, inside, shape_of, whole_box
+from reshard.arrays.boxes import Box, chunk_ranges, grid_boxes, inside, shape_of
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, StoredChunk, stored_name
@@ -159,17 +159,30 @@ def _write_files(
             disk.make_file(folder / own, header, nbytes)
             places |= {path: (folder / own, begin) for path, begin in offsets.items()}
 
-        def write(number: int, boxes: Sequence[_Filled], reservation: memory.Reservation) -> None:
+        def write_boxes(boxes: Sequence[_Filled]) -> None:
             done = set()
             for box, values in boxes:
                 file, begin = places[box.handle.path]
-                disk.write_box(file, begin, box.handle.shape, box.box, values)
-                if box.box[1:] == whole_box(box.handle.shape)[1:]:  # no page is written again
-                    done.add(file)
+                shape = box.handle.shape
+                disk.write_box(file, begin, shape, box.box, values)
+                if all(
+                    part.stop == size for part, size in zip(box.box[1:], shape[1:], strict=True)
+                ):
+                    done.add(file)  # its rows are complete: their pages are not written again
             for file in done:
                 disk.write_back(file)
 
-        with memory.MemoryLimiter(share.limiter_bytes(directory, max_memory)) as limiter:
+        def write(number: int, boxes: Sequence[_Filled], reservation: memory.Reservation) -> None:
+            written = writer.submit(write_boxes, boxes)
+            reservation.free_after(written.result, is_ready=written.done)
+            for box, _ in boxes:
+                if box.buffer_reservation is not None:
+                    box.buffer_reservation.free_after(written.result)
+
+        with (
+            concurrent.futures.ThreadPoolExecutor(2) as writer,
+            memory.MemoryLimiter(share.limiter_bytes(directory, max_memory)) as limiter,
+        ):
             write_chunks(share, write, digests, limiter, report)
         for file in share.files:
             if isinstance(target, BucketLocation):
