@@ -278,15 +278,15 @@ def stored_arrays(store: ArrayStore, names: Iterable[str]) -> Iterator[ArrayHand
 
 
 def read_back(
-    handles_of: Callable[[Iterable[str]], Iterable[ArrayHandle]],
+    written: Iterable[ArrayHandle],
     arrays: Mapping[str, Mapping[str, Any]],
     max_memory: int,
     report: Callable[[int], None],
 ) -> dict[str, str]:
-    """Reads written arrays, by their names. Returns the name and the problem of each array that
-    cannot be read, or that differs from its new record."""
+    """Reads written arrays, and compares them with their new record, by their names. Returns the
+    name and the problem of each array that cannot be read, or differs."""
     try:
-        handles = [*handles_of(arrays)]
+        handles = [*written]
     except (
         errors.CorruptCheckpointError,
         errors.CheckpointFormatError,

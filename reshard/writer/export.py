@@ -22,7 +22,7 @@ from reshard.verify import values
 from reshard.writer import format as target_format
 from reshard.writer import planning, siblings
 from reshard.writer.plan import Plan
-from reshard.writer.save import check_share, execute
+from reshard.writer.save import execute
 
 # Leaves that a hint lists one by one.
 _NAMED = 8
@@ -130,7 +130,6 @@ def export(
       >>> reshard.diff("out/hf", ckpt).equal
       True
     """
-    check_share(share, resume, workers, executor)
     plan = plan_export(
         ckpt,
         destination,
@@ -139,7 +138,7 @@ def export(
         max_memory=max_memory,
         overwrite=overwrite,
     )
-    execute(plan, resume=resume, share=share, workers=workers, executor=executor, progress=progress)
+    execute(plan, resume, share, workers, executor, progress)
     return plan
 
 
@@ -185,7 +184,7 @@ def plan_export(
         notes += planning.check_destination(place, [ckpt], overwrite, exported=True)
     except errors.ReshardError as error:
         problems.insert(0, error)
-    state = siblings.source_state([ckpt], opened=True)
+    state = siblings.source_state([ckpt])
     return planning.with_cost_errors(
         Export(
             (item,),

@@ -112,7 +112,7 @@ def plan(
             for name in source.items
             if "/".join(filter(None, (source.step, name, TREE_FILE))) in paths
         ]
-        state = {} if place is None else source_state(checkpoints, opened=True)
+        state = {} if place is None else source_state(checkpoints)
         try:
             notes += [] if checked is None else checked.result()
         except errors.ReshardError as error:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard import errors
@@ -136,7 +136,6 @@ def save(
       >>> [str(mesh) for mesh in reshard.open("out/1000").meshes]
       ['data=1,model=8']
     """
-    check_share(share, resume, workers, executor)
     planned = plan(
         ckpt,
         destination,
@@ -151,28 +150,11 @@ def save(
         digest=digest,
         verify=verify,
     )
-    return execute(
-        planned,
-        resume=resume,
-        share=share,
-        workers=workers,
-        executor=executor,
-        progress=progress,
-    )
-
-
-def check_share(share: object, resume: bool, workers: object, executor: object) -> None:
-    """Raises ArgumentError if a share is combined with an option for a whole job."""
-    if share is not None and (resume or workers is not None or executor is not None):
-        raise errors.ArgumentError(
-            "a share cannot be combined with resume, workers or executor",
-            hints=["share=(i, n) alone"],
-        )
+    return execute(planned, resume, share, workers, executor, progress)
 
 
 def execute(
     plan: Plan,
-    *,
     resume: bool = False,
     share: tuple[int, int] | None = None,
     workers: int | None = None,
@@ -180,29 +162,31 @@ def execute(
     progress: Progress | None = None,
 ) -> Plan:
     """Executes a plan, completely or not at all. Arguments and errors are those of `save`."""
+    if share is not None and (resume or workers is not None or executor is not None):
+        text = "a share cannot be combined with resume, workers or executor"
+        raise errors.ArgumentError(text, hints=["share=(i, n) alone"])
     errors.raise_all(plan.errors)
     check_workers(workers)
-    shared = share is not None or workers is not None or executor is not None
-    begun = _begun(plan, resume, share, shared, workers)
+    by_tasks = workers is not None or executor is not None
+    begun = _begun(plan, resume, share, by_tasks, workers)
     if begun is None:
         return plan
     attempt, parts = begun
     job = attempt.job
     numbers = range(job.count) if share is None else [share[0]]
-    shares = plan.shares(job.count)
-    shares = [shares[number] for number in numbers if str(number) not in parts]
+    every = plan.shares(job.count)
+    shares = [every[number] for number in numbers if str(number) not in parts]
     unshared = UNSHARED not in parts and 0 in numbers
     whole = sum(each.nbytes for each in shares) + unshared * unshared_bytes(plan)
     whole += (share is None and plan.verify) * plan.decoded_bytes
-    with _unchanged(plan, job.directory if share is None else None):
-        report = counted(whole, progress)
-        writes_unshared = functools.partial(write_unshared, plan, attempt) if unshared else None
-        tasks = None
-        if share is None and shared:
-            tasks = [ShareTask(job, attempt.begun, each) for each in shares]
+    report = counted(whole, progress)
+    writes_unshared = functools.partial(write_unshared, plan, attempt) if unshared else None
+    tasks = [ShareTask(job, attempt.begun, each) for each in shares]
+    with _source_errors(plan, job):
+        if by_tasks:
             check_tasks(tasks, executor)
         with committing.attempted(attempt, whole=share is None):
-            if tasks is not None:
+            if by_tasks:
                 run_tasks(
                     tasks,
                     report,
@@ -220,8 +204,7 @@ def execute(
                 # Digests of an earlier run are of what it read; what it wrote may have changed.
                 written = (each for part in parts.values() for each in written_of(part).values())
                 doubted = {name for each in written for name in each.digests}
-                state = functools.partial(siblings.source_state, plan.checkpoints)
-                complete(attempt, state, report, plan.overwrite, plan.verify, doubted)
+                complete(attempt, report, plan.overwrite, plan.verify, doubted)
     return plan
 
 
@@ -229,7 +212,7 @@ def _begun(
     plan: Plan,
     resume: bool,
     share: tuple[int, int] | None,
-    shared: bool,
+    by_tasks: bool,
     workers: int | None,
 ) -> tuple[Attempt, Mapping[str, Mapping[str, Any]]] | None:
     """An attempt at the job of a plan, or at one share of it, and the documents of the parts that
@@ -239,7 +222,7 @@ def _begun(
         raise errors.ArgumentError("the destination is missing")
     if share is not None:
         plan.share(*share)  # is there one?
-    token = job_token(plan, loaded=not shared)
+    token = job_token(plan, loaded=share is None and not by_tasks)
     with committing.disk_errors(destination):
         begun = committing.begin(
             destination,
@@ -263,29 +246,32 @@ def _begun(
 
 
 @contextlib.contextmanager
-def _unchanged(plan: Plan, directory: Location | None) -> Iterator[None]:
-    """Raises CorruptCheckpointError if an error was caused by a change of the source since the plan
-    was made. Then it deletes the directory that a job of this process alone has written on a
-    disk."""
+def _source_errors(plan: Plan, job: Job) -> Iterator[None]:
+    """Raises CorruptCheckpointError instead if the source has changed since the plan was made."""
     try:
         yield
     except (errors.ReshardError, OSError) as error:
-        changed = siblings.changed_paths(plan.source_state, siblings.source_state(plan.checkpoints))
         cause = error.__cause__
-        gone = Location(str(cause.filename)) if isinstance(cause, FileNotFoundError) else None
-        if not changed and gone and gone.below(plan.checkpoints[0].source.root):
-            changed = [str(gone)]
-        if not changed:
-            raise
-        if directory is not None and directory.is_local and plan.destination is not None:
-            with contextlib.suppress(OSError):
-                committing.remove_aside(plan.destination, directory)
-        raise _source_changed(changed) from error
+        missing = Location(str(cause.filename)) if isinstance(cause, FileNotFoundError) else None
+        gone = missing is not None and missing.below(plan.checkpoints[0].source.root)
+        check_source(plan.source_state, job, error, [str(missing)] if gone else [])
+        raise
 
 
-def _source_changed(changed: Sequence[str], *hints: str) -> errors.CorruptCheckpointError:
-    told = [f"`{path}`" for path in changed]
-    return errors.CorruptCheckpointError("the source changed during the job", told, hints)
+def check_source(
+    before: Mapping[str, str],
+    job: Job,
+    error: Exception | None = None,
+    gone: Sequence[str] = (),
+) -> None:
+    """Raises CorruptCheckpointError if the source has changed since its state was `before`, or
+    files of it are `gone`."""
+    if changed := siblings.changed_paths(before) or gone:
+        raise errors.CorruptCheckpointError(
+            "the source changed during the job",
+            [f"`{path}`" for path in changed],
+            [committing.restart_hint(job.directory)] if job.directory.exists() else [],
+        ) from error
 
 
 # The parts.
@@ -503,14 +489,12 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     attempt = Attempt(job)
     with committing.attempted(attempt, whole=True):
         report = counted(sum(nbytes) if verify else 0, progress)
-        state = functools.partial(siblings.state_of, [*map(parse_location, unshared["source"])])
-        complete(attempt, state, report, overwrite, verify)
+        complete(attempt, report, overwrite, verify)
     return True
 
 
 def complete(
     attempt: Attempt,
-    state: Callable[[], Mapping[str, str]],
     report: Report,
     overwrite: bool,
     verify: bool,
@@ -521,11 +505,9 @@ def complete(
     the arrays whose names are `doubted`."""
     job = attempt.job
     with concurrent.futures.ThreadPoolExecutor(_DOCUMENTS) as pool:
-        now = pool.submit(state)
         parts = committing.chosen(job, look(job.directory))
         unshared = parts[UNSHARED]
-        if changed := siblings.changed_paths(unshared["source"], now.result()):
-            raise _source_changed(changed, committing.restart_hint(job.directory))
+        unchanged = pool.submit(check_source, unshared["source"], job)
         staged = {path: name for path, (name, _) in unshared["files"].items()}
         hashes = {
             staged[job.path(number, name)]: text
@@ -533,10 +515,11 @@ def complete(
             for name, text in entry["record"]["files"].items()
         }
         hashed = pool.map(lambda name: (job.directory / name).sha256(), hashes)
+        unchanged.result()
         written = [written_of(document) for document in parts.values()]
         files: dict[str, bytes | str] = {**staged}
         kept: list[str] = []
-        checks = []
+        checked: dict[int, tuple[bytes | None, Mapping[str, Any]]] = {}
         for number, entry in enumerate(unshared["entries"]):
             own = [each[number] for each in written if number in each]
             arrays = _with_digests(entry, own)
@@ -550,12 +533,9 @@ def complete(
                 files[job.path(number, MANIFEST)] = manifest
                 data = (file for each in own for file in each.files)
                 kept += [job.path(number, file) for file in dict.fromkeys([*data, *nodes])]
-            checked = {name: a for name, a in arrays.items() if verify or name in doubted}
-            if checked and (manifest or job.destination.is_local):
-                handles = functools.partial(_unpublished, attempt, number, entry, manifest)
-                limit = unshared["max_memory"]
-                read = functools.partial(documents.read_back, handles, checked, limit, report)
-                checks.append((number, read))
+            again = {name: a for name, a in arrays.items() if verify or name in doubted}
+            if again and (manifest or job.destination.is_local):
+                checked[number] = manifest, again
         if wrong := [n for n, found in zip(hashes, hashed, strict=True) if found != hashes[n]]:
             text = "written values differ when read back"
             places = [f"`{job.directory / name}`" for name in wrong]
@@ -565,31 +545,34 @@ def complete(
     needed = {path for document in parts.values() for path, _ in committing.needed(job, document)}
     dropped = [path for path in needed - {*kept} if not is_of_an_attempt(path)]
     result = Result(files, markers, kept, dropped, unshared["folders"])
-    check = functools.partial(_check, job, parts, result, checks)
+    check = functools.partial(_check, attempt, parts, result, checked, report)
     committing.publish(attempt, result, overwrite, check)
 
 
 def _check(
-    job: Job,
+    attempt: Attempt,
     parts: Mapping[str, Mapping[str, Any]],
     result: Result,
-    checks: Iterable[tuple[int, Callable[[], Mapping[str, str]]]],
+    checked: Mapping[int, tuple[bytes | None, Mapping[str, Any]]],
+    report: Report,
 ) -> None:
     """Reads back arrays of items. Raises CorruptCheckpointError if values differ, and discards the
     parts that wrote them."""
-    for number, read in checks:
-        if wrong := read():
+    unshared = parts[UNSHARED]
+    for number, (manifest, arrays) in checked.items():
+        entry = unshared["entries"][number]
+        handles = _unpublished(attempt, number, entry, manifest, arrays)
+        if wrong := documents.read_back(handles, arrays, unshared["max_memory"], report):
             bad = {}
             for part, document in parts.items():
                 own = written_of(document).get(number, Written()).digests
                 if not wrong.keys().isdisjoint(own):
                     bad[part] = document
-            committing.discard(job, bad, result)
-            verify = parts[UNSHARED]["entries"][number]["verify"]
+            committing.discard(attempt.job, bad, result)
             raise errors.CorruptCheckpointError(
                 documents.NOT_READ_BACK,
                 list(wrong.values()),
-                [committing.REWRITE if bad else verify],
+                [committing.REWRITE if bad else entry["verify"]],
             )
 
 

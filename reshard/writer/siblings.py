@@ -3,7 +3,7 @@ of them has changed."""
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ from reshard.loader.detection import (
     step_directories,
 )
 from reshard.storage.disk import Entry
-from reshard.storage.location import Location
+from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
 
 # Names in an item's directory that the writer makes itself, but for arrays and staged databases.
@@ -155,35 +155,29 @@ def copy_siblings(
     return {sibling.path: (names[sibling.path], sibling.entry.nbytes) for sibling in files}
 
 
-def source_state(checkpoints: Sequence[Checkpoint], opened: bool = False) -> dict[str, str]:
+def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
     """A hash for each item's directory and each sibling: of its files' names, sizes and times. For
-    items that were `opened` from a bucket, the state at that time.
+    items that were opened from a bucket, the state at that time.
 
     Without records of digests, which may be written at any time; and without siblings of steps in a
     manager's root, where a training may be writing its logs.
     """
-    known = {c.source.store.directory: c.source.state for c in checkpoints if opened}
-    items = [checkpoint.source.store.directory for checkpoint in checkpoints]
+    known = {c.source.store.directory: c.source.state for c in checkpoints}
     source = checkpoints[0].source
     with source.root.cached_listing():
-        for item in items:
+        for item in known:
             item.prefetch(below=True)
         beside: list[Location] = []
         with contextlib.suppress(OSError):  # it is not there any more, and so counts as changed
             tops = (source.root / top for top in _sibling_roots(checkpoints))
             beside = [top for top in tops if source.kind != "manager" or top.parent != source.root]
-        paths = [*items, *(path for path in beside if not any(map(path.below, items)))]
+        paths = [*known, *(path for path in beside if not any(map(path.below, known)))]
         return {str(path): known.get(path) or path.state(NO_STATE) for path in paths}
 
 
-def state_of(paths: Iterable[Location]) -> dict[str, str]:
-    """The current `source_state` of each path."""
-    return {str(path): path.state(NO_STATE) for path in paths}
-
-
-def changed_paths(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The paths whose `source_state` differs between two times."""
-    return [path for path in {**before, **now} if before.get(path) != now.get(path)]
+def changed_paths(before: Mapping[str, str]) -> list[str]:
+    """The paths whose `source_state` was another one before."""
+    return [p for p, state in before.items() if parse_location(p).state(NO_STATE) != state]
 
 
 def marker_texts(checkpoints: Sequence[Checkpoint], destination: Location) -> dict[str, str]:
