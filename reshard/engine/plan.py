@@ -142,8 +142,7 @@ class ArrayPlan:
 
     @property
     def amplification(self) -> tuple[float, float]:
-        """Decoded bytes for each byte that is needed when the target mesh loads the array: from the
-        source, and from the destination."""
+        """Decoded bytes for each byte that a restore on the target mesh needs, before and after."""
         array = self.layout
         before = read_amplification(array.shape, array.source_chunk, array.target_shard)
         return before, read_amplification(array.shape, self.chunk, array.target_shard)
@@ -323,8 +322,7 @@ def _even_splits(
 
 @functools.lru_cache(maxsize=4096)
 def _parts(size: int, source: int, shard: int, fewest: int | None) -> Sequence[int]:
-    """Numbers of parts of one dimension of a shard, ascending, up to the first that is `fewest` or
-    more; without it, those that give a smaller box than fewer parts do."""
+    """Numbers of parts of a dimension of a shard, up to `fewest`, or those that shrink its box."""
     low = [d for d in range(1, math.isqrt(shard) + 1) if shard % d == 0]
     divisors = sorted({*low, *(shard // d for d in low)})
     if fewest is not None:

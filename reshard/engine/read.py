@@ -167,8 +167,7 @@ def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
 
 
 def _is_freed_first(limiter: MemoryLimiter, ahead: "collections.deque[Filled]") -> bool:
-    """Waits until the consumer's oldest bytes are free, or the oldest batch has been read. Whether
-    it was the former."""
+    """Waits for the consumer's oldest bytes or the oldest batch; whether the bytes came first."""
     while ahead and not limiter.is_ready():
         if ahead[0].is_read():
             return False

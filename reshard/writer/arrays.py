@@ -195,8 +195,7 @@ def _write_files(
     limiter: memory.MemoryLimiter,
     report: Report,
 ) -> Written:
-    """Writes safetensors files into a directory. For a bucket they are made on this machine's disk
-    and uploaded."""
+    """Writes safetensors files; for a bucket on this machine's disk, and then uploads them."""
     target = directory / f"{name}0"
     with contextlib.ExitStack() as stack:
         folder = target if target.is_local else stack.enter_context(disk.temporary_directory())
@@ -244,8 +243,7 @@ def _write_databases(
     limiter: memory.MemoryLimiter,
     report: Report,
 ) -> Written:
-    """Writes databases, or plain zarr files. In a bucket several databases take turns, since a
-    commit is several requests, one after another."""
+    """Writes databases, or plain zarr files. In a bucket, slow commits overlap in several ones."""
     ocdbt = share.format.ocdbt
     count = 1 if directory.is_local or not ocdbt else memory.WINDOW
     names = [f"{name}{number}" for number in range(count)]
@@ -370,8 +368,7 @@ class Target:
         transaction.commit_async()
 
     def _committed(self) -> None:
-        """Called after the commit of a batch and of all earlier ones. Hands each new data file to
-        the disk; the next call gives back its pages."""
+        """Hands new data files to the disk after a commit; the next call gives back their pages."""
         if self._data is not None and self._data.is_dir():
             for name in self._data.names():
                 if self._handed[name] < 2:
@@ -499,8 +496,7 @@ def source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
 def copy_chunks(
     share: ItemShare, target: Target, limiter: memory.MemoryLimiter, report: Report
 ) -> int:
-    """Writes metadata, and copies stored values verbatim. While a batch is written, the next one is
-    read. Returns the number of their keys."""
+    """Writes metadata, and copies stored values, read ahead. Returns the number of their keys."""
     if metadata := share.metadata:
         reservation = limiter.reserve(sum(map(len, metadata.values())))
         target.write_values(0, metadata.items(), reservation)

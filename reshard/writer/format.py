@@ -73,8 +73,7 @@ def why_not_written(leaf: Leaf) -> str | None:
 
 
 def in_files(handles: Sequence[ArrayHandle], file_size: int) -> Iterator[File]:
-    """The files of arrays, in their order. Each has tensors of at most `file_size` bytes, unless
-    one tensor has more."""
+    """The files of arrays, in order: with at most `file_size` bytes of tensors, or one tensor."""
     groups = list(in_groups(handles, lambda handle: handle.nbytes, file_size)) or [[]]
     for number, group in enumerate(groups, 1):
         of = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
@@ -201,15 +200,6 @@ class TargetFormat(ZarrVersion):
         if self.files:
             return "safetensors"
         return f"{'OCDBT' if self.ocdbt else 'plain files'}, {'zarr3' if self.zarr3 else 'zarr2'}"
-
-    def __str__(self) -> str:
-        codec = "" if self.codec is None else f", {self.codec}"
-        size = (
-            ""
-            if self.file_bytes == _FILE_BYTES
-            else f", files of {units.format_bytes(self.file_bytes)}"
-        )
-        return f"{self.format}{codec}{size}"
 
     def encoding(self, handle: ArrayHandle) -> Encoding:
         """How an array's chunks are encoded. Raises ValueError if zarr has no such codec."""
@@ -446,9 +436,7 @@ def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
 def _file_above(
     form: TargetFormat, outer: ArrayHandle, inner: ArrayHandle, below: str
 ) -> str | None:
-    """The key of an outer array's chunk or metadata that an inner array needs as a file, or as a
-    directory. The inner array is `below` the outer one. None without a conflict. In an OCDBT
-    database there are no directories."""
+    """The key of an outer array that is also a file or directory of an inner one, `below` it."""
     chunks = form.encoding(outer).chunk_keys(len(outer.shape))
     first = form.encoding(inner).chunk_key((0,) * len(inner.shape))
     *directories, whole = itertools.accumulate(f"{below}/{first}".split("/"), "{}/{}".format)

@@ -364,8 +364,7 @@ class Plan:
 
     @property
     def amplification(self) -> tuple[float, float]:
-        """Decoded bytes for each byte that is needed when the target mesh loads the checkpoint:
-        from the source, and from the destination."""
+        """Decoded bytes for each byte that a restore on the target mesh needs, before and after."""
         total = self.decoded_bytes or 1
         before = sum(a.amplification[0] * a.decoded_bytes for a in self.arrays)
         after = sum(a.amplification[1] * a.decoded_bytes for a in self.arrays)
@@ -386,14 +385,12 @@ class Plan:
 
     @property
     def passes(self) -> float:
-        """How often each stored byte of rewritten arrays is fetched, on average; 1.0 if one pass
-        fits."""
+        """How often each stored byte of rewritten arrays is fetched, on average."""
         stored = sum(a.layout.stored_bytes for a in self.arrays if not a.verbatim)
         return sum(a.bytes_read for a in self.arrays if not a.verbatim) / stored if stored else 1.0
 
     def document(self, phrase: Callable[[str], str] = str) -> dict[str, Any]:
-        """The document of `reshard ckpt --dry-run --json`. `phrase` turns a hint into text; by
-        default hints are calls."""
+        """The document of `reshard ckpt --dry-run --json`. `phrase` turns a hint into text."""
         counts = ("bytes_read", "bytes_written", "decoded_bytes", "shared_bytes")
         counts += ("chunks_read", "chunks_written", "passes")
         handles = [handle for item in self.items for handle in item.handles]

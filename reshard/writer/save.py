@@ -215,8 +215,7 @@ def _begun(
     by_tasks: bool,
     workers: int | None,
 ) -> tuple[Attempt, Mapping[str, Mapping[str, Any]]] | None:
-    """An attempt at the job of a plan, or at one share of it, and the documents of the parts that
-    are already written. None if the job to resume is complete."""
+    """An attempt, and the documents of parts that are written. None if the job is complete."""
     destination = plan.destination
     if destination is None:
         raise errors.ArgumentError("the destination is missing")
@@ -264,8 +263,7 @@ def check_source(
     error: Exception | None = None,
     gone: Sequence[str] = (),
 ) -> None:
-    """Raises CorruptCheckpointError if the source has changed since its state was `before`, or
-    files of it are `gone`."""
+    """Raises CorruptCheckpointError if the source is not as `before`, or files are `gone`."""
     if changed := siblings.changed_paths(before) or gone:
         raise errors.CorruptCheckpointError(
             "the source changed during the job",
@@ -380,8 +378,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
 
 
 def _last_files(files: Collection[str], exported: Sequence[str]) -> list[str]:
-    """The files that are written last in a bucket: commit markers; for an export its index, or else
-    the configuration, or the weights."""
+    """The files that are written last in a bucket: markers, or the index of an export."""
     if not exported:
         return [path for path in files if path.endswith(MARKER)]
     return [next(name for name in (INDEX, "config.json", *exported) if name in {*files, *exported})]
@@ -600,8 +597,7 @@ def _unpublished(
     manifest: bytes | None,
     names: Iterable[str],
 ) -> Iterator[ArrayHandle]:
-    """The arrays of an item with these names, before the commit. In a bucket, the manifest then has
-    another name."""
+    """The arrays of an item with these names, before the commit."""
     directory, place = attempt.job.item_directory(number), None
     if entry["format"] == "safetensors":
         yield from (h for h in open_checkpoint(directory).arrays if stored_name(h.path) in names)
