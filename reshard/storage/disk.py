@@ -351,18 +351,12 @@ class Location:
                 os.unlink(new)
         sync(self.parent)
 
-    def copy(
-        self,
-        destination: "Location",
-        report: Callable[[int], None] = lambda nbytes: None,
-        nbytes: int = UNKNOWN,
-    ) -> None:
+    def copy(self, destination: "Location", nbytes: int = UNKNOWN) -> None:
         """Copies the first bytes of a file, as of `blocks`: a training may still append to a log.
         Replaces the destination instead of writing to it: it may be a link to the source."""
         with destination.new_file() as add, contextlib.closing(self.blocks(nbytes)) as blocks:
             for block in blocks:
                 add(block)
-                report(len(block))
 
     def make_directory(self) -> None:
         """Makes a directory. In a bucket, directories exist through their contents alone."""

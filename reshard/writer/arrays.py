@@ -27,6 +27,7 @@ from reshard.engine import memory
 from reshard.engine.batches import Unit, in_batches, in_groups
 from reshard.engine.plan import ArrayPlan
 from reshard.engine.read import READ_AHEAD, Destination, Read, read
+from reshard.engine.run import Report
 from reshard.engine.shares import CHUNK_BYTES, grid_sums
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
@@ -37,7 +38,6 @@ from reshard.storage.ocdbt import MANIFEST, contents, new_context, stage_spec, w
 from reshard.tree import Path
 from reshard.writer.format import File, TargetFormat
 
-Report = Callable[[int], None]
 # A box, and its values as they are written.
 _Filled = tuple["_Box", np.ndarray]
 # A stored chunk that is being read, with its key in the target.

@@ -11,7 +11,7 @@ import base64
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint, Leaf, Source, empty_name
 from reshard.engine.memory import cost_bytes
 from reshard.engine.plan import ArrayPlan
+from reshard.engine.run import Report
 from reshard.loader import detection
 from reshard.loader.orbax import array
 from reshard.loader.safetensors import INDEX
@@ -226,7 +227,7 @@ def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
 
 
 def item_record(
-    item: ItemPlan, hashes: Mapping[str, str], max_memory: int, report: Callable[[int], None]
+    item: ItemPlan, hashes: Mapping[str, str], max_memory: int, report: Report
 ) -> digest_record.Record:
     """The record of an item whose documents have these hashes, without the digests that the shares
     compute. Reads the arrays that are read only for their digests. For arrays that are not read,
@@ -281,7 +282,7 @@ def read_back(
     written: Iterable[ArrayHandle],
     arrays: Mapping[str, Mapping[str, Any]],
     max_memory: int,
-    report: Callable[[int], None],
+    report: Report,
 ) -> dict[str, str]:
     """Reads written arrays, and compares them with their new record, by their names. Returns the
     name and the problem of each array that cannot be read, or differs."""

@@ -139,19 +139,17 @@ def copy_siblings(
     bucket, several files are copied at once, if they fit into memory."""
     files = [sibling for sibling in found if sibling.is_file]
     here = directory.is_local and all(sibling.source.is_local for sibling in files)
-    told = report if here else lambda nbytes: None  # by one thread alone
     names = {sibling.path: str(number) for number, sibling in enumerate(files)}
 
     def copy(sibling: Sibling) -> None:
-        sibling.source.copy(directory / names[sibling.path], told, sibling.entry.nbytes)
+        sibling.source.copy(directory / names[sibling.path], sibling.entry.nbytes)
 
     with concurrent.futures.ThreadPoolExecutor(_COPIES) as pool:
         count = 1 if here else _COPIES
         for some in in_groups(files, lambda s: copy_bytes(s.nbytes), max_memory, count):
             run = map if len(some) == 1 else pool.map
             for sibling, _ in zip(some, run(copy, some), strict=True):
-                if not here:
-                    report(sibling.nbytes)
+                report(sibling.nbytes)
     return {sibling.path: (names[sibling.path], sibling.entry.nbytes) for sibling in files}
 
 
