@@ -40,7 +40,7 @@ def layout(shape, source_chunk, target_shard, **fields):
     return ArrayLayout(
         **(
             {
-                "path": ("params", "w"),
+                "handle": types.SimpleNamespace(path=fields.pop("path", ("params", "w"))),
                 "shape": shape,
                 "source_itemsize": 4,
                 "target_itemsize": 4,

@@ -30,6 +30,7 @@ from reshard.arrays.boxes import (
     grid_boxes,
     grid_size,
 )
+from reshard.arrays.handle import ArrayHandle
 from reshard.engine.memory import cost_bytes, usable
 from reshard.errors import MemoryLimitError
 from reshard.tree import Path, format_path
@@ -57,6 +58,7 @@ class ArrayLayout:
     """What the planner needs to know of one array.
 
     Attributes:
+      handle: the array.
       source_itemsize, target_itemsize: decoded bytes of an element, as stored and as written.
       read_itemsize: bytes of an element as it is read.
       source_chunk: shape of a stored chunk.
@@ -73,7 +75,7 @@ class ArrayLayout:
       group_bytes: bytes that decoding a box of each of them takes, all at once.
     """
 
-    path: Path
+    handle: ArrayHandle
     shape: Shape
     source_itemsize: int
     target_itemsize: int
@@ -90,6 +92,10 @@ class ArrayLayout:
     group: int
     co_read: int
     group_bytes: int
+
+    @property
+    def path(self) -> Path:
+        return self.handle.path
 
     def one_pass(self, box: Shape) -> int:
         """Bytes of memory to rewrite one box, together with the boxes that are read with it: while
@@ -134,6 +140,10 @@ class ArrayPlan:
     passes: float
     split: int
     linked: bool = False
+
+    @property
+    def handle(self) -> ArrayHandle:
+        return self.layout.handle
 
     @property
     def verbatim(self) -> bool:

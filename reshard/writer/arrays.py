@@ -52,7 +52,7 @@ class BoxRange(NamedTuple):
     of each, then the second of each, and so on."""
 
     item: int
-    arrays: Sequence[tuple[ArrayHandle, ArrayPlan]]
+    arrays: Sequence[ArrayPlan]
     start: int
     stop: int
 
@@ -60,7 +60,7 @@ class BoxRange(NamedTuple):
         """The weight of the first `count` boxes of each array: bytes read, bytes written, and
         `CHUNK_BYTES` for each chunk."""
         weight = 0
-        for _, array in self.arrays:
+        for array in self.arrays:
             elements, chunks = _sums(array)
             each = math.ceil(array.layout.source_itemsize * array.passes)
             each += array.layout.target_itemsize
@@ -70,13 +70,13 @@ class BoxRange(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Decoded bytes, as they are written."""
-        every = ((_sums(array)[0], array.layout.target_itemsize) for _, array in self.arrays)
+        every = ((_sums(array)[0], array.layout.target_itemsize) for array in self.arrays)
         return sum(int(sums[self.stop] - sums[self.start]) * itemsize for sums, itemsize in every)
 
     @property
     def chunks(self) -> int:
         """The number of chunks that are written."""
-        every = (_sums(array)[1] for _, array in self.arrays)
+        every = (_sums(array)[1] for array in self.arrays)
         return sum(int(sums[self.stop] - sums[self.start]) for sums in every)
 
 
@@ -130,11 +130,11 @@ class ItemShare:
 
     def limiter(self, directory: Location, max_memory: int) -> memory.MemoryLimiter:
         """Limits the bytes in flight while it is written into a directory."""
-        arrays = [pair for group in self.boxes for pair in group.arrays]
-        handles = [*(handle for handle, _ in arrays), *(v.handle for v in self.values if v.handle)]
+        arrays = [array for group in self.boxes for array in group.arrays]
+        handles = [*(a.handle for a in arrays), *(v.handle for v in self.values if v.handle)]
         stores = (data.store.directory for handle in handles for _, data in handle.roots())
         is_remote = not all(place.is_local for place in (directory, *stores))
-        largest = max((array.box_bytes for _, array in arrays), default=0)
+        largest = max((array.box_bytes for array in arrays), default=0)
         limit = memory.limiter_bytes(max_memory, memory.cores(), largest, is_remote)
         return memory.MemoryLimiter(limit)
 
@@ -178,7 +178,7 @@ def write_item(
     Raises CorruptCheckpointError if stored bytes do not decode, or written bytes are missing, and
     DestinationError if a write fails.
     """
-    handles = [handle for group in share.boxes for handle, _ in group.arrays]
+    handles = [array.handle for group in share.boxes for array in group.arrays]
     digests = {handle.path: Digest(handle.shape, handle.dtype) for handle in handles}
     limiter = share.limiter(directory, max_memory)
     write = _write_files if share.files else _write_databases
@@ -331,7 +331,7 @@ class Target:
         for box, values in boxes:
             key = box.handle.path, which
             if key not in self._arrays:
-                self._arrays[key] = self._open(store, box.handle, box.array)
+                self._arrays[key] = self._open(store, box.array)
             array = self._arrays[key].with_transaction(transaction)
             write = array[box.box].write(values, can_reference_source_data_indefinitely=True)
             copies.append(write.copy)
@@ -375,12 +375,12 @@ class Target:
                     self._handed[name] += 1
                     disk.write_back(self._data / name)
 
-    def _open(self, store: ts.KvStore, handle: ArrayHandle, array: ArrayPlan) -> ts.TensorStore:
+    def _open(self, store: ts.KvStore, array: ArrayPlan) -> ts.TensorStore:
         """An array of the destination, whose metadata are written separately."""
-        metadata = self._format.metadata(handle, array.chunk)
+        metadata = self._format.metadata(array.handle, array.chunk)
         options = {"store_data_equal_to_fill_value": not self._format.omits_fill}
         spec = array_spec(self._format.driver, metadata, **options)
-        below = store / f"{stored_name(handle.path)}/"
+        below = store / f"{stored_name(array.layout.path)}/"
         return ts.open(spec, kvstore=below, context=self._context).result()
 
 
@@ -425,8 +425,8 @@ class _Box:
       buffer_reservation: the bytes of the buffer, which the batches of its pieces do not count.
     """
 
-    def __init__(self, handle: ArrayHandle, array: ArrayPlan, box: Box):
-        self.handle = handle
+    def __init__(self, array: ArrayPlan, box: Box):
+        self.handle = array.handle
         self.array = array
         self.box = box
         self.elements = math.prod(shape_of(box))
@@ -456,9 +456,9 @@ def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator
     """Boxes in order. Boxes of arrays that share stored chunks are read together. If an array is
     read in several passes, the chunks of a box are read one after another into one buffer."""
     for _, group, start, stop in groups:
-        for boxes in zip(*(array.boxes(start, stop) for _, array in group), strict=True):
-            together = [_Box(*pair, box) for pair, box in zip(group, boxes, strict=True)]
-            if group[0][1].serial:
+        for boxes in zip(*(array.boxes(start, stop) for array in group), strict=True):
+            together = [_Box(array, box) for array, box in zip(group, boxes, strict=True)]
+            if group[0].serial:
                 yield from together[0].pieces(limiter)
                 continue
             yield Unit(

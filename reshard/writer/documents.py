@@ -195,18 +195,18 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> digest_re
 
 
 def read_again(
-    handles: Sequence[ArrayHandle],
     arrays: Sequence[ArrayPlan],
     record: digest_record.Record,
     digest: bool,
 ) -> tuple[list[ArrayHandle], list[ArrayHandle]]:
     """Arrays that are read only for their digests: recorded sources of cast and derived arrays, and
     with `digest` also arrays that are copied without a digest."""
-    pairs = [*zip(handles, arrays, strict=True)]
-    as_read = {h.stored.name for h, a in pairs if h.stored is not None and not a.verbatim}
-    roots = _stored(h for h in handles if h.stored is None)
+    stored = ((array.handle.stored, array.verbatim) for array in arrays)
+    as_read = {data.name for data, verbatim in stored if data is not None and not verbatim}
+    roots = _stored(array.handle for array in arrays if array.handle.stored is None)
     sources = [h for name, h in roots.items() if name not in as_read and record.digest(h)]
-    verbatim = [h for h, a in pairs if digest and a.verbatim and not record.digest(h)]
+    copied = (array.handle for array in arrays if digest and array.verbatim)
+    verbatim = [handle for handle in copied if not record.digest(handle)]
     return sources, verbatim
 
 
@@ -215,7 +215,8 @@ def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
     for handle in (*item.read_sources, *item.read_verbatim):
         yield handle.path, least_memory((handle,))
     if verify:
-        for handle, array in zip(item.handles, item.arrays, strict=True):
+        for array in item.arrays:
+            handle = array.handle
             if array.verbatim:
                 yield handle.path, least_memory((handle,))
                 continue

@@ -69,8 +69,7 @@ class ItemPlan:
     Attributes:
       ckpt: its tree.
       format: how its arrays are stored.
-      handles: its arrays.
-      arrays: the plan of each of them.
+      arrays: the plan of each of its arrays.
       files: data files to share with the source, and their bytes; None if none is shared.
       record: the recorded digests of the source.
       read_sources: recorded arrays that are read only for their digests: cast and derived arrays
@@ -80,7 +79,6 @@ class ItemPlan:
 
     ckpt: Checkpoint
     format: TargetFormat
-    handles: tuple[ArrayHandle, ...]
     arrays: tuple[ArrayPlan, ...]
     files: Mapping[str, int] | None
     record: Record
@@ -88,33 +86,34 @@ class ItemPlan:
     read_verbatim: Sequence[ArrayHandle]
 
     @property
+    def handles(self) -> list[ArrayHandle]:
+        """Its arrays."""
+        return [array.handle for array in self.arrays]
+
+    @property
     def linked(self) -> list[ArrayHandle]:
         """Arrays whose stored chunks stay in shared data files."""
-        return [h for h, array in self._pairs() if array.linked]
+        return [array.handle for array in self.arrays if array.linked]
 
     @property
     def copied(self) -> list[ArrayHandle]:
         """Arrays whose stored chunks are copied without decoding."""
-        return [h for h, array in self._pairs() if array.verbatim and not array.linked]
+        return [a.handle for a in self.arrays if a.verbatim and not a.linked]
 
     @property
     def rewritten(self) -> list[ArrayHandle]:
         """Arrays that are decoded and encoded."""
-        return [h for h, array in self._pairs() if not array.verbatim]
+        return [array.handle for array in self.arrays if not array.verbatim]
 
     def groups(self, number: int, in_memory: bool = False) -> list[BoxRange]:
         """The rewritten arrays of this item, which has a number, in groups that are read together:
         those made of values `in_memory`, or all others. An export has no group in memory: a share
         writes all of a file."""
-        handles = {handle.path: handle for handle in self.handles}
-        found = []
-        for group in co_read(self.arrays):
-            pairs = [(handles[array.layout.path], array) for array in group]
-            apart = not self.format.files and derived.from_memory(pairs[0][0])
-            if apart == in_memory:
-                count = grid_size(group[0].layout.shape, group[0].box or ())
-                found.append(BoxRange(number, pairs, 0, count))
-        return found
+        return [
+            BoxRange(number, group, 0, grid_size(group[0].layout.shape, group[0].box or ()))
+            for group in co_read(self.arrays)
+            if (not self.format.files and derived.from_memory(group[0].handle)) == in_memory
+        ]
 
     def value_ranges(self, number: int, handles: Iterable[ArrayHandle]) -> list[ValueRange]:
         """All stored values of some of its arrays."""
@@ -138,7 +137,7 @@ class ItemPlan:
         files = [f for each in values for f in self.format.files[each.start : each.stop]]
         paths = {path for file in files for path in file.offsets}
         for group in self.groups(number):
-            if own := [pair for pair in group.arrays if pair[0].path in paths]:
+            if own := [array for array in group.arrays if array.layout.path in paths]:
                 boxes.append(group._replace(arrays=own))
         return ItemShare(number, self.format, metadata, [], boxes, files)
 
@@ -147,22 +146,19 @@ class ItemPlan:
         """Whether several shares would decode the same chunks: those of arrays in several files."""
         numbers = {path: n for n, file in enumerate(self.format.files) for path in file.offsets}
         groups = (group.arrays for group in self.groups(0)) if numbers else ()
-        return any(len({numbers[handle.path] for handle, _ in pairs}) > 1 for pairs in groups)
+        return any(len({numbers[array.layout.path] for array in group}) > 1 for group in groups)
 
     def metadata(self) -> dict[str, bytes]:
         """Metadata of arrays, by their keys, unless they are copied from the source."""
         if self.format.files:
             return {}
         return {
-            f"{stored_name(h.path)}/{self.format.metadata_key}": self.format.metadata(
-                h, h.chunk_shape if array.verbatim else array.chunk
+            f"{stored_name(a.handle.path)}/{self.format.metadata_key}": self.format.metadata(
+                a.handle, a.handle.chunk_shape if a.verbatim else a.chunk
             )
-            for h, array in self._pairs()
-            if not (array.verbatim and self.format.is_verbatim(h))
+            for a in self.arrays
+            if not (a.verbatim and self.format.is_verbatim(a.handle))
         }
-
-    def _pairs(self) -> Iterator[tuple[ArrayHandle, ArrayPlan]]:
-        return zip(self.handles, self.arrays, strict=True)
 
     def values(self, handle: ArrayHandle) -> list[StoredValue]:
         """The stored values of an array that are copied verbatim."""
@@ -176,7 +172,8 @@ class ItemPlan:
 
     def documents(self, steps: bool) -> Iterator[dict[str, Any]]:
         """The arrays in the plan's JSON document; with `steps`, each has its step."""
-        for handle, array in self._pairs():
+        for array in self.arrays:
+            handle = array.handle
             saved = sharding_document(handle.saved_sharding)
             nbytes = handle.nbytes // handle.dtype.itemsize * array.layout.source_itemsize
             yield {
@@ -341,7 +338,7 @@ class Plan:
     @functools.cached_property
     def rounded(self) -> derived.Rounded:
         """The arrays that a map computes and rounds."""
-        return derived.rounded(handle for item in self.items for handle in item.handles)
+        return derived.rounded(array.handle for array in self.arrays)
 
     @property
     def decoded_bytes(self) -> int:
@@ -376,9 +373,9 @@ class Plan:
         meshes, and on the new one. None if no array has a mesh."""
         before, after = [], []
         for item in self.items:
-            layouts = [(h, a.layout) for h, a in zip(item.handles, item.arrays, strict=True)]
-            old = [(h.saved_sharding, a.source_shard, a.source_itemsize) for h, a in layouts]
-            new = [(h.sharding, a.target_shard, a.target_itemsize) for h, a in layouts]
+            layouts = [array.layout for array in item.arrays]
+            old = [(a.handle.saved_sharding, a.source_shard, a.source_itemsize) for a in layouts]
+            new = [(a.handle.sharding, a.target_shard, a.target_itemsize) for a in layouts]
             before.append(most_held(old))
             after.append(most_held(new))
         return max(filter(None, before), default=None), max(filter(None, after), default=None)
@@ -393,7 +390,7 @@ class Plan:
         """The document of `reshard ckpt --dry-run --json`. `phrase` turns a hint into text."""
         counts = ("bytes_read", "bytes_written", "decoded_bytes", "shared_bytes")
         counts += ("chunks_read", "chunks_written", "passes")
-        handles = [handle for item in self.items for handle in item.handles]
+        handles = (array.handle for array in self.arrays)
         shardings = [s for h in handles for s in (h.saved_sharding, h.sharding)]
         meshes = dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding))
         return {

@@ -151,9 +151,9 @@ def _least_written(plan: Plan) -> int:
     bounds = (
         array.bytes_written
         for item in plan.items
-        for handle, array in zip(item.handles, item.arrays, strict=True)
+        for array in item.arrays
         if not array.verbatim and array.layout.encoded_ratio == 1
-        if item.format.encoding(handle).compressors
+        if item.format.encoding(array.handle).compressors
     )
     saved = sum(bounds) * (1 - 1 / _MOST_COMPRESSION)
     return int((plan.bytes_written - saved) * _ESTIMATE_ERROR)
@@ -383,7 +383,6 @@ def plan_item(
     for group, numbers in enumerate(co_read_groups(whole)):
         decoded = decoded_together([whole[number] for number in numbers])
         groups |= dict.fromkeys(numbers, (group, len(numbers), decoded))
-    handles: list[ArrayHandle] = []
     arrays: list[ArrayPlan] = []
     for number, handle in enumerate(whole):
         try:
@@ -393,24 +392,23 @@ def plan_item(
             if form.files:
                 array = array.with_larger_boxes(min(_LARGE_BOX, max_memory // 4))
             arrays.append(array)
-            handles.append(handle)
         except errors.ReshardError as error:
             problems.append(error)
-    arrays = with_passes(arrays, handles)
+    arrays = with_passes(arrays)
     files = None
     if link and form.linkable:
-        verbatim = [h for h, array in zip(handles, arrays, strict=True) if array.verbatim]
+        verbatim = [array.handle for array in arrays if array.verbatim]
         stored = sum(array.layout.stored_bytes for array in arrays)
         files = files_to_link(ckpt.source.store, destination, form, verbatim, stored)
     if files is not None:
         arrays = [dataclasses.replace(array, linked=array.verbatim) for array in arrays]
     record = NO_RECORD
     try:
-        record = source_record(ckpt, handles)
+        record = source_record(ckpt, [array.handle for array in arrays])
     except errors.CorruptCheckpointError as error:
         problems.append(error)
-    sources, verbatim = read_again(handles, arrays, record, digest)
-    return ItemPlan(ckpt, form, tuple(handles), tuple(arrays), files, record, sources, verbatim)
+    sources, verbatim = read_again(arrays, record, digest)
+    return ItemPlan(ckpt, form, tuple(arrays), files, record, sources, verbatim)
 
 
 def _layout(
@@ -439,7 +437,7 @@ def _layout(
         and form.encoding(handle).compressors
     )
     return ArrayLayout(
-        path=handle.path,
+        handle=handle,
         shape=handle.shape,
         source_itemsize=handle.stored_dtype.itemsize,
         target_itemsize=handle.dtype.itemsize,
@@ -464,19 +462,18 @@ def _amplification(decoded: Decoded, elements: int) -> float:
     return max(decoded.elements / elements, 1.0) if elements else 1.0
 
 
-def with_passes(plans: Sequence[ArrayPlan], handles: Sequence[ArrayHandle]) -> list[ArrayPlan]:
+def with_passes(plans: Sequence[ArrayPlan]) -> list[ArrayPlan]:
     """The plans with their passes: arrays of a co-read group share the cost of their chunks."""
-    by_path = {handle.path: handle for handle in handles}
     passes: dict[Path, float] = {}
     for group in co_read(plans):
         if len(group) > 1 and not group[0].serial:
-            members = [by_path[array.layout.path] for array in group]
+            members = [array.handle for array in group]
             cell = math.prod(shape_of(first_cell(members[0])))
             each = _amplification(decoded_together(members), cell * len(members))
-            passes |= {array.layout.path: each for array in group}
+            passes |= {handle.path: each for handle in members}
     return [
-        dataclasses.replace(array, passes=found)
-        if (found := passes.get(array.layout.path))
+        dataclasses.replace(array, passes=passes[array.layout.path])
+        if array.layout.path in passes
         else array
         for array in plans
     ]

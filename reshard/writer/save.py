@@ -327,7 +327,7 @@ def write_share(attempt: Attempt, share: Share, report: Report) -> None:
 def unshared_bytes(plan: Plan) -> int:
     """The bytes that `write_unshared` reports."""
     again = [h for item in plan.items for h in (*item.read_sources, *item.read_verbatim)]
-    made = [h for i in plan.items for group in i.groups(0, True) for h, _ in group.arrays]
+    made = [a.handle for i in plan.items for group in i.groups(0, True) for a in group.arrays]
     return sum(h.nbytes for h in (*again, *made)) + sum(s.nbytes for s in plan.siblings)
 
 
