@@ -153,10 +153,11 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
         for box in array.boxes()
     )
     assert values == collections.Counter(
-        (n, handle.path, k)
+        (n, array.handle.path, k)
         for n, item in enumerate(planned.items)
-        for handle in item.copied
-        for k in range(len(item.values(handle)))
+        for array in item.arrays
+        if array.verbatim
+        for k in range(len(item.values(array.handle)))
     )
 
 

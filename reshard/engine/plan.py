@@ -101,17 +101,15 @@ class ArrayLayout:
         """Bytes of memory to rewrite one box, together with the boxes that are read with it: while
         it is read, its chunks and a buffer; while it is written, the buffer and the encoded
         chunks."""
-        elements = self.co_read * self._elements(box)
+        elements = self.co_read * math.prod(map(min, box, self.shape))
         decoding = grid_size(box, self.source_chunk) * self.group_bytes
         buffers = elements * self.read_itemsize
         return cost_bytes(decoding, buffers, self.consumer_bytes(elements), self.co_read)
 
     def one_step(self, box: Shape) -> int:
         """The same if the chunks of a box are read one after another."""
-        return cost_bytes(self.chunk_bytes, 0, 0) + self.consumer_bytes(self._elements(box))
-
-    def _elements(self, box: Shape) -> int:
-        return math.prod(map(min, box, self.shape))
+        elements = math.prod(map(min, box, self.shape))
+        return cost_bytes(self.chunk_bytes, 0, 0) + self.consumer_bytes(elements)
 
     def consumer_bytes(self, elements: int) -> int:
         """Bytes of memory for elements that were read: as they are written, and either as they were

@@ -132,12 +132,6 @@ class Filled:
     def is_read(self) -> bool:
         return all(future.done() for _, future in self.parts)
 
-    def close(self) -> None:
-        """Frees its buffers, unless the consumer holds them."""
-        self.values.clear()
-        if not self.reservation.is_pending:
-            self.reservation.shrink()
-
 
 def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
     """Reads batches in order, up to `READ_AHEAD` of them before they are asked for. The next batch
@@ -181,4 +175,6 @@ def _oldest(ahead: "collections.deque[Filled]") -> Iterator[Filled]:
     filled.wait()
     ahead.popleft()
     yield filled
-    filled.close()
+    filled.values.clear()
+    if not filled.reservation.is_pending:  # the consumer does not hold the buffers
+        filled.reservation.shrink()

@@ -27,7 +27,6 @@ from reshard.engine import memory
 from reshard.engine.batches import Unit, in_batches, in_groups
 from reshard.engine.plan import ArrayPlan
 from reshard.engine.read import READ_AHEAD, Destination, Read, read
-from reshard.engine.run import Report
 from reshard.engine.shares import CHUNK_BYTES, grid_sums
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
@@ -38,6 +37,7 @@ from reshard.storage.ocdbt import MANIFEST, contents, new_context, stage_spec, w
 from reshard.tree import Path
 from reshard.writer.format import File, TargetFormat
 
+Report = Callable[[int], None]
 # A box, and its values as they are written.
 _Filled = tuple["_Box", np.ndarray]
 # A stored chunk that is being read, with its key in the target.
@@ -45,6 +45,7 @@ _Copy = tuple[str, StoredChunk, ts.Future]
 # Each commit makes nodes that no later one reads, and a merge reads each node once: a large cache
 # would only fill up with them.
 CACHE_BYTES = 4 << 20
+_NOT_WRITTEN = "the written data cannot be read back"
 
 
 class BoxRange(NamedTuple):
@@ -231,7 +232,9 @@ def _write_files(
     sync(target, [file.name for file in share.files])
     sizes = {f"{target.name}/{file.name}": file.nbytes for file in share.files}
     wrong = [path for path, nbytes in sizes.items() if (directory / path).file_bytes() != nbytes]
-    _check_written([f"`{directory / path}` is missing or truncated" for path in wrong])
+    if wrong:
+        problems = [f"`{directory / path}` is missing or truncated" for path in wrong]
+        raise CorruptCheckpointError(_NOT_WRITTEN, problems)
     return Written(files=sizes, chunks={path.rpartition("/")[2]: path for path in sizes})
 
 
@@ -269,7 +272,8 @@ def _write_databases(
     missing = keys - (sum(databases.values()) if ocdbt else len(sizes))
     if missing and not share.format.omits_fill:
         problems.append(f"{missing} chunks are missing")
-    _check_written(problems)
+    if problems:
+        raise CorruptCheckpointError(_NOT_WRITTEN, problems)
     sync(directory, sizes)
     return Written(
         databases,
@@ -293,11 +297,6 @@ def sync(directory: Location, files: Collection[str]) -> None:
         folders = {file.rpartition("/")[0] for file in files}
         for file in [*files, *folders]:
             disk.sync(directory / file)
-
-
-def _check_written(problems: Sequence[str]) -> None:
-    if problems:
-        raise CorruptCheckpointError("the written data cannot be read back", problems)
 
 
 class Target:
@@ -404,8 +403,11 @@ def write_chunks(
     todo = in_batches(units(share.boxes, limiter), limiter.limit // memory.WINDOW, limiter.limit)
     for number, filled in enumerate(read(todo, limiter)):
         filled.check()
-        pairs = zip(filled.batch.reads, filled.values, strict=True)
-        boxes = [whole for pair in pairs if (whole := _whole_box(*pair)) is not None]
+        boxes = []
+        for (*_, box, _), values in zip(filled.batch.reads, filled.values, strict=True):
+            box.left -= 1
+            if box.left == 0:  # of several pieces, the buffer has the values
+                boxes.append((box, box.whole() if values is None else values))
         if boxes:
             buffers = (box.buffer_reservation for box, _ in boxes)
             write(number, boxes, [filled.reservation, *filter(None, buffers)])
@@ -413,7 +415,7 @@ def write_chunks(
             digests[box.handle.path].add(box.box, values)
         report(sum(read.nbytes for read in filled.batch.reads))
         # Only the transaction holds the buffers until it is committed.
-        boxes = pairs = values = None
+        boxes = values = None
 
 
 class _Box:
@@ -443,6 +445,12 @@ class _Box:
             read = Read(self.handle, piece, self, functools.partial(self._part, piece, limiter))
             yield Unit([read], 0, 0, shared_bytes=0 if number else nbytes, own_batch=True)
 
+    def whole(self) -> np.ndarray:
+        """Its values as they are written. It then holds them no longer."""
+        assert self.buffer is not None
+        buffer, self.buffer = self.buffer, None
+        return self.handle.rounded(buffer)
+
     def _part(self, piece: Box, limiter: memory.MemoryLimiter) -> list[Destination]:
         if self.buffer is None:
             self.buffer = np.empty(shape_of(self.box), self.handle.read_dtype)
@@ -466,19 +474,6 @@ def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator
                 sum(box.elements * box.array.layout.read_itemsize for box in together),
                 sum(box.array.layout.consumer_bytes(box.elements) for box in together),
             )
-
-
-def _whole_box(read: Read, values: np.ndarray | None) -> _Filled | None:
-    """The box that a read completes, with its values as they are written; None if pieces of it are
-    left."""
-    box: _Box = read.owner
-    box.left -= 1
-    if box.left:
-        return None
-    if values is None:
-        assert box.buffer is not None
-        values, box.buffer = box.handle.rounded(box.buffer), None
-    return box, values
 
 
 def source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:

@@ -11,7 +11,7 @@ import base64
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,9 @@ import numpy as np
 from reshard import errors
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, stored_name
-from reshard.checkpoint import Checkpoint, Leaf, Source, empty_name
+from reshard.checkpoint import Checkpoint, Source, empty_name
 from reshard.engine.memory import cost_bytes
 from reshard.engine.plan import ArrayPlan
-from reshard.engine.run import Report
 from reshard.loader import detection
 from reshard.loader.orbax import array
 from reshard.loader.safetensors import INDEX
@@ -62,11 +61,19 @@ def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
     entries = {}
     for path in _in_order(ckpt):
         leaf = ckpt[path]
+        if isinstance(leaf, ArrayHandle):
+            value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": False}
+            if ckpt.source.metadata_apart and leaf.value_type == "jax.Array":
+                value["write_shape"] = list(meshes.shard_shape(leaf.shape, leaf.sharding))
+        elif isinstance(leaf, str):
+            value = {"value_type": "string", "skip_deserialize": False}
+        else:
+            value = {"value_type": empty_name(leaf), "skip_deserialize": True}
         entries[str(tuple(map(str, path)))] = {
             "key_metadata": [
                 {"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path
             ],
-            "value_metadata": _value(leaf, ckpt.source.metadata_apart),
+            "value_metadata": value,
         }
     document = {"tree_metadata": entries, **ckpt.source.metadata}
     store = ckpt.source.store
@@ -97,17 +104,6 @@ def _in_order(paths: Iterable[Path]) -> Iterator[Path]:
                 yield node[key]
 
     return below(nested((path, path) for path in paths))
-
-
-def _value(leaf: Leaf, described: bool) -> dict[str, Any]:
-    if isinstance(leaf, ArrayHandle):
-        value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": False}
-        if described and leaf.value_type == "jax.Array":
-            value["write_shape"] = list(meshes.shard_shape(leaf.shape, leaf.sharding))
-        return value
-    if isinstance(leaf, str):
-        return {"value_type": "string", "skip_deserialize": False}
-    return {"value_type": empty_name(leaf), "skip_deserialize": True}
 
 
 def _shardings(ckpt: Checkpoint) -> dict[str, str]:
@@ -228,7 +224,7 @@ def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
 
 
 def item_record(
-    item: ItemPlan, hashes: Mapping[str, str], max_memory: int, report: Report
+    item: ItemPlan, hashes: Mapping[str, str], max_memory: int, report: Callable[[int], None]
 ) -> digest_record.Record:
     """The record of an item whose documents have these hashes, without the digests that the shares
     compute. Reads the arrays that are read only for their digests. For arrays that are not read,
@@ -254,7 +250,7 @@ def item_record(
         stored_name(h.path): digest_record.ArrayRecord(
             name_of(h.dtype), h.shape, texts.get(h.path, item.record.digest(h))
         )
-        for h in item.handles
+        for h in (array.handle for array in item.arrays)
     }
     return digest_record.record_of(item.ckpt, arrays, hashes)
 
@@ -283,7 +279,7 @@ def read_back(
     written: Iterable[ArrayHandle],
     arrays: Mapping[str, Mapping[str, Any]],
     max_memory: int,
-    report: Report,
+    report: Callable[[int], None],
 ) -> dict[str, str]:
     """Reads written arrays, and compares them with their new record, by their names. Returns the
     name and the problem of each array that cannot be read, or differs."""

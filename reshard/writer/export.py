@@ -184,7 +184,7 @@ def plan_export(
         notes += planning.check_destination(place, [ckpt], overwrite, exported=True)
     except errors.ReshardError as error:
         problems.insert(0, error)
-    state = siblings.source_state([ckpt])
+    state = siblings.source_state([ckpt], opened=True)
     return planning.with_cost_errors(
         Export(
             (item,),

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import tensorstore as ts
 
 from reshard.arrays.derived import stored_chunks
-from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.arrays.handle import stored_name
+from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
 from reshard.storage.array_store import ArrayStore
@@ -43,24 +44,23 @@ def files_to_link(
     store: ArrayStore,
     destination: Location | None,
     form: TargetFormat,
-    verbatim: Sequence[ArrayHandle],
-    stored: int,
+    arrays: Sequence[ArrayPlan],
 ) -> dict[str, int] | None:
-    """The data files, with their bytes, that the destination shares with the source, if these
-    arrays are copied verbatim, of arrays of so many stored bytes. None if linking is impossible or
-    not worth it: less than half of the files' bytes stay, and less than the source itself uses.
-    Raises CorruptCheckpointError if a file is missing."""
+    """The data files, with their bytes, that the destination shares with the source. None if
+    linking is impossible or not worth it: arrays are rewritten; or less than half of the files'
+    bytes stay, and less than the source itself uses. Raises CorruptCheckpointError if a file is
+    missing."""
     directory = store.directory
-    if not verbatim or not directory.is_local:
+    every = sum(array.layout.stored_bytes for array in arrays)
+    verbatim = sum(array.layout.stored_bytes for array in arrays if array.verbatim)
+    if not (form.linkable and directory.is_local and verbatim and verbatim >= _MOST * every):
         return None
     if destination is not None and not (
         destination.is_local and disk.device(directory) == disk.device(destination)
     ):
         return None
-    values = [value for handle in verbatim for value in form.verbatim(handle) or ()]
-    stays = sum(value.size for value in values)
-    if not stays or stays < _MOST * stored:
-        return None
+    handles = (array.handle for array in arrays if array.verbatim)
+    values = [value for handle in handles for value in form.verbatim(handle) or ()]
     kept = {(v.file, v.offset): v.size for v in values if v.file is not None}
     used = {
         (v.file, v.offset): v.size

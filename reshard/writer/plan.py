@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,11 +96,6 @@ class ItemPlan:
         return [array.handle for array in self.arrays if array.linked]
 
     @property
-    def copied(self) -> list[ArrayHandle]:
-        """Arrays whose stored chunks are copied without decoding."""
-        return [a.handle for a in self.arrays if a.verbatim and not a.linked]
-
-    @property
     def rewritten(self) -> list[ArrayHandle]:
         """Arrays that are decoded and encoded."""
         return [array.handle for array in self.arrays if not array.verbatim]
@@ -115,8 +110,9 @@ class ItemPlan:
             if (not self.format.files and derived.from_memory(group[0].handle)) == in_memory
         ]
 
-    def value_ranges(self, number: int, handles: Iterable[ArrayHandle]) -> list[ValueRange]:
-        """All stored values of some of its arrays."""
+    def value_ranges(self, number: int, linked: bool = False) -> list[ValueRange]:
+        """All stored values of the arrays that are copied verbatim, or that are to be linked."""
+        handles = [a.handle for a in self.arrays if a.verbatim and a.linked == linked]
         sizes = [(h, np.array([v.size for v in self.values(h)], np.int64)) for h in handles]
         return [ValueRange(number, h, sums(each), 0, len(each)) for h, each in sizes]
 
@@ -125,7 +121,7 @@ class ItemPlan:
         if files := self.format.files:
             sizes = np.array([file.nbytes for file in files], np.int64)
             return [ValueRange(number, None, sums(sizes), 0, len(files))]
-        return [*self.value_ranges(number, self.copied), *self.groups(number)]
+        return [*self.value_ranges(number), *self.groups(number)]
 
     def share(self, number: int, pieces: Sequence[BoxRange | ValueRange], first: bool) -> ItemShare:
         """The share that has these pieces. The first share has the metadata of all arrays, too."""
@@ -145,7 +141,7 @@ class ItemPlan:
     def reads_twice(self) -> bool:
         """Whether several shares would decode the same chunks: those of arrays in several files."""
         numbers = {path: n for n, file in enumerate(self.format.files) for path in file.offsets}
-        groups = (group.arrays for group in self.groups(0)) if numbers else ()
+        groups = (group.arrays for group in self.groups(0))
         return any(len({numbers[array.layout.path] for array in group}) > 1 for group in groups)
 
     def metadata(self) -> dict[str, bytes]:
@@ -256,7 +252,7 @@ class Plan:
         share is empty."""
         nbytes = sum(a.bytes_written for item in self.items for a in item.arrays)
         wanted = max(math.ceil(nbytes / SHARE_BYTES), min(workers or 1, nbytes // _SMALLEST), 1)
-        if any(item.reads_twice for item in self.items):
+        if any(item.format.files and item.reads_twice for item in self.items):
             wanted = min(wanted, workers or 1)
         count = 0
         while wanted != count:
@@ -464,7 +460,7 @@ class Plan:
         if len(split) > _SHOWN_SPLITS:
             lines.append(f"split    ... and {len(split) - _SHOWN_SPLITS} more")
         lines += [f"note     {note}" for note in self.notes]
-        lines += [f"problem  {problem}" for problem in self.problems]
+        lines += [f"problem  {problem}" for problem in lines_of(self.errors)]
         return "\n".join(lines)
 
 

@@ -108,7 +108,7 @@ def plan(
             for name in source.items
             if "/".join(filter(None, (source.step, name, TREE_FILE))) in paths
         ]
-        state = {} if place is None else source_state(checkpoints)
+        state = {} if place is None else source_state(checkpoints, opened=True)
         try:
             notes += [] if checked is None else checked.result()
         except errors.ReshardError as error:
@@ -395,11 +395,7 @@ def plan_item(
         except errors.ReshardError as error:
             problems.append(error)
     arrays = with_passes(arrays)
-    files = None
-    if link and form.linkable:
-        verbatim = [array.handle for array in arrays if array.verbatim]
-        stored = sum(array.layout.stored_bytes for array in arrays)
-        files = files_to_link(ckpt.source.store, destination, form, verbatim, stored)
+    files = files_to_link(ckpt.source.store, destination, form, arrays) if link else None
     if files is not None:
         arrays = [dataclasses.replace(array, linked=array.verbatim) for array in arrays]
     record = NO_RECORD

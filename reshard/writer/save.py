@@ -166,8 +166,9 @@ def execute(
         text = "a share cannot be combined with resume, workers or executor"
         raise errors.ArgumentError(text, hints=["share=(i, n) alone"])
     errors.raise_all(plan.errors)
-    check_workers(workers)
     by_tasks = workers is not None or executor is not None
+    if by_tasks:
+        check_workers(workers)
     begun = _begun(plan, resume, share, by_tasks, workers)
     if begun is None:
         return plan
@@ -204,7 +205,8 @@ def execute(
                 # Digests of an earlier run are of what it read; what it wrote may have changed.
                 written = (each for part in parts.values() for each in written_of(part).values())
                 doubted = {name for each in written for name in each.digests}
-                complete(attempt, report, plan.overwrite, plan.verify, doubted)
+                source = plan.checkpoints
+                complete(attempt, report, plan.overwrite, plan.verify, doubted, source)
     return plan
 
 
@@ -253,18 +255,20 @@ def _source_errors(plan: Plan, job: Job) -> Iterator[None]:
         cause = error.__cause__
         missing = Location(str(cause.filename)) if isinstance(cause, FileNotFoundError) else None
         gone = missing is not None and missing.below(plan.checkpoints[0].source.root)
-        check_source(plan.source_state, job, error, [str(missing)] if gone else [])
+        lost = [str(missing)] if gone else []
+        check_source(plan.source_state, job, plan.checkpoints, error, lost)
         raise
 
 
 def check_source(
     before: Mapping[str, str],
     job: Job,
+    checkpoints: Sequence[Checkpoint],
     error: Exception | None = None,
     gone: Sequence[str] = (),
 ) -> None:
     """Raises CorruptCheckpointError if the source is not as `before`, or files are `gone`."""
-    if changed := siblings.changed_paths(before) or gone:
+    if changed := siblings.changed_paths(before, checkpoints) or gone:
         raise errors.CorruptCheckpointError(
             "the source changed during the job",
             [f"`{path}`" for path in changed],
@@ -391,7 +395,7 @@ def _write_item(
     directory = attempt.job.item_directory(number)
     linked, spare = link_files(item, directory)
     groups = item.groups(number, in_memory=True)
-    values = [] if linked else item.value_ranges(number, item.linked)
+    values = [] if linked else item.value_ranges(number, linked=True)
     written = found = Written()
     if values or groups:
         share = ItemShare(number, item.format, {}, values, groups)
@@ -496,6 +500,7 @@ def complete(
     overwrite: bool,
     verify: bool,
     doubted: Collection[str] = (),
+    checkpoints: Sequence[Checkpoint] = (),
 ) -> None:
     """Commits a job whose parts are all written, if the source has not changed: merges databases
     and digests. If it is to `verify`, it first reads back all arrays; otherwise it reads back
@@ -504,7 +509,7 @@ def complete(
     with concurrent.futures.ThreadPoolExecutor(_DOCUMENTS) as pool:
         parts = committing.chosen(job, look(job.directory))
         unshared = parts[UNSHARED]
-        unchanged = pool.submit(check_source, unshared["source"], job)
+        unchanged = pool.submit(check_source, unshared["source"], job, checkpoints)
         staged = {path: name for path, (name, _) in unshared["files"].items()}
         hashes = {
             staged[job.path(number, name)]: text

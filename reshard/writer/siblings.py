@@ -3,7 +3,7 @@ of them has changed."""
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoint import Checkpoint
@@ -153,13 +153,17 @@ def copy_siblings(
     return {sibling.path: (names[sibling.path], sibling.entry.nbytes) for sibling in files}
 
 
-def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
-    """A hash for each item's directory and each sibling: of its files' names, sizes and times. For
-    items that were opened from a bucket, the state at that time.
+def source_state(
+    checkpoints: Sequence[Checkpoint], opened: bool = False, paths: Iterable[str] = ()
+) -> dict[str, str]:
+    """A hash for each item's directory and each sibling, or for other `paths`: of its files' names,
+    sizes and times. For items that were `opened` from a bucket, the state at that time.
 
     Without records of digests, which may be written at any time; and without siblings of steps in a
     manager's root, where a training may be writing its logs.
     """
+    if not checkpoints:
+        return {path: parse_location(path).state(NO_STATE) for path in paths}
     known = {c.source.store.directory: c.source.state for c in checkpoints}
     source = checkpoints[0].source
     with source.root.cached_listing():
@@ -169,13 +173,15 @@ def source_state(checkpoints: Sequence[Checkpoint]) -> dict[str, str]:
         with contextlib.suppress(OSError):  # it is not there any more, and so counts as changed
             tops = (source.root / top for top in _sibling_roots(checkpoints))
             beside = [top for top in tops if source.kind != "manager" or top.parent != source.root]
-        paths = [*known, *(path for path in beside if not any(map(path.below, known)))]
-        return {str(path): known.get(path) or path.state(NO_STATE) for path in paths}
+        tops = [*known, *(path for path in beside if not any(map(path.below, known)))]
+        states = known if opened else {}
+        return {str(path): states.get(path) or path.state(NO_STATE) for path in tops}
 
 
-def changed_paths(before: Mapping[str, str]) -> list[str]:
-    """The paths whose `source_state` was another one before."""
-    return [p for p, state in before.items() if parse_location(p).state(NO_STATE) != state]
+def changed_paths(before: Mapping[str, str], checkpoints: Sequence[Checkpoint] = ()) -> list[str]:
+    """The paths whose `source_state` was another one before, or new siblings of checkpoints."""
+    now = source_state(checkpoints, paths=before)
+    return [path for path in {**before, **now} if before.get(path) != now.get(path)]
 
 
 def marker_texts(checkpoints: Sequence[Checkpoint], destination: Location) -> dict[str, str]:
