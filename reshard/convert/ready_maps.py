@@ -89,9 +89,7 @@ def ready_map(
         hint = "dequantize its tensors, and remove `quantization_config` from its `config.json`"
         raise ArgumentError(f"the model of `{config}` is quantized", problems, [hint])
     maps, wanted = ready_maps(), name.removeprefix(PREFIX)
-    kind = values.get("model_type")
-    models = {key: maps[key]["models"][key.partition("-")[0]] for key in maps}
-    fitting = [key for key, model in models.items() if kind in model["model_type"]]
+    kind, fitting = values.get("model_type"), maps_for(values)
     model = (fitting or [""])[0].partition("-")[0]
     key = wanted.replace("auto", model, 1) if wanted.startswith("auto-") else wanted
     if key not in fitting:
@@ -101,8 +99,8 @@ def ready_map(
             [PREFIX + each for each in fitting],
         )
     document = maps[key]
-    variables = _variables(models[key] | values, f"`{config}`")
-    target = key.partition("-")[2]
+    _, _, target = key.partition("-")
+    variables = _variables(document["models"][model] | values, f"`{config}`")
     variables |= document["targets"][target] | {"model": model, "target": target}
     # Of a model of text and images, the tensors of the text model.
     variables["prefix"] = "language_model/" if "text_config" in values else ""
@@ -150,6 +148,13 @@ def ready_maps() -> dict[str, dict[str, Any]]:
         pairs = itertools.product(document["models"], document["targets"])
         found |= {f"{model}-{target}": document for model, target in pairs}
     return found
+
+
+def maps_for(config: Mapping[str, Any]) -> list[str]:
+    """The names of the ready maps for the model of a `config.json`, without their prefix."""
+    kind = config.get("model_type")
+    models = {name: d["models"][name.partition("-")[0]] for name, d in ready_maps().items()}
+    return [name for name, model in models.items() if kind in model["model_type"]]
 
 
 def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
