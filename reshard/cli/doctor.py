@@ -26,8 +26,7 @@ from reshard.storage.location import parse_location
 from reshard.tree import format_path
 from reshard.units import count_of, format_bytes
 from reshard.verify.digest_record import FILE, read_record
-from reshard.writer.commit import jobs
-from reshard.writer.job import UNSHARED, Found, writers
+from reshard.writer import commit, job
 
 # The exit status of each state of a checkpoint.
 _STATUS = {"complete": 0, "damaged": 1, "uncommitted": 1, "not a checkpoint": 2}
@@ -85,12 +84,12 @@ def _refused(path: str, error: ReshardError) -> dict[str, Any]:
     elif isinstance(error, CorruptCheckpointError):
         state = "damaged"
     document = options.refusal(error, None)
-    for directory, found in jobs(parse_location(path)).items() if state != "damaged" else ():
+    for directory, found in commit.jobs(parse_location(path)).items() if state != "damaged" else ():
         if found.documents:
             state = "uncommitted"
-            done = sum(part != UNSHARED for part in found.parts)
+            done = sum(part != job.UNSHARED for part in found.parts)
             text = f"{done} of {found.count} shares of an unfinished job are complete"
-            document["problems"] += [f"{text}, in `{directory}`", *writers(found.documents)]
+            document["problems"] += [f"{text}, in `{directory}`", *job.writers(found.documents)]
             document["hints"] = _ways_to_finish(shlex.quote(path), found)
     if any("unknown value type" in problem for problem in error.problems):
         hint = "a newer Orbax may have written it: pip install -U orbax-checkpoint reshard"
@@ -98,7 +97,7 @@ def _refused(path: str, error: ReshardError) -> dict[str, Any]:
     return {"path": path, "state": state, **document, "trees": []}
 
 
-def _ways_to_finish(path: str, found: Found) -> list[str]:
+def _ways_to_finish(path: str, found: job.Found) -> list[str]:
     """The commands that finish a job."""
     commands = {document["command"] for document in found.documents}
     parted = any("--shard" in command for command in commands)

@@ -3,10 +3,9 @@
 import collections
 import dataclasses
 import functools
-import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
@@ -15,13 +14,10 @@ from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
 from reshard.convert.leafmap import LeafMap, Output, Source, Zeros, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.optimizer import followers
-from reshard.convert.ready_maps import PREFIX, find_map
+from reshard.convert.ready_maps import PREFIX, find_map, fitting_arguments
 from reshard.convert.stacking import OPTIMIZERS
 from reshard.errors import TreeMismatchError
-from reshard.tree import Path, as_python, check_lists, format_glob, format_path, with_positions
-
-_NO_RULE = "no rule applies to "
-_OTHER_SHAPE = re.compile(r"its shape is (\[[\d, ]*\]), not (\[[\d, ]*\])")
+from reshard.tree import Path, check_lists, format_path, with_positions
 
 
 def remap(
@@ -63,7 +59,7 @@ def remap(
     except TreeMismatchError as error:
         if not rules.name.startswith(PREFIX):
             raise
-        hints = [*_hints_of_a_ready_map(shapes, error.problems)]
+        hints = [*fitting_arguments(shapes, error.problems)]
         raise TreeMismatchError(error.summary, error.problems, hints) from error
     problems = [*_problems(rules, result.map, leaves, reverse)]
     if len(old) < len(ckpt):
@@ -81,32 +77,6 @@ def remap(
     if clashes := name_clashes(made):
         raise TreeMismatchError("two leaves would be stored under one name", clashes)
     return ckpt.replace(made, notes=result.notes, retyped=True)
-
-
-def _hints_of_a_ready_map(leaves: Collection[Path], problems: Sequence[str]) -> Iterator[str]:
-    """Arguments that help if the only problems are more leaves, or more rows of the embedding."""
-    unmatched = {text.removeprefix(_NO_RULE) for text in problems if text.startswith(_NO_RULE)}
-    shapes = [match.groups() for text in problems if (match := _OTHER_SHAPE.search(text))]
-    if len(unmatched) + len(shapes) < len(problems):
-        return
-    left = [path for path in leaves if format_path(path) in unmatched]
-    used = {path[:1] for path in leaves if format_path(path) not in unmatched}
-    if left and len(used) == 1 and used.isdisjoint(path[:1] for path in left):
-        glob = as_python(f"{format_glob(*used)}/**")
-        yield f"reshard.select(ckpt, {glob}) leaves out the other leaves"
-    elif left:
-        whole = (path[:1] for path in left if path[1:] and path[:1] not in used)
-        globs = dict.fromkeys(f"{format_glob(top)}/**" for top in whole)
-        globs |= {format_glob(p): None for p in left if not p[1:] or p[:1] in used}
-        yield f"reshard.select(ckpt, drop={as_python([*globs])}) leaves these leaves out"
-    sizes = {
-        pair
-        for one, other in shapes
-        for pair in zip(json.loads(one), json.loads(other), strict=False)
-        if pair[0] != pair[1]
-    }
-    if len(sizes) == 1 and (rows := sizes.pop())[0] > rows[1]:
-        yield f"vocab={rows[0]}, if the embedding of the JAX model has {rows[0]} rows"
 
 
 def _problems(
