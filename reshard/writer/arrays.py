@@ -38,8 +38,8 @@ from reshard.tree import Path
 from reshard.writer.format import File, TargetFormat
 
 Report = Callable[[int], None]
-# A box, and its values as they are written.
-_Filled = tuple["_Box", np.ndarray]
+# A box of an array, and its values as they are written.
+_Filled = tuple[ArrayPlan, Box, np.ndarray]
 # A stored chunk that is being read, with its key in the target.
 _Copy = tuple[str, StoredChunk, ts.Future]
 # Each commit makes nodes that no later one reads, and a merge reads each node once: a large cache
@@ -208,11 +208,11 @@ def _write_files(
 
         def write_boxes(boxes: Sequence[_Filled]) -> None:
             done = set()
-            for box, values in boxes:
-                file, begin = places[box.handle.path]
-                shape = box.handle.shape
-                disk.write_box(file, begin, shape, box.box, values)
-                if shape_of(box.box)[1:] == shape[1:]:
+            for array, box, values in boxes:
+                file, begin = places[array.layout.path]
+                shape = array.layout.shape
+                disk.write_box(file, begin, shape, box, values)
+                if all(part.stop == size for part, size in zip(box[1:], shape[1:], strict=True)):
                     done.add(file)  # its rows are complete: their pages are not written again
             for file in done:
                 disk.write_back(file)
@@ -323,17 +323,16 @@ class Target:
         """Encodes and writes boxes in one transaction. Its commit frees their memory."""
         transaction, store = self._begin(number)
         which = number % len(self._stores)
-        paths = {box.handle.path for box, _ in boxes}
+        paths = {array.layout.path for array, _, _ in boxes}
         for key in [key for key in self._arrays if key[0] not in paths]:
             del self._arrays[key]
         copies = []
-        for box, values in boxes:
-            key = box.handle.path, which
+        for array, box, values in boxes:
+            key = array.layout.path, which
             if key not in self._arrays:
-                self._arrays[key] = self._open(store, box.array)
-            array = self._arrays[key].with_transaction(transaction)
-            write = array[box.box].write(values, can_reference_source_data_indefinitely=True)
-            copies.append(write.copy)
+                self._arrays[key] = self._open(store, array)
+            target = self._arrays[key].with_transaction(transaction)[box]
+            copies.append(target.write(values, can_reference_source_data_indefinitely=True).copy)
         self._commit(transaction, copies, reservations)
 
     def write_values(
@@ -403,76 +402,69 @@ def write_chunks(
     todo = in_batches(units(share.boxes, limiter), limiter.limit // memory.WINDOW, limiter.limit)
     for number, filled in enumerate(read(todo, limiter)):
         filled.check()
-        boxes = []
-        for (*_, box, _), values in zip(filled.batch.reads, filled.values, strict=True):
-            box.left -= 1
-            if box.left == 0:  # of several pieces, the buffer has the values
-                boxes.append((box, box.whole() if values is None else values))
+        boxes: list[_Filled] = []
+        reservations = [filled.reservation]
+        for (_, box, owner, _), values in zip(filled.batch.reads, filled.values, strict=True):
+            if isinstance(owner, _Pieces):
+                boxes += owner.finished(reservations)
+            elif values is not None:
+                boxes.append((owner, box, values))
         if boxes:
-            buffers = (box.buffer_reservation for box, _ in boxes)
-            write(number, boxes, [filled.reservation, *filter(None, buffers)])
-        for box, values in boxes:  # while other threads encode what is committed
-            digests[box.handle.path].add(box.box, values)
+            write(number, boxes, reservations)
+        for array, box, values in boxes:  # while other threads encode what is committed
+            digests[array.layout.path].add(box, values)
         report(sum(read.nbytes for read in filled.batch.reads))
-        # Only the transaction holds the buffers until it is committed.
-        boxes = values = None
+        boxes, values = [], None  # only the transaction holds the buffers until it is committed
 
 
-class _Box:
-    """A box that is read in one piece, or piece by piece into one buffer.
+class _Pieces:
+    """A box that is read piece by piece, one source chunk each, into one buffer. The batches of the
+    pieces do not count the buffer."""
 
-    Attributes:
-      left: the number of pieces that are not read yet.
-      buffer: the buffer of several pieces.
-      buffer_reservation: the bytes of the buffer, which the batches of its pieces do not count.
-    """
+    def __init__(self, array: ArrayPlan, box: Box, limiter: memory.MemoryLimiter):
+        self._array = array
+        self._box = box
+        self._limiter = limiter
+        self._nbytes = array.layout.consumer_bytes(math.prod(shape_of(box)))
+        self._left = list(source_pieces(array, box))
+        self._buffer: np.ndarray | None = None
 
-    def __init__(self, array: ArrayPlan, box: Box):
-        self.handle = array.handle
-        self.array = array
-        self.box = box
-        self.elements = math.prod(shape_of(box))
-        self.left = 1
-        self.buffer: np.ndarray | None = None
-        self.buffer_reservation: memory.Reservation | None = None
+    def units(self) -> Iterator[Unit]:
+        """The reads of the pieces."""
+        for number, piece in enumerate([*self._left]):
+            read = Read(self._array.handle, piece, self, functools.partial(self._part, piece))
+            yield Unit([read], 0, 0, shared_bytes=0 if number else self._nbytes, own_batch=True)
 
-    def pieces(self, limiter: memory.MemoryLimiter) -> Iterator[Unit]:
-        """The reads of its pieces, one source chunk each."""
-        pieces = list(source_pieces(self.array, self.box))
-        self.left = len(pieces)
-        nbytes = self.array.layout.consumer_bytes(self.elements)
-        for number, piece in enumerate(pieces):
-            read = Read(self.handle, piece, self, functools.partial(self._part, piece, limiter))
-            yield Unit([read], 0, 0, shared_bytes=0 if number else nbytes, own_batch=True)
+    def _part(self, piece: Box) -> list[Destination]:
+        if self._buffer is None:
+            self._buffer = np.empty(shape_of(self._box), self._array.handle.read_dtype)
+            self._reservation = self._limiter.reserve(self._nbytes)
+        return [(piece, self._buffer[inside(piece, self._box)])]
 
-    def whole(self) -> np.ndarray:
-        """Its values as they are written. It then holds them no longer."""
-        assert self.buffer is not None
-        buffer, self.buffer = self.buffer, None
-        return self.handle.rounded(buffer)
-
-    def _part(self, piece: Box, limiter: memory.MemoryLimiter) -> list[Destination]:
-        if self.buffer is None:
-            self.buffer = np.empty(shape_of(self.box), self.handle.read_dtype)
-            self.buffer_reservation = limiter.reserve(
-                self.array.layout.consumer_bytes(self.elements)
-            )
-        return [(piece, self.buffer[inside(piece, self.box)])]
+    def finished(self, reservations: list[memory.Reservation]) -> list[_Filled]:
+        """Called when a piece was read. The box, and no reference to it, after the last piece."""
+        self._left.pop()
+        if self._left or self._buffer is None:
+            return []
+        values, self._buffer = self._array.handle.rounded(self._buffer), None
+        reservations.append(self._reservation)
+        return [(self._array, self._box, values)]
 
 
 def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator[Unit]:
     """Boxes in order. Boxes of arrays that share stored chunks are read together. If an array is
     read in several passes, the chunks of a box are read one after another into one buffer."""
     for _, group, start, stop in groups:
+        layouts = [array.layout for array in group]
         for boxes in zip(*(array.boxes(start, stop) for array in group), strict=True):
-            together = [_Box(array, box) for array, box in zip(group, boxes, strict=True)]
             if group[0].serial:
-                yield from together[0].pieces(limiter)
+                yield from _Pieces(group[0], boxes[0], limiter).units()
                 continue
+            elements = math.prod(shape_of(boxes[0]))
             yield Unit(
-                [Read(box.handle, box.box, box) for box in together],
-                sum(box.elements * box.array.layout.read_itemsize for box in together),
-                sum(box.array.layout.consumer_bytes(box.elements) for box in together),
+                [Read(a.handle, box, a) for a, box in zip(group, boxes, strict=True)],
+                elements * sum(layout.read_itemsize for layout in layouts),
+                sum(layout.consumer_bytes(elements) for layout in layouts),
             )
 
 
