@@ -230,6 +230,22 @@ def item_record(
     compute. Reads the arrays that are read only for their digests. For arrays that are not read,
     the source's digests count. Raises CorruptCheckpointError if an array cannot be read, or
     differs from its recorded digest."""
+    texts = {}
+    if item.read_sources or item.read_verbatim:
+        texts = _read_digests(item, max_memory, report)
+    arrays = {
+        stored_name(h.path): digest_record.ArrayRecord(
+            name_of(h.dtype), h.shape, texts.get(h.path, item.record.digest(h))
+        )
+        for h in (array.handle for array in item.arrays)
+    }
+    return digest_record.record_of(item.ckpt, arrays, hashes)
+
+
+def _read_digests(
+    item: ItemPlan, max_memory: int, report: Callable[[int], None]
+) -> dict[Path, str]:
+    """Reads arrays that are read only for their digests. Returns those of verbatim copies."""
     # Apart, and by name: another leaf may have been renamed to the path of a source.
     sources = _stored(item.read_sources)
     by_name = [h.at((name,)) for name, h in sources.items()]
@@ -246,13 +262,7 @@ def item_record(
     if wrong:
         told = [f"{format_path(h.path)}  {digest_record.stored_record(h)}" for h in wrong]
         raise other_values(str(source.path), told, verify_hint(source))
-    arrays = {
-        stored_name(h.path): digest_record.ArrayRecord(
-            name_of(h.dtype), h.shape, texts.get(h.path, item.record.digest(h))
-        )
-        for h in (array.handle for array in item.arrays)
-    }
-    return digest_record.record_of(item.ckpt, arrays, hashes)
+    return texts
 
 
 def other_values(source: str, told: Sequence[str], hint: str) -> errors.CorruptCheckpointError:

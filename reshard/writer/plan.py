@@ -449,7 +449,7 @@ class Plan:
             ),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
             *self._per_step(),
-            *[f"rounded  {self.rounded}"] * bool(self.rounded.arrays),
+            *([f"rounded  {self.rounded}"] if self.rounded.arrays else []),
         ]
         split = [a for a in self.arrays if not a.verbatim and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:

@@ -16,7 +16,7 @@ from typing import Any
 from reshard import errors
 from reshard.arrays.digests import Digest
 from reshard.arrays.dtypes import parse_dtype
-from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.run import check_tasks, check_workers, run_tasks
 from reshard.loader import open as open_checkpoint
@@ -26,7 +26,7 @@ from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import MANIFEST, build_root, node_files, ocdbt_spec, stage_spec
 from reshard.tree import format_path
-from reshard.verify.digest_record import FILE, stored_record
+from reshard.verify.digest_record import FILE
 from reshard.verify.values import Progress, counted
 from reshard.writer import commit as committing
 from reshard.writer import documents, siblings
@@ -424,10 +424,7 @@ def _entry(
         "verify": documents.verify_hint(item.ckpt.source),
         "record": json.loads(record.dump()),
         "rewritten": {
-            stored_name(h.path): (
-                item.record.digest(h),
-                f"{format_path(h.path)}  {stored_record(h)}",
-            )
+            stored_name(h.path): (item.record.digest(h), format_path(h.path))
             for h in item.rewritten
         },
     }
@@ -621,18 +618,19 @@ def _with_digests(entry: Mapping[str, Any], written: Sequence[Written]) -> dict[
     source."""
     wrong, short = [], []
     arrays = dict(entry["record"]["arrays"])
-    for name, (expected, told) in entry["rewritten"].items():
+    for name, (expected, path) in entry["rewritten"].items():
         array = arrays[name]
-        digest = Digest(tuple(array["shape"]), parse_dtype(array["dtype"]))
+        shape = tuple(array["shape"])
+        digest = Digest(shape, parse_dtype(array["dtype"]))
         for each in written:
             if name in each.digests:
                 digest.merge(each.digests[name])
         if not digest.complete:
-            short.append(told)
+            short.append(f"{path}  {array_text(array['dtype'], shape)}")
             continue
         text = digest.text()
         if expected not in (None, text):
-            wrong.append(told)
+            wrong.append(f"{path}  {array_text(array['dtype'], shape)}")
         arrays[name] = {**array, "digest": text}
     if short:
         raise errors.CorruptCheckpointError("the shares do not hold each array exactly once", short)
