@@ -59,7 +59,7 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
 
 def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
     entries = {}
-    for path in _in_order(ckpt):
+    for path in _in_order(nested((path, path) for path in ckpt)):
         leaf = ckpt[path]
         if isinstance(leaf, ArrayHandle):
             value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": False}
@@ -91,19 +91,15 @@ def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
     return document
 
 
-def _in_order(paths: Iterable[Path]) -> Iterator[Path]:
-    """The paths with the positions of each list in ascending order. Orbax before 0.12 appends to
-    lists as it reads, and fails if a larger position comes first."""
-
-    def below(node: dict[Key, Any]) -> Iterator[Path]:
-        positions = all(isinstance(key, int) for key in node)
-        for key in sorted(node) if positions else node:
-            if isinstance(node[key], dict):
-                yield from below(node[key])
-            else:
-                yield node[key]
-
-    return below(nested((path, path) for path in paths))
+def _in_order(node: Mapping[Key, Any]) -> Iterator[Path]:
+    """The paths in a tree, with the positions of each list in ascending order. Orbax before 0.12
+    appends to lists as it reads, and fails if a larger position comes first."""
+    positions = all(isinstance(key, int) for key in node)
+    for key in sorted(node) if positions else node:
+        if isinstance(node[key], dict):
+            yield from _in_order(node[key])
+        else:
+            yield node[key]
 
 
 def _shardings(ckpt: Checkpoint) -> dict[str, str]:

@@ -29,7 +29,7 @@ from reshard.arrays.handle import ArrayHandle, Derived, StoredArray, stored_name
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
 from reshard.engine.batches import in_groups
-from reshard.loader.safetensors import DTYPES, MAX_HEADER
+from reshard.loader.safetensors import DTYPES
 from reshard.storage.array_store import ZarrVersion, name_problem
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import FOLDERS, PROCESS, StoredValue
@@ -100,16 +100,6 @@ def _file(name: str, handles: Sequence[ArrayHandle]) -> File:
 
 def _place(handle: ArrayHandle) -> tuple[int, bytes]:
     return _RANKS[_NAMES[handle.dtype]], stored_name(handle.path).encode()
-
-
-def header_problems(files: Sequence[File]) -> list[str]:
-    """Files whose headers are too large for readers, a line each."""
-    return [
-        f"`{file.name}`: a header of {units.format_bytes(len(file.header))}, and readers take "
-        f"{units.format_bytes(MAX_HEADER)}"
-        for file in files
-        if len(file.header) - 8 > MAX_HEADER
-    ]
 
 
 def index(files: Sequence[File]) -> bytes:

@@ -292,7 +292,15 @@ class Plan:
     @property
     def peak_memory(self) -> int:
         """The most bytes in flight."""
-        costs = [cost for array in self.arrays for cost in _costs(array)]
+        costs = []  # bytes of one step of rewriting or copying an array, and the number of steps
+        for array in self.arrays:
+            layout = array.layout
+            if array.box is not None:
+                steps = grid_size(layout.shape, array.box) / (array.serial or layout.co_read)
+                costs.append((array.box_bytes, math.ceil(steps)))
+            elif not array.linked:
+                steps = grid_size(layout.shape, array.chunk)
+                costs.append((copy_bytes(layout.largest_stored), steps))
         largest = max((cost for cost, _ in costs), default=0)
         limit = max(limiter_bytes(self.max_memory, cores(), largest, _is_remote(self)), largest)
         return min(sum(cost * count for cost, count in costs), limit)
@@ -466,17 +474,6 @@ class Plan:
 
 def _before_and_after(pair: tuple[Any, Any]) -> dict[str, Any]:
     return dict(zip(("before", "after"), pair, strict=True))
-
-
-def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
-    """Bytes in flight of one step of rewriting or copying an array, and the number of steps."""
-    layout = array.layout
-    if array.linked:
-        return []
-    if array.box is None:
-        return [(copy_bytes(layout.largest_stored), grid_size(layout.shape, array.chunk))]
-    steps = grid_size(layout.shape, array.box) / (1 if array.serial else layout.co_read)
-    return [(array.box_bytes, math.ceil(steps))]
 
 
 def _is_remote(plan: Plan) -> bool:
