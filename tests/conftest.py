@@ -43,7 +43,7 @@ import sampling
 from releases import older
 
 hypothesis.settings.register_profile("few", max_examples=10)
-hypothesis.settings.register_profile("many", max_examples=50)
+hypothesis.settings.register_profile("many", max_examples=30)
 # Cases of one test that bring two values of its parameters together, in the exhaustive run.
 MOST_PAIRS = 32
 # Files that take long go first, the longest of them before the others: the last ones are short, so
