@@ -21,6 +21,7 @@ from reshard.convert.map_rules import OPPOSITE, Map, MapResult, apply_inverse, a
 from reshard.convert.module_tree import (
     Leaf,
     Module,
+    Names,
     by_path,
     classes_after,
     joined,
@@ -49,7 +50,7 @@ _MOVED = "the map moves the axes of others of its class and shape"
 _NUMBER = re.compile(r"\d+")
 
 # A Linen leaf, with its collection, and the NNX leaf that it becomes, or becomes a part of.
-Pair = tuple[Path, Path]
+Pair = tuple[Names, Names]
 
 
 class _Evidence:
@@ -64,11 +65,12 @@ class _Evidence:
     """
 
     def __init__(self, rules: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str):
-        self._found, self._matched = found, found.map.made_of()
+        self._found = found
+        self._matched: Mapping[Any, Any] = found.map.made_of()
         self._linen, self._nnx = by_path(linen), by_path(nnx)
         self._order = {path: number for number, path in enumerate(self._nnx)}
         self._start = 0 if to == "nnx" else 1  # the side on which the rules rename
-        made = rules.made_of()
+        made: Mapping[Any, Any] = rules.made_of()
         own = itertools.chain(*self._matched.values()) if to == "nnx" else self._matched
         was = {path: made.get(path, [path]) for path in own}
         self._was = modules_before(was, 1 - self._start)
@@ -84,7 +86,7 @@ class _Evidence:
             # New names from a map are evidence, too.
             pairs = self._by_structure if ends[self._start] == renamed else self._by_map
             ends[self._start] = renamed
-            pairs += itertools.product(*ends)
+            pairs += itertools.product(ends[0], ends[1])
             value = found.map.values[output]
             like = self._like(ends[1][0], value.shape)
             if not turned.isdisjoint(renamed):
@@ -98,8 +100,8 @@ class _Evidence:
                 if source in turned:
                     self._moved.add(self._like(pair[1], rules.values[path].shape))
         # The pairs of the map by the modules that contain them, in Linen and in NNX; and by leaf.
-        self._below: tuple[dict[Path, list[Pair]], ...] = ({}, {})
-        self._of_leaf: tuple[dict[Path, list[Pair]], ...] = ({}, {})
+        self._below: tuple[dict[Names, list[Pair]], ...] = ({}, {})
+        self._of_leaf: tuple[dict[Names, list[Pair]], ...] = ({}, {})
         for pair in self._by_map:
             for side, keys in enumerate((pair[0][1:], pair[1])):
                 self._of_leaf[side].setdefault(pair[side], []).append(pair)
@@ -109,8 +111,8 @@ class _Evidence:
     def kept(self) -> Alignment:
         """The alignment without contradicted leaves."""
         abstentions: list[Abstention] = []
-        whole: set[Path] = set()  # Linen modules without any decided leaf
-        own: set[Path] = set()  # Linen modules with decided leaves only in their submodules
+        whole: set[Names] = set()  # Linen modules without any decided leaf
+        own: set[Names] = set()  # Linen modules with decided leaves only in their submodules
         by_class = {pair for group in self._found.groups for pair in group}
         for pair in self._found.modules:
             ambiguity = next(self._ambiguities(pair, pair in by_class), None)
@@ -142,7 +144,7 @@ class _Evidence:
         told = [*self._found.abstentions, *abstentions]
         return dataclasses.replace(self._found, map=rest, abstentions=told)
 
-    def _before(self, side: int, module: Path) -> Collection[Path]:
+    def _before(self, side: int, module: Names) -> Collection[Names]:
         """The paths of a module of Linen (0) or NNX (1) without the map."""
         return self._was.get(module, [module]) if side == self._start else [module]
 
@@ -161,7 +163,7 @@ class _Evidence:
                     nnx = modules[1] if side else place
                     yield Abstention(modules[:1], (nnx,), f"the map puts {what} there")
 
-    def _is_also(self, side: int, pair: Pair, module: Path) -> bool:
+    def _is_also(self, side: int, pair: Pair, module: Names) -> bool:
         """Whether the map also has another pair for the leaf, whose other end is in this module of
         the other side, and belongs there."""
         others = (other for other in self._of_leaf[side][pair[side]] if other != pair)
@@ -171,7 +173,7 @@ class _Evidence:
             for path in ends
         )
 
-    def _confused(self, side: int, module: Path, place: Path) -> Path | None:
+    def _confused(self, side: int, module: Names, place: Names) -> Names | None:
         """The module around a place that could be confused with a module: it has the same class or,
         if the class is unknown, the same parts. None if there is none, or it is the module
         itself."""
@@ -192,7 +194,7 @@ class _Evidence:
     def _against_order(self) -> Iterator[Any]:
         """The likeness, as in `_parents`, of modules on both sides in which a map pairs submodules
         of one class in another order."""
-        series: dict[Any, dict[int, list[Path]]] = {}
+        series: dict[Any, dict[int, list[Names]]] = {}
         by_rule = set()
         for pairs in (self._by_map, self._by_structure):
             for one, other in pairs:
@@ -220,12 +222,12 @@ class _Evidence:
         found = {(0, _likeness(self._linen, path)) for path in linen}
         return found | {(1, _likeness(self._nnx, functools.reduce(_common, nnx)))}
 
-    def _like(self, leaf: Path, shape: Shape) -> Any:
+    def _like(self, leaf: Names, shape: Shape) -> Any:
         """A key that NNX leaves of one shape in layers of one class share."""
         return _likeness(self._nnx, leaf[:-1]), shape
 
 
-def _turned(rule_map: LeafMap) -> Iterator[Path]:
+def _turned(rule_map: LeafMap) -> Iterator[Any]:
     """The leaves whose axes a map reorders without changing the shape."""
     for call in rule_map.calls():
         for value in call.inputs if isinstance(call.operation, Transpose) else ():
@@ -233,13 +235,13 @@ def _turned(rule_map: LeafMap) -> Iterator[Path]:
                 yield value.path
 
 
-def _common(one: Path, other: Path) -> Path:
+def _common(one: Names, other: Names) -> Names:
     """The innermost module that contains two others."""
     pairs = itertools.takewhile(lambda keys: keys[0] == keys[1], zip(one, other, strict=False))
     return tuple(key for key, _ in pairs)
 
 
-def _likeness(outline: Mapping[Path, Module], path: Path) -> Any:
+def _likeness(outline: Mapping[Names, Module], path: Names) -> Any:
     """A key that modules with the same constructor share: the class; or, if it is unknown, the path
     without its numbers."""
     while path in outline and outline[path].kind in LISTS + DICTS and path:
@@ -273,13 +275,16 @@ class Side:
     @functools.cached_property
     def modules(self) -> Module:
         """Its modules; without the model, an outline from its leaves."""
-        paths = self.shapes
-        leaves = {path: Leaf(path, paths[path], self.dtypes[path], "") for path in paths}
-        return self.known or outline(self.api, leaves)
+        return self.known or outline(self.api, _bare(self.shapes, self.dtypes))
+
+
+def _bare(shapes: Mapping[Any, Shape], dtypes: Mapping[Any, Any]) -> dict[Any, Leaf]:
+    """Leaves of which only paths, shapes and dtypes are known."""
+    return {path: Leaf(path, shape, dtypes[path], "") for path, shape in shapes.items()}
 
 
 def outline(
-    api: str, leaves: Mapping[Path, Leaf], classes: Mapping[Path, str] | None = None
+    api: str, leaves: Mapping[Any, Leaf], classes: Mapping[Names, str] | None = None
 ) -> Module:
     """The outline of a model of an API; `classes` are all that are known."""
     return linen_outline(leaves, classes) if api == "linen" else path_outline(leaves)
@@ -409,10 +414,8 @@ def _aligned(map_result: MapResult, start: Side, end: Side, gone: Collection[Pat
     rules = map_result.map
     made, taken = rules.made_of(), {*gone, *map_result.unexpected}
     before = {path: made.get(path, [path]) for path in rules.values if path not in taken}
-    leaves = {
-        path: Leaf(path, rules.values[path].shape, start.dtypes[sources[0]], "")
-        for path, sources in before.items()
-    }
+    shapes = {path: rules.values[path].shape for path in before}
+    leaves = _bare(shapes, {path: start.dtypes[old[0]] for path, old in before.items()})
     if start.known is None or start.api == "linen":
         classes = classes_after(start.known, before) if start.known else None
         modules = outline(start.api, leaves, classes)

@@ -28,6 +28,8 @@ GIVEN = "="
 AUXILIARY = "nnx_aux"
 # Variables that hold random numbers.
 RNG_KINDS = ("RngState", "RngKey", "RngCount")
+# A path of which all keys are text.
+Names = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Leaf:
         variable and where only paths are known.
     """
 
-    path: tuple[str, ...]
+    path: Names
     shape: Shape
     dtype: Any
     kind: str
@@ -65,7 +67,7 @@ class Module:
       repeated: names of children that are also elsewhere, and were defined there first.
     """
 
-    path: tuple[str, ...]
+    path: Names
     kind: str = ""
     index: int | None = None
     children: Mapping[str, "Module"] = dataclasses.field(default_factory=dict)
@@ -113,9 +115,7 @@ class Module:
             yield from child.all_leaves()
 
 
-def linen_outline(
-    leaves: Mapping[Path, Any], classes: Mapping[tuple[str, ...], str] | None = None
-) -> Module:
+def linen_outline(leaves: Mapping[Any, Any], classes: Mapping[Names, str] | None = None) -> Module:
     """The outline of a Linen model.
 
     Args:
@@ -125,12 +125,12 @@ def linen_outline(
         needed only for modules with names of their own.
     """
     classes = classes or {}
-    entries: dict[tuple[str, ...], list[Leaf]] = {}
+    entries: dict[Names, list[Leaf]] = {}
     for path in sorted(leaves, key=natural):
         leaf = Leaf(path, tuple(leaves[path].shape), leaves[path].dtype, path[0])
         entries.setdefault(path[1:], []).append(leaf)
 
-    def describe(path: tuple[str, ...]) -> dict[str, Any]:
+    def describe(path: Names) -> dict[str, Any]:
         automatic = AUTOMATIC.fullmatch(path[-1]) if path else None
         named = classes.get(path, "")
         if automatic is not None and not named.startswith(GIVEN):
@@ -142,7 +142,7 @@ def linen_outline(
     return _module((), entries, describe)
 
 
-def path_outline(leaves: Mapping[Path, Any], above: tuple[str, ...] = ()) -> Module:
+def path_outline(leaves: Mapping[Any, Any], above: Names = ()) -> Module:
     """The outline of an NNX model, or of the part of one that is at a path, of which only the paths
     are known. `leaves`: `Leaf`s, or anything with a shape and a dtype."""
     entries = {}
@@ -154,10 +154,10 @@ def path_outline(leaves: Mapping[Path, Any], above: tuple[str, ...] = ()) -> Mod
     return _module(above, entries, lambda path: {})
 
 
-def by_path(module: Module) -> dict[tuple[str, ...], Module]:
+def by_path(module: Module) -> dict[Names, Module]:
     """All modules in a module, in the order of definition, by path; a shared one has several."""
-    found: dict[tuple[str, ...], Module] = {}
-    pending: list[tuple[tuple[str, ...], Module]] = [((), module)]
+    found: dict[Names, Module] = {}
+    pending: list[tuple[Names, Module]] = [((), module)]
     while pending:
         path, at = pending.pop()
         found[path] = at
@@ -166,8 +166,8 @@ def by_path(module: Module) -> dict[tuple[str, ...], Module]:
 
 
 def modules_before(
-    leaves: Mapping[Path, Collection[Path]], begin: int
-) -> dict[Path, dict[Path, None]]:
+    leaves: Mapping[Any, Collection[Any]], begin: int
+) -> dict[Names, dict[Names, None]]:
     """The paths of modules after a map has renamed leaves -> their paths before. A module is the
     same if its leaves have the same names in it.
 
@@ -175,7 +175,7 @@ def modules_before(
       leaves: path of a leaf -> the paths of its sources.
       begin: the number of keys before the module in the path of a leaf: in Linen 1, the collection.
     """
-    found: dict[Path, dict[Path, None]] = {}
+    found: dict[Names, dict[Names, None]] = {}
     for path, sources in leaves.items():
         for source in sources:
             here, there = path[begin:], source[begin:]
@@ -185,7 +185,7 @@ def modules_before(
     return found
 
 
-def classes_after(module: Module, leaves: Mapping[Path, Collection[Path]]) -> dict[Path, str]:
+def classes_after(module: Module, leaves: Mapping[Any, Collection[Any]]) -> dict[Names, str]:
     """The classes of Linen modules after a map has renamed leaves, as `linen_outline` takes them.
     Arguments: the outline before; the leaves as `modules_before` takes them."""
     known, found = by_path(module), {}
@@ -229,20 +229,20 @@ def without(module: Module, paths: Collection[Path]) -> Module:
 
 
 @functools.lru_cache(maxsize=1024)
-def unlifted(kind: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def unlifted(kind: str) -> tuple[tuple[str, Names], ...]:
     """The classes that a Linen name may stand for: the name itself, and the rest of it without the
     names of transforms; each with those transforms."""
-    found: list[tuple[str, tuple[str, ...]]] = [(kind, ())]
+    found: list[tuple[str, Names]] = [(kind, ())]
     while match := _LIFT.match(found[-1][0]):
         kind, lifts = found[-1]
         found.append((kind[match.end() :], (*lifts, match[1])))
     return tuple(found)
 
 
-def _module(path: tuple[str, ...], entries: Mapping[Path, list[Leaf]], describe: Any) -> Module:
+def _module(path: Names, entries: Mapping[Names, list[Leaf]], describe: Any) -> Module:
     """The outline of leaves by their paths below a path. A name may be a module's and a leaf's."""
     leaves: dict[str, tuple[Leaf, ...]] = {}
-    inside: dict[str, dict[Path, list[Leaf]]] = {}
+    inside: dict[str, dict[Names, list[Leaf]]] = {}
     for keys, held in entries.items():
         if len(keys) < 2:
             leaves["".join(keys)] = tuple(held)
