@@ -21,7 +21,6 @@ from reshard.convert.map_rules import OPPOSITE, Map, MapResult, apply_inverse, a
 from reshard.convert.module_tree import (
     Leaf,
     Module,
-    Names,
     by_path,
     classes_after,
     joined,
@@ -50,7 +49,7 @@ _MOVED = "the map moves the axes of others of its class and shape"
 _NUMBER = re.compile(r"\d+")
 
 # A Linen leaf, with its collection, and the NNX leaf that it becomes, or becomes a part of.
-Pair = tuple[Names, Names]
+Pair = tuple[Path, Path]
 
 
 class _Evidence:
@@ -66,11 +65,12 @@ class _Evidence:
 
     def __init__(self, rules: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str):
         self._found = found
-        self._matched: Mapping[Any, Any] = found.map.made_of()
-        self._linen, self._nnx = by_path(linen), by_path(nnx)
+        self._matched = found.map.made_of()
+        self._linen: Mapping[Path, Module] = by_path(linen)
+        self._nnx: Mapping[Path, Module] = by_path(nnx)
         self._order = {path: number for number, path in enumerate(self._nnx)}
         self._start = 0 if to == "nnx" else 1  # the side on which the rules rename
-        made: Mapping[Any, Any] = rules.made_of()
+        made = rules.made_of()
         own = itertools.chain(*self._matched.values()) if to == "nnx" else self._matched
         was = {path: made.get(path, [path]) for path in own}
         self._was = modules_before(was, 1 - self._start)
@@ -86,7 +86,7 @@ class _Evidence:
             # New names from a map are evidence, too.
             pairs = self._by_structure if ends[self._start] == renamed else self._by_map
             ends[self._start] = renamed
-            pairs += itertools.product(ends[0], ends[1])
+            pairs += [(one, other) for one in ends[0] for other in ends[1]]
             value = found.map.values[output]
             like = self._like(ends[1][0], value.shape)
             if not turned.isdisjoint(renamed):
@@ -100,8 +100,8 @@ class _Evidence:
                 if source in turned:
                     self._moved.add(self._like(pair[1], rules.values[path].shape))
         # The pairs of the map by the modules that contain them, in Linen and in NNX; and by leaf.
-        self._below: tuple[dict[Names, list[Pair]], ...] = ({}, {})
-        self._of_leaf: tuple[dict[Names, list[Pair]], ...] = ({}, {})
+        self._below: tuple[dict[Path, list[Pair]], ...] = ({}, {})
+        self._of_leaf: tuple[dict[Path, list[Pair]], ...] = ({}, {})
         for pair in self._by_map:
             for side, keys in enumerate((pair[0][1:], pair[1])):
                 self._of_leaf[side].setdefault(pair[side], []).append(pair)
@@ -111,8 +111,8 @@ class _Evidence:
     def kept(self) -> Alignment:
         """The alignment without contradicted leaves."""
         abstentions: list[Abstention] = []
-        whole: set[Names] = set()  # Linen modules without any decided leaf
-        own: set[Names] = set()  # Linen modules with decided leaves only in their submodules
+        whole: set[Path] = set()  # Linen modules without any decided leaf
+        own: set[Path] = set()  # Linen modules with decided leaves only in their submodules
         by_class = {pair for group in self._found.groups for pair in group}
         for pair in self._found.modules:
             ambiguity = next(self._ambiguities(pair, pair in by_class), None)
@@ -144,7 +144,7 @@ class _Evidence:
         told = [*self._found.abstentions, *abstentions]
         return dataclasses.replace(self._found, map=rest, abstentions=told)
 
-    def _before(self, side: int, module: Names) -> Collection[Names]:
+    def _before(self, side: int, module: Path) -> Collection[Path]:
         """The paths of a module of Linen (0) or NNX (1) without the map."""
         return self._was.get(module, [module]) if side == self._start else [module]
 
@@ -163,7 +163,7 @@ class _Evidence:
                     nnx = modules[1] if side else place
                     yield Abstention(modules[:1], (nnx,), f"the map puts {what} there")
 
-    def _is_also(self, side: int, pair: Pair, module: Names) -> bool:
+    def _is_also(self, side: int, pair: Pair, module: Path) -> bool:
         """Whether the map also has another pair for the leaf, whose other end is in this module of
         the other side, and belongs there."""
         others = (other for other in self._of_leaf[side][pair[side]] if other != pair)
@@ -173,7 +173,7 @@ class _Evidence:
             for path in ends
         )
 
-    def _confused(self, side: int, module: Names, place: Names) -> Names | None:
+    def _confused(self, side: int, module: Path, place: Path) -> Path | None:
         """The module around a place that could be confused with a module: it has the same class or,
         if the class is unknown, the same parts. None if there is none, or it is the module
         itself."""
@@ -194,7 +194,7 @@ class _Evidence:
     def _against_order(self) -> Iterator[Any]:
         """The likeness, as in `_parents`, of modules on both sides in which a map pairs submodules
         of one class in another order."""
-        series: dict[Any, dict[int, list[Names]]] = {}
+        series: dict[Any, dict[int, list[Path]]] = {}
         by_rule = set()
         for pairs in (self._by_map, self._by_structure):
             for one, other in pairs:
@@ -222,7 +222,7 @@ class _Evidence:
         found = {(0, _likeness(self._linen, path)) for path in linen}
         return found | {(1, _likeness(self._nnx, functools.reduce(_common, nnx)))}
 
-    def _like(self, leaf: Names, shape: Shape) -> Any:
+    def _like(self, leaf: Path, shape: Shape) -> Any:
         """A key that NNX leaves of one shape in layers of one class share."""
         return _likeness(self._nnx, leaf[:-1]), shape
 
@@ -235,19 +235,19 @@ def _turned(rule_map: LeafMap) -> Iterator[Any]:
                 yield value.path
 
 
-def _common(one: Names, other: Names) -> Names:
+def _common(one: Path, other: Path) -> Path:
     """The innermost module that contains two others."""
     pairs = itertools.takewhile(lambda keys: keys[0] == keys[1], zip(one, other, strict=False))
     return tuple(key for key, _ in pairs)
 
 
-def _likeness(outline: Mapping[Names, Module], path: Names) -> Any:
+def _likeness(outline: Mapping[Path, Module], path: Path) -> Any:
     """A key that modules with the same constructor share: the class; or, if it is unknown, the path
     without its numbers."""
     while path in outline and outline[path].kind in LISTS + DICTS and path:
         path = path[:-1]
     kind = outline[path].kind if path in outline else ""
-    return unlifted(kind)[-1][0] or tuple(_NUMBER.sub("", key) for key in path)
+    return unlifted(kind)[-1][0] or tuple(_NUMBER.sub("", str(key)) for key in path)
 
 
 _RENAMES = (
@@ -284,7 +284,7 @@ def _bare(shapes: Mapping[Any, Shape], dtypes: Mapping[Any, Any]) -> dict[Any, L
 
 
 def outline(
-    api: str, leaves: Mapping[Any, Leaf], classes: Mapping[Names, str] | None = None
+    api: str, leaves: Mapping[Any, Leaf], classes: Mapping[Any, str] | None = None
 ) -> Module:
     """The outline of a model of an API; `classes` are all that are known."""
     return linen_outline(leaves, classes) if api == "linen" else path_outline(leaves)

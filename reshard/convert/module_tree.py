@@ -154,7 +154,7 @@ def path_outline(leaves: Mapping[Any, Any], above: Names = ()) -> Module:
     return _module(above, entries, lambda path: {})
 
 
-def by_path(module: Module) -> dict[Names, Module]:
+def by_path(module: Module) -> dict[Any, Module]:
     """All modules in a module, in the order of definition, by path; a shared one has several."""
     found: dict[Names, Module] = {}
     pending: list[tuple[Names, Module]] = [((), module)]
@@ -165,9 +165,7 @@ def by_path(module: Module) -> dict[Names, Module]:
     return found
 
 
-def modules_before(
-    leaves: Mapping[Any, Collection[Any]], begin: int
-) -> dict[Names, dict[Names, None]]:
+def modules_before(leaves: Mapping[Any, Collection[Any]], begin: int) -> dict[Any, dict[Any, None]]:
     """The paths of modules after a map has renamed leaves -> their paths before. A module is the
     same if its leaves have the same names in it.
 
