@@ -363,7 +363,7 @@ SPECS = ("--spec", "(q|k|v|gate|up|lm_head)$=data,model", "--spec", "(o|down|emb
 def safetensors(bench: Bench) -> Iterator[Row]:
     """W2 to one safetensors file and back, and restored from it: against decoding and encoding it
     once, and against Orbax; peak memory at 256 MiB; and 723 tensors in 30 files planned."""
-    source = bench.source("W2")
+    source, w1 = bench.source("W2"), bench.source("W1")
     flags = ("--max-memory", "256MiB")
     export = Program("reshard export", source, [RESHARD, "export", source, DST])
     script = Program(
@@ -386,12 +386,13 @@ def safetensors(bench: Bench) -> Iterator[Row]:
     measured = times(imported.seconds, encode)
     yield Row("W2 from safetensors to 1x8: time, of encoding's", "1.5x", "1.15x", measured)
     small = bench.compare(
-        Program("export at 256 MiB", source, [RESHARD, "export", source, DST, *flags]),
+        # A stored chunk of W2 does not fit into it.
+        Program("export at 256 MiB", w1, [RESHARD, "export", w1, DST, *flags]),
         Program("ckpt at 256 MiB", files, [*ckpt, *flags]),
     )
-    for name, result in zip(("to", "from"), small, strict=True):
+    for name, result in zip(("W1 to", "W2 from"), small, strict=True):
         measured = peak(result, bench.baseline())
-        yield Row(f"W2 {name} safetensors at 256 MiB: peak memory", "320 MiB", "256 MiB", measured)
+        yield Row(f"{name} safetensors at 256 MiB: peak memory", "320 MiB", "256 MiB", measured)
     restored = [
         Program(tool, files, module("safetensors", tool, "W2", files), rounds)
         for tool, rounds in (("reshard", None), ("orbax", 2))
