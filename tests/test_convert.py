@@ -1286,7 +1286,8 @@ def test_another_kind_of_keys_is_told_with_all_else(tmp_path):
     told = refused(reshard.to_nnx, source, lambda: training(ADAM))
     assert told.problems == (
         "more  float32[2]: unexpected",
-        "nnx_aux/model/drop/rngs/key -> drop/rngs/key: uint32, the model has threefry2x32 keys[]",
+        "nnx_aux/model/drop/rngs/key -> drop/rngs/key: uint32[2], the model has "
+        "threefry2x32 keys[]",
     )
 
 

@@ -13,23 +13,12 @@ from typing import Any
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Transpose
+from reshard.convert import layers, module_tree
 from reshard.convert.align import Abstention, Alignment, align, listed
-from reshard.convert.layers import DICTS, LISTS
 from reshard.convert.layout import COLLECTIONS, Layout
 from reshard.convert.leafmap import LeafMap, Source, Zeros, renaming, sources_of
 from reshard.convert.map_rules import OPPOSITE, Map, MapResult, apply_inverse, apply_map
-from reshard.convert.module_tree import (
-    Leaf,
-    Module,
-    by_path,
-    classes_after,
-    joined,
-    linen_outline,
-    modules_before,
-    path_outline,
-    unlifted,
-    without,
-)
+from reshard.convert.module_tree import Leaf, Module
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, format_glob, format_path, glob_text, named_by, nearest
 
@@ -66,14 +55,14 @@ class _Evidence:
     def __init__(self, rules: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str):
         self._found = found
         self._matched = found.map.made_of()
-        self._linen: Mapping[Path, Module] = by_path(linen)
-        self._nnx: Mapping[Path, Module] = by_path(nnx)
+        self._linen: Mapping[Path, Module] = module_tree.by_path(linen)
+        self._nnx: Mapping[Path, Module] = module_tree.by_path(nnx)
         self._order = {path: number for number, path in enumerate(self._nnx)}
         self._start = 0 if to == "nnx" else 1  # the side on which the rules rename
         made = rules.made_of()
         own = itertools.chain(*self._matched.values()) if to == "nnx" else self._matched
         was = {path: made.get(path, [path]) for path in own}
-        self._was = modules_before(was, 1 - self._start)
+        self._was = module_tree.modules_before(was, 1 - self._start)
         turned = {*_turned(rules)}
         # Class and shape of leaves whose axes the map reorders; and of other leaves, by NNX path.
         self._moved: set[Any] = set()
@@ -179,7 +168,7 @@ class _Evidence:
         itself."""
         outline = (self._linen, self._nnx)[side]
         this = outline.get(module)
-        if this is None or this.kind in LISTS + DICTS:
+        if this is None or this.kind in layers.LISTS + layers.DICTS:
             return None
         for end in range(len(place), -1, -1):
             other = outline.get(place[:end])
@@ -210,7 +199,7 @@ class _Evidence:
                 for one, other in zip(sorted(first), sorted(second), strict=False):
                     common = _common(one, other)
                     if self._order.get(one, 0) > self._order.get(other, 0) and (
-                        self._nnx[common].ordered or self._nnx[common].kind in LISTS
+                        self._nnx[common].ordered or self._nnx[common].kind in layers.LISTS
                     ):
                         yield 0, _likeness(self._linen, key[1])
                         yield 1, _likeness(self._nnx, common)
@@ -244,10 +233,10 @@ def _common(one: Path, other: Path) -> Path:
 def _likeness(outline: Mapping[Path, Module], path: Path) -> Any:
     """A key that modules with the same constructor share: the class; or, if it is unknown, the path
     without its numbers."""
-    while path in outline and outline[path].kind in LISTS + DICTS and path:
+    while path in outline and outline[path].kind in layers.LISTS + layers.DICTS and path:
         path = path[:-1]
     kind = outline[path].kind if path in outline else ""
-    return unlifted(kind)[-1][0] or tuple(_NUMBER.sub("", str(key)) for key in path)
+    return module_tree.unlifted(kind)[-1][0] or tuple(_NUMBER.sub("", str(key)) for key in path)
 
 
 _RENAMES = (
@@ -275,19 +264,17 @@ class Side:
     @functools.cached_property
     def modules(self) -> Module:
         """Its modules; without the model, an outline from its leaves."""
-        return self.known or outline(self.api, _bare(self.shapes, self.dtypes))
+        if self.known is not None:
+            return self.known
+        leaves = _bare(self.shapes, self.dtypes)
+        if self.api == "linen":
+            return module_tree.linen_outline(leaves)
+        return module_tree.path_outline(leaves)
 
 
 def _bare(shapes: Mapping[Any, Shape], dtypes: Mapping[Any, Any]) -> dict[Any, Leaf]:
     """Leaves of which only paths, shapes and dtypes are known."""
     return {path: Leaf(path, shape, dtypes[path], "") for path, shape in shapes.items()}
-
-
-def outline(
-    api: str, leaves: Mapping[Any, Leaf], classes: Mapping[Any, str] | None = None
-) -> Module:
-    """The outline of a model of an API; `classes` are all that are known."""
-    return linen_outline(leaves, classes) if api == "linen" else path_outline(leaves)
 
 
 def side_of(ckpt: Mapping[Path, Any], layout: Layout, known: Module | None = None) -> Side:
@@ -416,14 +403,17 @@ def _aligned(map_result: MapResult, start: Side, end: Side, gone: Collection[Pat
     before = {path: made.get(path, [path]) for path in rules.values if path not in taken}
     shapes = {path: rules.values[path].shape for path in before}
     leaves = _bare(shapes, {path: start.dtypes[old[0]] for path, old in before.items()})
-    if start.known is None or start.api == "linen":
-        classes = classes_after(start.known, before) if start.known else None
-        modules = outline(start.api, leaves, classes)
+    if start.api == "linen":
+        classes = module_tree.classes_after(start.known, before) if start.known else None
+        modules = module_tree.linen_outline(leaves, classes)
+    elif start.known is None:
+        modules = module_tree.path_outline(leaves)
     else:
         moved = {path: leaf for path, leaf in leaves.items() if before[path] != [path]}
-        known = without(start.known, start.shapes.keys() - (leaves.keys() - moved.keys()))
-        modules = joined(known, path_outline(moved))
-    there = without(end.modules, gone)
+        changed = start.shapes.keys() - (leaves.keys() - moved.keys())
+        kept = module_tree.without(start.known, changed)
+        modules = module_tree.joined(kept, module_tree.path_outline(moved))
+    there = module_tree.without(end.modules, gone)
     found = align(modules, there) if start.api == "linen" else align(there, modules)
     if not (rules.origin and found.map.values):
         return found
