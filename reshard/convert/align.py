@@ -24,7 +24,7 @@ from reshard.arrays.operations import Concat, Transpose, Unstack
 from reshard.convert import layers
 from reshard.convert.by_order import Modules
 from reshard.convert.layers import NO_MOVE, Match, Placed, moves
-from reshard.convert.leafmap import LeafMap, Row, Source, Value, Zeros, applied
+from reshard.convert.leafmap import Filled, LeafMap, Row, Source, Value, applied
 from reshard.convert.module_tree import (
     AUXILIARY,
     RNG_KINDS,
@@ -480,7 +480,7 @@ def align(linen: Module, nnx: Module) -> Alignment:
     # As the model defines them, the weights of a layer before its biases.
     order = {leaf.path[:-1]: number for number, leaf in enumerate(nnx.all_leaves())}
 
-    zeros: dict[Path, Zeros] = {x.path: Zeros(x.shape, x.dtype) for x in pairing.zeros}
+    zeros: dict[Path, Filled] = {x.path: Filled(x.shape, x.dtype) for x in pairing.zeros}
     pairing.map = LeafMap(values, origin, (), zeros)
     pairing.abstentions += shared
     pairing.mismatches.sort(key=lambda x: (order[x.output.path[:-1]], -len(x.output.shape)))

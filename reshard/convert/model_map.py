@@ -16,7 +16,7 @@ from reshard.arrays.operations import Transpose
 from reshard.convert import layers, module_tree
 from reshard.convert.align import Abstention, Alignment, align, listed
 from reshard.convert.layout import COLLECTIONS, Layout
-from reshard.convert.leafmap import LeafMap, Source, Zeros, renaming, sources_of
+from reshard.convert.leafmap import Filled, LeafMap, Source, renaming, sources_of
 from reshard.convert.map_rules import OPPOSITE, Map, MapResult, apply_inverse, apply_map
 from reshard.convert.module_tree import Leaf, Module
 from reshard.errors import TreeMismatchError
@@ -332,7 +332,7 @@ def by_map(
         if path not in end.shapes
         and (
             (path[0] in collections) == (end.api == "linen")
-            or isinstance(found.map.values[path], Zeros)
+            or isinstance(found.map.values[path], Filled)
         )
     ]
     problems = []
