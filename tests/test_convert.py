@@ -1816,11 +1816,10 @@ def test_a_checkpoint_of_the_other_api_is_told_in_a_restore(tmp_path):
         typed = f"reshard convert SRC DST --to {api} --model MODULE:NAME"
         assert (hint, as_flags(hint)) == (f"reshard.to_{api}(path, model)", typed)
     # Trees of one API, boxed or not, are renamed.
-    below, weights = save(tmp_path / "below", {"params": nnx.state(modules)}), params["params"]
+    below = save(tmp_path / "below", {"params": nnx.state(modules)})
     for path, target, rule in (
         (of_nnx, {"params": Of(hidden=modules.hidden, out=modules.out)}, ("^", "params/")),
         (below, modules, ("^params/", "")),
-        (save(tmp_path / "weights", {"weights": weights}), params, ("^weights/", "params/")),
     ):
         hint = f"hint: reshard.rename(reshard.open(path), {as_python([rule])})"
         assert hint in refusal(reshard.restore, path, target).splitlines()
