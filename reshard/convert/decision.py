@@ -23,7 +23,7 @@ from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
 from reshard.convert.layout import Layout
-from reshard.convert.leafmap import LeafMap, Output, Row, Source, Value, Zeros, renaming
+from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, Value, renaming
 from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
@@ -97,7 +97,7 @@ def outcomes(
     """The outcomes of the leaves of a map, and of those that keep their initial value; `default` is
     the origin of leaves that have none."""
     for path, value in found.values.items():
-        if isinstance(value, Zeros):
+        if isinstance(value, Filled):
             yield Outcome((), path, "zeros")
             continue
         before, operation = [value.path] if isinstance(value, Source) else [], ""
@@ -257,7 +257,7 @@ class Ledger:
     ) -> None:
         """Adds what structure does not decide of leaves beside what a map says, which may be one
         for the other direction."""
-        self._problems += shown_once(entry.told(self._to) for entry in found.mismatches)
+        self._problems += shown_once(map(str, found.mismatches))
         self._problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
             if entry.rule is not None:
@@ -268,8 +268,8 @@ class Ledger:
             why = (kind, str(entry))
             self._open |= dict.fromkeys((*entry.linen, *entry.nnx), why)
         for entry in found.mismatches:
-            why = ("mismatch", entry.told(self._to))
-            self._open |= dict.fromkeys((*(leaf.path for leaf in entry.linen), entry.nnx.path), why)
+            why = ("mismatch", str(entry))
+            self._open |= {leaf.path: why for leaf in (*entry.inputs, entry.output)}
         known, saved = self._other is not None, self._layout.model
         if found.abstentions:
             self._hints += hints_for(found.abstentions, said, source, target, known, saved)
@@ -310,17 +310,14 @@ class Ledger:
 
     def _start_anew(self) -> str:
         """The hint that leaves out or resets optimizer state that cannot be converted."""
-        there, leaves = self._state_there, {} if self._target is None else self._target.leaves
-        step = [] if there or self._layout.step is None else [self._layout.step]
-        state = [*self._layout.optimizer.values(), *step]
-        globs = covering_globs(state, {path: path for path in self._ckpt})
-        given = [f"drop={as_python([glob])}" for glob, _ in globs]
-        if self._target is not None:
-            wanted = [at for at in there.values() if isinstance(leaves[at], TargetLeaf)]
-            globs = covering_globs(wanted, self._target.names())
-            given += [f"init={as_python([glob])}" for glob, _ in globs]
-        end = " resets that state" if there else " leaves that state out"
-        return " with ".join(given) + end
+        layout, there = self._layout, None
+        if self._target is not None and self._state_there:
+            there = self._target.layout.optimizer_root
+        gone = (layout.optimizer_root, layout.step if there is None else None)
+        given = [f"drop={as_python([format_glob(path)])}" for path in gone if path]
+        if there is None:
+            return f"{' with '.join(given)} leaves that state out"
+        return f"{given[0]} with init={as_python([format_glob(there)])} resets that state"
 
     def _copied(self) -> Followed:
         """The map of copies of the parameters, which follow the model's leaves."""
@@ -361,12 +358,12 @@ class Ledger:
         for path, owner, _ in mirrors:
             assert self._target is not None
             leaf, value = self._target.leaves[there[path]], model.values.get(owner)
-            if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
+            if isinstance(value, Filled) and isinstance(leaf, TargetLeaf) and leaf.dtype:
                 if value.fill is not None:  # by a rule: its state is not known
                     continue
-                values[path] = Zeros(leaf.shape, leaf.dtype)
+                values[path] = Filled(leaf.shape, leaf.dtype)
         zeros = {
-            path: Zeros(*leaf)
+            path: Filled(*leaf)
             for path, owner in owners.items()
             if owner in zero and (leaf := leaves[path]) is not None
         }
@@ -427,7 +424,7 @@ class Ledger:
         values: dict[Path, Value] = {}
         origin: dict[Path, str] = {}
         dropped: list[Path] = []
-        must_be_zero: dict[Path, Zeros] = {}
+        must_be_zero: dict[Path, Filled] = {}
         names: dict[Path, Path] = {}
         sides = (
             (self.model, self._layout.model, self._model_place, ()),
@@ -447,7 +444,7 @@ class Ledger:
                     values[at] = value
                     origin[at] = whole.origin.get(path) or "path"
                     names[at] = above + path
-                if isinstance(value, Zeros) or (at is not None and not self._verdicts):
+                if isinstance(value, Filled) or (at is not None and not self._verdicts):
                     continue
                 # Where state goes whose parameter goes nowhere is not decided.
                 sources = LeafMap({path: value}).sources()
@@ -659,7 +656,7 @@ class Ledger:
 
 def _made(found: LeafMap) -> dict[Path, Value]:
     """The leaves of a map that are made of others."""
-    return {path: value for path, value in found.values.items() if not isinstance(value, Zeros)}
+    return {path: value for path, value in found.values.items() if not isinstance(value, Filled)}
 
 
 def _copies_of_parameters(
@@ -712,11 +709,11 @@ def differences(
     made: dict[int, tuple[ArrayHandle, Apply | None]] = {}
 
     def made_of(value: Value) -> tuple[ArrayHandle, Apply | None]:
-        assert not isinstance(value, Zeros)
+        assert not isinstance(value, Filled)
         return (arrays[value.path], None) if isinstance(value, Source) else made[id(value.call)]
 
     for call in whole.calls():
-        inputs = [made_of(value) for value in call.inputs if not isinstance(value, Zeros)]
+        inputs = [made_of(value) for value in call.inputs if not isinstance(value, Filled)]
         first, function = inputs[0][0], next((one for _, one in inputs if one), None)
         if isinstance(call.operation, Apply):
             function = call.operation
@@ -729,35 +726,32 @@ def differences(
                 yield None, f"{pair}: {both} cannot be combined", ""
     for place, value in whole.values.items():
         wanted = targets.get(place)
-        if isinstance(value, Zeros) and place in names and isinstance(wanted, TargetLeaf):
+        if place not in names or not isinstance(wanted, TargetLeaf):
+            continue
+        if isinstance(value, Filled):
             filled = f"{value.dtype.name}{list(value.shape)}"
             expected = f"{wanted.dtype}{list(wanted.shape)}"
             if filled != expected:
                 text = f"filled as {filled}, the model has {expected}"
                 yield place, f"{format_path(names[place])}: {text}", ""
-        if isinstance(value, Zeros) or place not in names or not isinstance(wanted, TargetLeaf):
             continue
         source, function = made_of(value)
-        both = f"{format_path(source.path)} -> {format_path(names[place])}"
-        text, key, says, hint = "", "", None, ""
+        text, key, wants, hint = "", "", None, ""
         if wanted.kind == "key":
-            if source.key_impl != wanted.key_impl:
-                keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
-                text = f"{keys}, the model has {wanted}"
-            elif value.shape[:-1] != wanted.shape:
-                keys = f"{source.key_impl} keys{list(value.shape[:-1])}"
-                text = f"{keys}, the model has {wanted}"
-        elif wanted.kind != "array":
-            continue
-        elif tuple(value.shape) != wanted.shape:
+            shape = value.shape[:-1] if source.key_impl else value.shape
+            if (source.key_impl, shape) != (wanted.key_impl, wanted.shape):
+                given = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
+                text = f"{given}{list(shape)}, the model has {wanted}"
+        elif wanted.kind == "array" and tuple(value.shape) != wanted.shape:
             text = f"shape {list(value.shape)}, the model has {list(wanted.shape)}"
-            key, says = "shape", list(wanted.shape)
-        elif source.dtype != wanted.dtype:
+            key, wants = "shape", list(wanted.shape)
+        elif wanted.kind == "array" and source.dtype != wanted.dtype:
             text = f"dtype {source.dtype.name}, the model has {wanted.dtype}"
-            key, says = "dtype", str(wanted.dtype)
-            hint = f'reshard.cast(ckpt, "{says}", {as_python(format_glob(source.path))})'
+            key, wants = "dtype", str(wanted.dtype)
+            hint = f'reshard.cast(ckpt, "{wants}", {as_python(format_glob(source.path))})'
         if function is not None and key:  # how a rule says what it makes, if not what it is given
-            call = f"{{ function = '{function.name}', {key} = {says!r} }}"
+            call = f"{{ function = '{function.name}', {key} = {wants!r} }}"
             hint = f"apply = {call}, if that is what it makes"
         if text:
+            both = f"{format_path(source.path)} -> {format_path(names[place])}"
             yield place, f"{both}: {text}", hint

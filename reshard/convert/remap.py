@@ -11,10 +11,10 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
-from reshard.convert.leafmap import LeafMap, Output, Source, Zeros, sources_of
+from reshard.convert.leafmap import Filled, LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.optimizer import followers
-from reshard.convert.ready_maps import find_map
+from reshard.convert.ready_maps import PREFIX, find_map, fitting_arguments
 from reshard.convert.stacking import OPTIMIZERS
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, check_lists, format_path, with_positions
@@ -54,7 +54,13 @@ def remap(
     old: dict[Path, Path] = {tuple(map(str, path)): path for path in ckpt}
     leaves: dict[Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
     shapes = {p: x.shape if isinstance(x, ArrayHandle) else () for p, x in leaves.items()}
-    result = (apply_inverse if reverse else apply_map)(rules, shapes)
+    try:
+        result = (apply_inverse if reverse else apply_map)(rules, shapes)
+    except TreeMismatchError as error:
+        if not rules.name.startswith(PREFIX):
+            raise
+        hints = [*fitting_arguments(shapes, error.problems)]
+        raise TreeMismatchError(error.summary, error.problems, hints) from error
     problems = [*_problems(rules, result.map, leaves, reverse)]
     if len(old) < len(ckpt):
         problems += ["a list and a dict in one place have keys of the same text"]
@@ -112,7 +118,7 @@ def _stateful(found: LeafMap) -> Iterator[str]:
 
 
 def _mirrors(
-    changed: Collection[Path], leaves: Mapping[Path, Shape | Zeros]
+    changed: Collection[Path], leaves: Mapping[Path, Shape | Filled]
 ) -> Iterator[tuple[Path, Path]]:
     """Leaves that stay as they are, but follow one that is `changed`, with that one: leaves of its
     shape whose paths end with its path below another top-level key. The top-level key of the
@@ -141,5 +147,5 @@ def _mirrors(
                     yield path, owner
 
 
-def _shape(leaf: Shape | Zeros) -> Shape:
-    return leaf.shape if isinstance(leaf, Zeros) else leaf
+def _shape(leaf: Shape | Filled) -> Shape:
+    return leaf.shape if isinstance(leaf, Filled) else leaf
