@@ -540,16 +540,16 @@ def test_a_name_that_exists_when_its_file_is_copied(source, bucket, monkeypatch,
     monkeypatch.setattr(commit, "_LARGE", 1 << 12)
     url, ckpt, copy = f"{bucket}/hf", reshard.open(source), listing.copy
 
-    def changed(scheme, name, key, new):
+    def changed(scheme, name, new, key):
         old, place = (parse_location(f"{scheme}://{name}/{path}") for path in (key, new))
-        copy(scheme, name, key, new)
+        copy(scheme, name, new, key)
         if change == "written":
             place.write(bytes(place.file_bytes()))
         if change == "committed by another job":
             place.write(b"other")
         if change.startswith("committed"):
             old.remove()
-            return copy(scheme, name, key, new)
+            return copy(scheme, name, new, key)
         return False
 
     monkeypatch.setattr(listing, "copy", changed)
