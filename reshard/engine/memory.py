@@ -23,7 +23,7 @@ MOST_LARGE = 4
 # Batches that fit into memory together: one is read while others are encoded and written. With
 # fewer, cores wait for the last chunk of a batch; with more, batches are too small.
 WINDOW = 4
-# What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
+# Bytes for handling a box, besides its own: they matter for checkpoints of many small arrays.
 READ_OVERHEAD = 1 << 14
 
 

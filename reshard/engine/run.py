@@ -33,7 +33,7 @@ _SMALLEST = 32 << 20
 _WORKERS = 16
 # Pools that may break, one after another, without a result.
 _BREAKS = 3
-# How long an executor's tasks are waited for that were told to stop.
+# Seconds to wait for tasks of an executor that were told to stop.
 STOP_SECONDS = 60.0
 # How often workers are looked at.
 _LOOK_SECONDS = 0.1

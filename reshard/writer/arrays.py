@@ -359,8 +359,8 @@ class Target:
         for write in writes:
             wait_written(write, self._directory)
         wait = functools.partial(wait_written, transaction.future, self._directory)
-        # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
-        # into a directory that is being removed.
+        # Before the commit begins: after an interrupt, a commit that nobody waits for would still
+        # write into a directory that is being removed.
         for reservation in reservations:
             reservation.free_after(wait, self._committed, transaction.future.done)
         transaction.commit_async()

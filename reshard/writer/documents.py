@@ -256,16 +256,16 @@ def _read_digests(
         )
     wrong = [h for name, h in sources.items() if item.record.digest(h) not in (None, found[name,])]
     if wrong:
-        told = [f"{format_path(h.path)}  {digest_record.stored_record(h)}" for h in wrong]
-        raise other_values(str(source.path), told, verify_hint(source))
+        lines = [f"{format_path(h.path)}  {digest_record.stored_record(h)}" for h in wrong]
+        raise other_values(str(source.path), lines, verify_hint(source))
     return texts
 
 
-def other_values(source: str, told: Sequence[str], hint: str) -> errors.CorruptCheckpointError:
+def other_values(source: str, lines: Sequence[str], hint: str) -> errors.CorruptCheckpointError:
     """The error for arrays that differ from their recorded digests, a line each."""
     return errors.CorruptCheckpointError(
         f"values read from `{source}` do not match its recorded digests",
-        told,
+        lines,
         [hint],
     )
 

@@ -35,7 +35,7 @@ P = TypeVar("P", bound=Plan)
 _ESTIMATE_ERROR = 1.1
 # No codec makes weights smaller than by this factor.
 _MOST_COMPRESSION = 100
-# What earlier versions of this program have left beside a destination.
+# Names that unfinished jobs of earlier versions have next to a destination.
 _EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
 _EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
 # Bytes in flight of a box of an export, so that most boxes are whole rows, one piece of a file.
@@ -204,7 +204,7 @@ def _free_bytes(destination: Location) -> int:
     free = disk.free_bytes(destination)
     parent = destination.parent
     for name in parent.names() if parent.is_dir() else ():
-        if name.startswith(f"{UNFINISHED_PREFIX}{destination.name}."):  # gone on with, or removed
+        if name.startswith(f"{UNFINISHED_PREFIX}{destination.name}."):  # resumed, or removed
             free += disk.own_bytes(parent / name)
     return free
 
@@ -213,10 +213,10 @@ def check_apart(destination: Location, source: Location, what: str = "source") -
     """Raises DestinationError if one of the two is inside the other."""
     real, root = destination.resolved(), source.resolved()
     if real.below(root) is not None or root.below(real) is not None:
-        beside = "write to another path, check the result, then rename it"
+        elsewhere = "write to another path, check the result, then rename it"
         raise errors.DestinationError(
             f"the destination `{destination}` and the {what} `{source}` overlap",
-            hints=[beside if destination.is_local else "write to another prefix"],
+            hints=[elsewhere if destination.is_local else "write to another prefix"],
         )
 
 

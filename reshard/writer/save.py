@@ -55,7 +55,7 @@ from reshard.writer.planning import plan
 
 # Documents that are written, or read, at once.
 _DOCUMENTS = 32
-# How often a share looks whether the job that it belongs to goes on.
+# Seconds after which a share checks again that its job has not ended.
 _LOOK_SECONDS = 1.0
 
 
@@ -236,12 +236,12 @@ def _begun(
         return None
     directory, found, ignored = begun
     items = tuple(item.directory(destination).below(destination) or "" for item in plan.items)
-    then = None if found is None else found.count
-    count = share[1] if share else then or plan.share_count(workers)
+    earlier = None if found is None else found.count
+    count = share[1] if share else earlier or plan.share_count(workers)
     job = Job(destination, directory, items, token, count, ignored)
-    if then not in (None, count):
-        text = f"the job of `{destination}` has {then} shares, not {count}"
-        hints = [f"share=(..., ...) of {then} shares writes one of them"]
+    if earlier not in (None, count):
+        text = f"the job of `{destination}` has {earlier} shares, not {count}"
+        hints = [f"share=(..., ...) of {earlier} shares writes one of them"]
         raise errors.DestinationError(text, hints=hints)
     return Attempt(job), {} if found is None else committing.whole_parts(job, found)
 
@@ -254,9 +254,9 @@ def _source_errors(plan: Plan, job: Job) -> Iterator[None]:
     except (errors.ReshardError, OSError) as error:
         cause = error.__cause__
         missing = Location(str(cause.filename)) if isinstance(cause, FileNotFoundError) else None
-        gone = missing is not None and missing.below(plan.checkpoints[0].source.root)
-        lost = [str(missing)] if gone else []
-        check_source(plan.source_state, job, plan.checkpoints, error, lost)
+        if missing is not None and not missing.below(plan.checkpoints[0].source.root):
+            missing = None
+        check_source(plan.source_state, job, plan.checkpoints, error, missing)
         raise
 
 
@@ -265,13 +265,14 @@ def check_source(
     job: Job,
     checkpoints: Sequence[Checkpoint],
     error: Exception | None = None,
-    gone: Sequence[str] = (),
+    missing: Location | None = None,
 ) -> None:
-    """Raises CorruptCheckpointError if the source is not as `before`, or files are `gone`."""
-    if changed := siblings.changed_paths(before, checkpoints) or gone:
+    """Raises CorruptCheckpointError if the source is not as `before`, or a file is `missing`."""
+    changed = siblings.changed_paths(before, checkpoints)
+    if changed or missing is not None:
         raise errors.CorruptCheckpointError(
             "the source changed during the job",
-            [f"`{path}`" for path in changed],
+            [f"`{path}`" for path in changed or [missing]],
             [committing.restart_hint(job.directory)] if job.directory.exists() else [],
         ) from error
 
@@ -284,7 +285,7 @@ class ShareTask:
     """A share for a process that knows nothing else of the job.
 
     Attributes:
-      begun: the document of the process that commits, which exists while the job goes on.
+      begun: the document of the process that commits, which exists until the job ends.
     """
 
     job: Job
@@ -474,9 +475,9 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         )
     kinds = {(p, d["job"], d["count"]) for p, found in jobs.items() for d in found.documents}
     if len(kinds) > 1:
-        told = [f"`{path}`: a job of {count} shares" for path, _, count in sorted(kinds)]
+        lines = [f"`{path}`: a job of {count} shares" for path, _, count in sorted(kinds)]
         hints = [committing.restart_hint(path) for path in jobs]
-        raise errors.DestinationError(f"several unfinished jobs exist for `{place}`", told, hints)
+        raise errors.DestinationError(f"several unfinished jobs exist for `{place}`", lines, hints)
     [(directory, found)] = jobs.items()
     about = found.documents[0]
     job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])

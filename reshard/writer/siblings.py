@@ -28,21 +28,11 @@ from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
 
 # Names in an item's directory that the writer makes itself, but for arrays and staged databases.
-WRITTEN = frozenset(
-    {
-        TREE_FILE,
-        SHARDING_FILE,
-        ARRAYS_FOLDER,
-        STRINGS_FILE,
-        MANIFEST,
-        *FOLDERS,
-        MARKER,
-        *RECORD_FILES,
-    }
-)
-# What begins so is a job's, beside its destination. Orbax neither lists nor removes it: it would
-# take a name that ends in digits for a step, and its CheckpointManager removes what has Orbax's
-# own temporary suffix.
+WRITTEN = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER, STRINGS_FILE, MANIFEST, MARKER})
+WRITTEN |= {*FOLDERS, *RECORD_FILES}
+# The prefix of a job's directory, next to its destination. Orbax neither lists nor removes it. Orbax
+# would take a name that ends in digits for a step, and its CheckpointManager removes names with
+# Orbax's own temporary suffix.
 UNFINISHED_PREFIX = ".reshard-"
 # Files that may be written at any time.
 NO_STATE = RECORD_FILES
@@ -88,12 +78,12 @@ def siblings(checkpoints: Sequence[Checkpoint]) -> list[Sibling]:
 def _sibling_roots(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Paths, below the root, of the topmost siblings."""
     root = checkpoints[0].source.root
-    if checkpoints[0].source.is_foreign:  # beside files of another format, nothing is Orbax's
+    if checkpoints[0].source.is_foreign:  # files of another format have no siblings
         return []
     skips: dict[str, Callable[[str], bool]] = {}  # names in a folder that are none
     if checkpoints[0].source.kind == "manager":
         steps = set(step_directories(root).values())
-        if not root.is_local:  # where steps are told by their names, as `logs_2024` might be
+        if not root.is_local:  # where names alone show steps, as `logs_2024` would
             steps = {name for name in steps if name.isdigit() or is_step(root / name)}
         skips[""] = lambda name: name in steps or TEMPORARY in name
     for c in checkpoints:
@@ -169,11 +159,11 @@ def source_state(
     with source.root.cached_listing():
         for item in known:
             item.prefetch(below=True)
-        beside: list[Location] = []
+        others: list[Location] = []
         with contextlib.suppress(OSError):  # it is not there any more, and so counts as changed
             tops = (source.root / top for top in _sibling_roots(checkpoints))
-            beside = [top for top in tops if source.kind != "manager" or top.parent != source.root]
-        tops = [*known, *(path for path in beside if not any(map(path.below, known)))]
+            others = [top for top in tops if source.kind != "manager" or top.parent != source.root]
+        tops = [*known, *(path for path in others if not any(map(path.below, known)))]
         states = known if opened else {}
         return {str(path): states.get(path) or path.state(NO_STATE) for path in tops}
 
