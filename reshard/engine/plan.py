@@ -22,14 +22,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
-from reshard.arrays.boxes import (
-    Box,
-    Shape,
-    chunks_together,
-    common_multiple,
-    grid_boxes,
-    grid_size,
-)
+from reshard.arrays.boxes import Box, Shape, chunks_together, common_multiple, grid_boxes, grid_size
 from reshard.arrays.handle import ArrayHandle
 from reshard.engine.memory import cost_bytes, usable
 from reshard.errors import MemoryLimitError

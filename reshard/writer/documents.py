@@ -187,9 +187,7 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> digest_re
 
 
 def read_again(
-    arrays: Sequence[ArrayPlan],
-    record: digest_record.Record,
-    digest: bool,
+    arrays: Sequence[ArrayPlan], record: digest_record.Record, digest: bool
 ) -> tuple[list[ArrayHandle], list[ArrayHandle]]:
     """Arrays that are read only for their digests: recorded sources of cast and derived arrays, and
     with `digest` also arrays that are copied without a digest."""
@@ -264,9 +262,7 @@ def _read_digests(
 def other_values(source: str, lines: Sequence[str], hint: str) -> errors.CorruptCheckpointError:
     """The error for arrays that differ from their recorded digests, a line each."""
     return errors.CorruptCheckpointError(
-        f"values read from `{source}` do not match its recorded digests",
-        lines,
-        [hint],
+        f"values read from `{source}` do not match its recorded digests", lines, [hint]
     )
 
 

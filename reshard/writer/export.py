@@ -191,13 +191,7 @@ def plan_export(
     state = siblings.source_state([ckpt], opened=True)
     return planning.with_cost_errors(
         Export(
-            (item,),
-            tuple(copied),
-            place,
-            limit,
-            overwrite,
-            source_state=state,
-            notes=tuple(notes),
+            (item,), tuple(copied), place, limit, overwrite, source_state=state, notes=tuple(notes)
         ),
         problems,
     )

@@ -41,10 +41,7 @@ _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
 
 def files_to_link(
-    store: ArrayStore,
-    destination: Location | None,
-    form: TargetFormat,
-    arrays: Sequence[ArrayPlan],
+    store: ArrayStore, destination: Location | None, form: TargetFormat, arrays: Sequence[ArrayPlan]
 ) -> dict[str, int] | None:
     """The data files, with their bytes, that the destination shares with the source. None if
     linking is impossible or not worth it: arrays are rewritten; or less than half of the files'

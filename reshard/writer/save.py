@@ -30,14 +30,7 @@ from reshard.verify.digest_record import FILE
 from reshard.verify.values import Progress, counted
 from reshard.writer import commit as committing
 from reshard.writer import documents, siblings
-from reshard.writer.arrays import (
-    CACHE_BYTES,
-    ItemShare,
-    Report,
-    Written,
-    sync,
-    write_item,
-)
+from reshard.writer.arrays import CACHE_BYTES, ItemShare, Report, Written, sync, write_item
 from reshard.writer.commit import Result
 from reshard.writer.job import (
     ROOT,
@@ -211,11 +204,7 @@ def execute(
 
 
 def _begun(
-    plan: Plan,
-    resume: bool,
-    share: tuple[int, int] | None,
-    by_tasks: bool,
-    workers: int | None,
+    plan: Plan, resume: bool, share: tuple[int, int] | None, by_tasks: bool, workers: int | None
 ) -> tuple[Attempt, Mapping[str, Mapping[str, Any]]] | None:
     """An attempt, and the documents of parts that are written. None if the job is complete."""
     destination = plan.destination
@@ -226,11 +215,7 @@ def _begun(
     token = job_token(plan, loaded=share is None and not by_tasks)
     with committing.disk_errors(destination):
         begun = committing.begin(
-            destination,
-            token,
-            resume=resume,
-            overwrite=plan.overwrite,
-            shared=share is not None,
+            destination, token, resume=resume, overwrite=plan.overwrite, shared=share is not None
         )
     if begun is None:
         return None

@@ -30,7 +30,7 @@ from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
 # Names in an item's directory that the writer makes itself, but for arrays and staged databases.
 WRITTEN = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER, STRINGS_FILE, MANIFEST, MARKER})
 WRITTEN |= {*FOLDERS, *RECORD_FILES}
-# The prefix of a job's directory, next to its destination. Orbax neither lists nor removes it. Orbax
+# The prefix of a job's directory, next to its destination. Orbax does not list or remove it. Orbax
 # would take a name that ends in digits for a step, and its CheckpointManager removes names with
 # Orbax's own temporary suffix.
 UNFINISHED_PREFIX = ".reshard-"
