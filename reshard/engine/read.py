@@ -129,9 +129,6 @@ class Filled:
                 self.values[number] = read.handle.rounded(values)
         self.reservation.shrink(self.batch.consumer_bytes)
 
-    def is_read(self) -> bool:
-        return all(future.done() for _, future in self.parts)
-
 
 def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
     """Reads batches in order, up to `READ_AHEAD` of them before they are asked for. The next batch
@@ -163,7 +160,7 @@ def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
 def _is_freed_first(limiter: MemoryLimiter, ahead: "collections.deque[Filled]") -> bool:
     """Waits for the consumer's oldest bytes or the oldest batch; whether the bytes came first."""
     while ahead and not limiter.is_ready():
-        if ahead[0].is_read():
+        if all(future.done() for _, future in ahead[0].parts):
             return False
         time.sleep(_LOOK_SECONDS)
     return True

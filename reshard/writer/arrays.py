@@ -426,7 +426,16 @@ class _Pieces:
         self._box = box
         self._limiter = limiter
         self._nbytes = array.layout.consumer_bytes(math.prod(shape_of(box)))
-        self._left = list(source_pieces(array, box))
+        chunk = array.layout.source_chunk
+        first = [part.start // c * c for part, c in zip(box, chunk, strict=True)]
+        extent = tuple(part.stop - f for part, f in zip(box, first, strict=True))
+        self._left = [
+            tuple(
+                slice(max(p.start + f, b.start), min(p.stop + f, b.stop))
+                for p, f, b in zip(piece, first, box, strict=True)
+            )
+            for piece in grid_boxes(extent, chunk)
+        ]
         self._buffer: np.ndarray | None = None
 
     def units(self) -> Iterator[Unit]:
@@ -466,18 +475,6 @@ def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator
                 elements * sum(layout.read_itemsize for layout in layouts),
                 sum(layout.consumer_bytes(elements) for layout in layouts),
             )
-
-
-def source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
-    """The parts of a box that lie in one source chunk each."""
-    chunk = array.layout.source_chunk
-    first = [part.start // c * c for part, c in zip(box, chunk, strict=True)]
-    extent = tuple(part.stop - f for part, f in zip(box, first, strict=True))
-    for piece in grid_boxes(extent, chunk):
-        yield tuple(
-            slice(max(p.start + f, b.start), min(p.stop + f, b.stop))
-            for p, f, b in zip(piece, first, box, strict=True)
-        )
 
 
 def copy_chunks(

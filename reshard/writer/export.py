@@ -157,8 +157,7 @@ def plan_export(
     problems = [*_unwritable(ckpt), *_clashes(ckpt), *_unlike(ckpt, model)]
     handles = [h for h in ckpt.arrays if target_format.why_not_written(h) is None]
     handles.sort(key=lambda handle: tree.natural(handle.path))
-    files = target_format.in_files(handles, units.parse_bytes(file_size))
-    form = target_format.safetensors_format(files)
+    form = target_format.safetensors_format(handles, units.parse_bytes(file_size))
     lines = [
         f"`{file.name}`: a header of {units.format_bytes(len(file.header))}, and readers take "
         f"{units.format_bytes(MAX_HEADER)}"

@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,14 +70,6 @@ def why_not_written(leaf: Leaf) -> str | None:
     if leaf.dtype not in _NAMES:
         return f"safetensors has no {name_of(leaf.dtype)}"
     return None
-
-
-def in_files(handles: Sequence[ArrayHandle], file_size: int) -> Iterator[File]:
-    """The files of arrays, in order: with at most `file_size` bytes of tensors, or one tensor."""
-    groups = list(in_groups(handles, lambda handle: handle.nbytes, file_size)) or [[]]
-    for number, group in enumerate(groups, 1):
-        of = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        yield _file(f"model{of}.safetensors", group)
 
 
 def _file(name: str, handles: Sequence[ArrayHandle]) -> File:
@@ -255,8 +247,13 @@ def _encoding(
     return encoding if encoding.zarr_format == version else converted(encoding, version)
 
 
-def safetensors_format(files: Iterable[File]) -> TargetFormat:
-    """The format of an export."""
+def safetensors_format(handles: Sequence[ArrayHandle], file_size: int) -> TargetFormat:
+    """The format of an export: files with at most `file_size` bytes of tensors, or one tensor."""
+    groups = list(in_groups(handles, lambda handle: handle.nbytes, file_size)) or [[]]
+    files = []
+    for number, group in enumerate(groups, 1):
+        of = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        files.append(_file(f"model{of}.safetensors", group))
     encoding = parse_encoding(_ORBAX)
     return TargetFormat(False, False, None, _FILE_BYTES, False, False, encoding, tuple(files))
 

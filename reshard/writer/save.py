@@ -253,7 +253,8 @@ def check_source(
     missing: Location | None = None,
 ) -> None:
     """Raises CorruptCheckpointError if the source is not as `before`, or a file is `missing`."""
-    changed = siblings.changed_paths(before, checkpoints)
+    now = siblings.source_state(checkpoints, paths=before)
+    changed = [path for path in {**before, **now} if before.get(path) != now.get(path)]
     if changed or missing is not None:
         raise errors.CorruptCheckpointError(
             "the source changed during the job",

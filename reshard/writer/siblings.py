@@ -3,7 +3,7 @@ of them has changed."""
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoint import Checkpoint
@@ -166,12 +166,6 @@ def source_state(
         tops = [*known, *(path for path in others if not any(map(path.below, known)))]
         states = known if opened else {}
         return {str(path): states.get(path) or path.state(NO_STATE) for path in tops}
-
-
-def changed_paths(before: Mapping[str, str], checkpoints: Sequence[Checkpoint] = ()) -> list[str]:
-    """The paths whose `source_state` was another one before, or new siblings of checkpoints."""
-    now = source_state(checkpoints, paths=before)
-    return [path for path in {**before, **now} if before.get(path) != now.get(path)]
 
 
 def marker_texts(checkpoints: Sequence[Checkpoint], destination: Location) -> dict[str, str]:
