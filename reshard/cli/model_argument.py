@@ -105,15 +105,20 @@ def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
         document = read_toml(path)
     except (OSError, ValueError) as error:
         raise ShardingError(f"--rules {path}: it cannot be read", [str(error)], _EXAMPLE) from error
-    problems = [f"{key}: not known" for key in document if key not in ("rules", "specs")]
-    rules, specs = None, ()
-    try:
-        if "rules" in document:
-            rules = parse_rules(document["rules"], ())
-        pairs = spec_pairs(document.get("specs"))
-        specs = tuple((regex, normalize_spec(spec)) for regex, spec in pairs)
-    except ShardingError as error:
-        problems += [error.summary, *error.problems]
+    readers = {"rules": lambda rules: parse_rules(rules, ()), "specs": _specs}
+    problems, found = [], {}
+    for key, value in document.items():
+        if key not in readers:
+            problems.append(f"{key}: not known")
+            continue
+        try:
+            found[key] = readers[key](value)
+        except ShardingError as error:
+            problems += [f"{key}: {error.summary}", *error.problems]
     if problems:
         raise ShardingError(f"--rules {path}: some entries are not rules", problems, _EXAMPLE)
-    return rules, specs
+    return found.get("rules"), found.get("specs", ())
+
+
+def _specs(entries: Any) -> Pairs:
+    return tuple((regex, normalize_spec(spec)) for regex, spec in spec_pairs(entries))
