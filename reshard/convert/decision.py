@@ -41,7 +41,6 @@ from reshard.convert.ready_maps import find_map
 from reshard.convert.suggestions import (
     covering_globs,
     hints_for,
-    level_above,
     shown_once,
 )
 from reshard.errors import ArgumentError, TreeMismatchError
@@ -221,12 +220,6 @@ class Ledger:
             return initial
         own = [path for path, saved in target.layout.model.items() if saved in initial]
         self.model, found = model_map(said, source_side, target_side, own)
-        if found.abstentions and rules is None:
-            placed = len(self.model.values.keys() & target_side.shapes.keys())
-            level = level_above(source_side, target_side, own, placed)
-            if level is not None:
-                problem, hints = level
-                raise self._error([problem], hints)
         self.notes += shown_once(
             f"{listed(one)} were matched to {listed(other)} by number"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
