@@ -23,7 +23,6 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Leaf
 from reshard.convert.align import listed
 from reshard.convert.by_order import Modules, leaves_in
-from reshard.convert.initial_values import peak_bytes
 from reshard.convert.leafmap import LeafMap
 from reshard.convert.map_rules import OPPOSITE
 from reshard.convert.model import nnx_outline
@@ -32,7 +31,6 @@ from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import maker, state_of
 from reshard.storage.location import checked
 from reshard.tree import Path, format_path
-from reshard.units import format_bytes
 
 _NAMES = {"linen": "Linen", "nnx": "NNX"}
 HUGGING_FACE = "Hugging Face"
@@ -164,8 +162,7 @@ def compare_outputs(
     and if not, also those of the source model with leaves exchanged.
 
     Args:
-      run: for `"linen"` and `"nnx"` what runs the model: with arguments, or None for those that
-        Linen's is initialised with; with what else is found out; and with leaves to be exchanged.
+      run: functions that run the models, by API.
       inputs: what to call them with. See `arguments_of`.
       found: the map of the model's leaves.
       to: the API that it goes to.
@@ -184,7 +181,8 @@ def compare_outputs(
     if problems:
         return OutputComparison(difference, tuple(problems), unused)
     exchanges = _exchanges(groups, found, source)
-    tried = list(exchanges)[:_MOST_EXCHANGES]
+    # The weights of a Hugging Face model have other names.
+    tried = list(exchanges)[: 0 if before.side == HUGGING_FACE else _MOST_EXCHANGES]
     seen: Sequence[bool] = ()
     if tried:
         seen = run[source](before.arguments, "noise", [exchanges[group] for group in tried]).seen
@@ -317,20 +315,15 @@ def runs(
     missing."""
     if None in models.values():
         raise ArgumentError(
-            "comparing outputs needs both models",
-            hints=["model=... and source=..."],
+            "comparing outputs needs both models", hints=["model=... and source=..."]
         )
-    return {
-        api: functools.partial(run, api, models[api], leaves(api), lambda text: None)
-        for api in _NAMES
-    }
+    return {api: functools.partial(run, api, models[api], leaves(api)) for api in _NAMES}
 
 
 def run(
     api: str,
     model: Any,
     leaves: Mapping[Path, Leaf],
-    tell: Callable[[str], object],
     arguments: Arguments | None,
     more: More,
     exchanges: Sequence[Exchange] = (),
@@ -342,11 +335,10 @@ def run(
       model: for Linen a function that initialises a module, or a `TrainState` whose `apply_fn` is
         the module's; for NNX as `reshard.target` takes it.
       leaves: path in the model -> array.
-      tell: called with a message on the memory of the run, before any array is read.
       arguments: the arguments of the call. None, only for Linen: those of its initialisation, with
         arrays of one repeated number replaced by random ones.
       more: what is computed besides the outputs.
-      exchanges: pairs of leaves to exchange, each in a run of its own.
+      exchanges: pairs of leaves to exchange, each in a run of its own, with `more="noise"`.
 
     Raises:
       ArgumentError: the module or its arguments are unknown, the model has other leaves or does not
@@ -358,85 +350,61 @@ def run(
     find = _linen_model if api == "linen" else _nnx_model
     call, held, arguments = find(model, leaves, arguments, more)
     api, paths = _NAMES[api], list(held)
-    abstract = [_abstract(leaf) for leaf in held.values()]
-    floats = [number for number, leaf in enumerate(abstract) if is_floating(leaf.dtype)]
     with jax.default_matmul_precision("highest"):
-        most = _peak(call, api, held, abstract)
-        gradient, backward = _gradient(call, abstract, floats) if more == "unused" else (None, 0)
-        again = ", once more," if more == "calls" else ""
-        again = f" {len(exchanges)} times, with leaves exchanged," if exchanges else again
-        most = format_bytes(max(most, backward))
-        tell(f"running the {api} model{again} takes about {most} of memory")
         values = [_value(leaf) for leaf in held.values()]
+        floats = [number for number, value in enumerate(values) if is_floating(value.dtype)]
+        _check_present(call, api, held, values)
 
-        def outputs(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def replaced(some: Mapping[int, Any]) -> list[Any]:
+            return [some.get(number, value) for number, value in enumerate(values)]
+
+        def total(some: Mapping[int, Any]) -> Any:
+            return _weighted_sum(call(replaced(some), []))
+
+        def outputs(some: Mapping[int, Any]) -> tuple[_Outputs, _Calls]:
             kept: list[tuple[Path, Any]] = []
-            return _named(api, call(values, kept)), [
+            made = call(replaced(some), kept)
+            return _named(api, made), [
                 (path, None if value is None else _array(api, value))
                 for path, node in kept
                 for value in _arrays(node)
             ]
 
-        made, calls = outputs(values)
+        made, calls = outputs({})
         if not made:
             raise ArgumentError(f"the {api} model returns nothing, so no output can be compared")
-        moved_made, seen = ([], []), []
-        if more != "unused":
-            changed = list(values)
-            for number in floats:
-                changed[number] = jax.numpy.asarray(moved(np.asarray(values[number])))
-            moved_made = outputs(changed)
-        for exchange in exchanges:
-            one, other = map(paths.index, exchange)
-            changed = list(values)
-            changed[one], changed[other] = values[other], values[one]
-            seen.append(_differ(made, outputs(changed)[0], moved_made[0]))
-        unused = [paths[n] for n in floats]
-        if gradient is not None:
-            gradients = gradient([values[n] for n in floats], values)
-            unused = [paths[n] for n, g in zip(floats, gradients, strict=True) if not g.any()]
-    return Run(api, arguments, made, calls, unused, moved_made, seen)
+        changed, seen, unused = ([], []), [], [paths[n] for n in floats]
+        if more == "unused":
+            with contextlib.suppress(Exception):  # models that cannot be differentiated
+                gradients = jax.grad(total)({n: values[n] for n in floats})
+                unused = [paths[n] for n, gradient in gradients.items() if not gradient.any()]
+        else:
+            changed = outputs({n: jax.numpy.asarray(moved(np.asarray(values[n]))) for n in floats})
+        for one, other in (map(paths.index, exchange) for exchange in exchanges):
+            exchanged = outputs({one: values[other], other: values[one]})
+            seen.append(_differ(made, exchanged[0], changed[0]))
+    return Run(api, arguments, made, calls, unused, changed, seen)
 
 
-def _peak(call: _Call, api: str, leaves: Mapping[Path, Any], abstract: Sequence[Any]) -> int:
-    """Bytes of memory that a model takes. Raises ArgumentError: its outputs depend on leaves that
-    the checkpoint lacks."""
+def _check_present(
+    call: _Call, api: str, leaves: Mapping[Path, Any], values: Sequence[Any]
+) -> None:
+    """Raises ArgumentError: the outputs of a model depend on leaves that the checkpoint lacks."""
     import jax
     from jax.interpreters import partial_eval
 
-    known: list[tuple[Path, Any]] = []
-    traced = jax.make_jaxpr(lambda values: call(values, known))(abstract).jaxpr
+    traced = jax.make_jaxpr(lambda given: call(given, []))(values).jaxpr
     _, live = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
-    used = {path for path, is_used in zip(leaves, live, strict=True) if is_used}
-    missing = [path for path in used if not isinstance(leaves[path], ArrayHandle)]
+    missing = [
+        format_path(path)
+        for (path, leaf), used in zip(leaves.items(), live, strict=True)
+        if used and not isinstance(leaf, ArrayHandle)
+    ]
     if missing:
         raise ArgumentError(
             f"the outputs of the {api} model depend on leaves that the checkpoint lacks",
-            sorted(map(format_path, missing)),
+            sorted(missing),
         )
-    outputs = [x for _, node in known for x in jax.tree.leaves(node) if hasattr(x, "aval")]
-    return peak_bytes(traced) + sum(x.aval.size * x.aval.dtype.itemsize for x in outputs)
-
-
-def _gradient(
-    call: _Call, abstract: Sequence[Any], floats: Sequence[int]
-) -> tuple[Callable[..., Any] | None, int]:
-    """A function for the gradient of a model's outputs, and its bytes of memory; None if the model
-    cannot be differentiated."""
-    import jax
-
-    def total(some: Sequence[Any], others: Sequence[Any]) -> Any:
-        values = list(others)
-        for number, value in zip(floats, some, strict=True):
-            values[number] = value
-        return _weighted_sum(call(values, []))
-
-    gradient = jax.grad(total)
-    # The model's own code may fail.
-    with contextlib.suppress(Exception):
-        traced = jax.make_jaxpr(gradient)([abstract[n] for n in floats], abstract).jaxpr
-        return gradient, peak_bytes(traced)
-    return None, 0
 
 
 def _named(api: str, made: Any) -> list[tuple[str, np.ndarray]]:
@@ -469,19 +437,6 @@ def _weighted_sum(outputs: Any) -> Any:
     return sum(
         (jnp.sum(x.astype("float32") * random.normal(size=x.shape)) for x in floats), jnp.zeros(())
     )
-
-
-def _abstract(leaf: Any) -> Any:
-    """The abstract value of a leaf."""
-    import jax
-
-    if not isinstance(leaf, ArrayHandle):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    dtype = np.float32 if is_floating(leaf.dtype) else leaf.dtype
-    if leaf.key_impl is None:
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
-    data = jax.ShapeDtypeStruct(leaf.shape, np.uint32)
-    return jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=leaf.key_impl), data)
 
 
 def _value(leaf: Any) -> Any:
