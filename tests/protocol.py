@@ -6,6 +6,7 @@ It knows nothing of how the protocol works: only what a reader would see, and wh
 """
 
 import errno
+import functools
 import json
 import random
 import types
@@ -59,7 +60,10 @@ class Place:
         return self.path[len(outer.path) + 1 :]
 
     def ask(self, operation: str, *arguments: Any) -> Any:
-        return greenlet.getcurrent().parent.switch((operation, self.path, *arguments))
+        request = (operation, self.path, *arguments)
+        if self.world.calm:  # nobody else is there, and nothing goes wrong
+            return self.world.apply(request, self.world.running)
+        return self.world.scheduler.switch(request)
 
     def read(self) -> Any:
         return self.ask("read")
@@ -72,7 +76,7 @@ class Place:
     is_dir = exists
 
     def walk(self) -> list[Entry]:
-        return [Entry(path, True, False, 1, 0) for path in self.ask("list")]
+        return [_entry(path) for path in self.ask("list")]
 
     def names(self) -> list[str]:
         return sorted({path.partition("/")[0] for path in self.ask("list")})
@@ -102,6 +106,11 @@ class Place:
         """There are no directories."""
 
     remove_empty = make_directory
+
+
+@functools.lru_cache(1 << 12)
+def _entry(path: str) -> Entry:
+    return Entry(path, True, False, 1, 0)
 
 
 def rename(one: Place, other: Place) -> None:
@@ -160,21 +169,32 @@ def modules(old: str = "", new: str = "") -> list[Any]:
             shared = vars(fresh).keys() & vars(other).keys()
             own = {n for n in shared if getattr(vars(other)[n], "__module__", "") == other.__name__}
             vars(fresh).update({name: vars(other)[name] for name in own})
-        vars(fresh).update(disk=disk, concurrent=threads, dumped=json.dumps, parsed=parsed)
+        vars(fresh).update(disk=disk, concurrent=threads, dumped=dumped, parsed=parsed)
         made.append(fresh)
     assert found == (1 if old else 2), f"{found} places have: {old}"
+    clock = types.SimpleNamespace(strftime=lambda *_: "", gmtime=lambda: None)
+    vars(made[0]).update(_command=lambda: "", time=clock)
     vars(made[1])["value_files"] = value_files
     return made
 
 
+def dumped(document: Any) -> Any:
+    """A document is stored as it is: nobody changes one."""
+    return document
+
+
 def parsed(place: Place) -> Any:
-    text = place.read()
-    return None if text is None else json.loads(text)
+    return place.read()
 
 
 def value_files(place: Place, nodes: bool) -> list[str]:
     if (manifest := (place / MANIFEST).read()) is None:
         raise DestinationError("there is no manifest")
+    return _refs(manifest)
+
+
+@functools.lru_cache(1 << 12)
+def _refs(manifest: bytes) -> list[str]:
     return json.loads(manifest)
 
 
@@ -204,12 +224,14 @@ class World:
         self.files: dict[str, Any] = {}
         self.late: list[tuple[Any, ...]] = []
         self.actors: list[Actor] = []
-        self.record: str | None = None
+        self.record: Any = None
         self.kept: set[str] = set()  # what the record names
+        self.watched = FIXED  # the files by which a reader's answer may change
         self.complete = ""
         self.ever: set[str] = set()
         self.calm = False  # nothing goes wrong any more
         self.running: Actor | None = None
+        self.scheduler = greenlet.getcurrent()
         tokens = types.SimpleNamespace(token_hex=lambda n: f"{self.random.getrandbits(64):016x}")
         vars(self.job).update(secrets=tokens, this_process=self._process)
         vars(self.commit).update(secrets=tokens, has_ended=self._has_ended)
@@ -316,25 +338,25 @@ class World:
         todo = [self.random.choice(kinds) for _ in range(self.random.choice((2, 3)))]
         if "share0" in todo or "share1" in todo:
             todo = ["share0", "share1", self.random.choice(kinds), "commit"]
-        while todo or any(actor.alive for actor in self.actors):
-            living = [actor for actor in self.actors if actor.alive]
+        while (living := [actor for actor in self.actors if actor.alive]) or todo:
             if todo and (not living or self.random.random() < 0.1):
                 self._start(todo.pop(0), self.random.choice((one, one, one, two)))
             elif self.late and self.random.random() < 0.05:
-                self._apply(self.late.pop(self.random.randrange(len(self.late))), None)
+                self.apply(self.late.pop(self.random.randrange(len(self.late))), None)
             else:
-                weights = [actor.speed for actor in living]
-                self._step(self.random.choices(living, weights)[0])
+                point = self.random.random() * sum([actor.speed for actor in living])
+                for actor in living:
+                    if (point := point - actor.speed) < 0:
+                        break
+                self._step(actor)
         while self.late:
-            self._apply(self.late.pop(self.random.randrange(len(self.late))), None)
+            self.apply(self.late.pop(self.random.randrange(len(self.late))), None)
         self.calm = True
         names = [name for name in self.files if name.startswith(f"{TOP}/")]
         if self.complete and not names and not any(actor.killed for actor in self.actors):
             raise FoulError("nobody was killed, and the old checkpoint is not put back")
         for kind in ("resume", "overwrite"):
             self._start(kind, self.random.choice((one, two)))
-            while self.actors[-1].alive:
-                self._step(self.actors[-1])
         if not self.complete:
             raise FoulError(f"a lone job does not get there: {self.actors[-1].result}")
 
@@ -360,7 +382,7 @@ class World:
                 raise FoulError(f"complete, and told that it is not: {request}")
 
     def _step(self, actor: Actor) -> None:
-        request, chance = actor.request, 1.0 if self.calm else self.random.random()
+        request, chance = actor.request, self.random.random()
         changes = request[0] in ("create", "put", "delete")
         if chance < 0.02:  # killed; what it has sent may arrive
             actor.alive, actor.killed = False, True
@@ -368,26 +390,27 @@ class World:
                 self.late.append(request)
             actor.let.throw()
             return
-        answer = self._apply(request, actor)
+        answer = self.apply(request, actor)
         if changes and not self.is_local and chance < 0.10:
             if chance < 0.05:
                 self.late.append(request)  # it arrives again
             else:
                 answer = False if request[0] == "create" else StoreError("no answer")
         elif request[0] == "rename" and chance < 0.10:
-            answer = self._apply(request, actor)  # a file server has it twice
+            answer = self.apply(request, actor)  # a file server has it twice
         self._switch(actor, answer)
 
-    def _apply(self, request: tuple[Any, ...], actor: Actor | None) -> Any:
+    def apply(self, request: tuple[Any, ...], actor: Actor | None) -> Any:
         operation, path, *arguments = request
         files = self.files
         before = files.get(path)
         if operation == "read":
             return before
-        if operation == "exists":
-            return path in files or any(name.startswith(f"{path}/") for name in files)
+        below = f"{path}/"
         if operation == "list":
-            return sorted(n[len(path) + 1 :] for n in files if n.startswith(f"{path}/"))
+            return sorted([name[len(below) :] for name in files if name.startswith(below)])
+        if operation == "exists":
+            return path in files or any(name.startswith(below) for name in files)
         if operation == "create":
             if path in files:
                 return False
@@ -414,41 +437,43 @@ class World:
             actor.published = arguments[0] == TOP and path != REPLACED
             self.check()
             return 0
-        # Other new files change nothing for a reader.
-        if path in FIXED or (before is not None and files.get(path) != before):
+        watched = path in self.watched or path.startswith(REPLACED)
+        if watched and files.get(path) != before:
             self.check()
         return True
 
     def check(self) -> None:
         """Raises FoulError for what must never be; notes what is complete."""
-        seen = {
-            n[len(TOP) + 1 :]: data for n, data in self.files.items() if n.startswith(f"{TOP}/")
-        }
-        record = seen.get(commit.RECORD)
+        files = self.files
+        record = files.get(f"{TOP}/{commit.RECORD}")
         if self.record not in (None, record):
             raise FoulError("the commit record is gone, or another one")
         if record is not None and self.record is None:
-            self.record, self.kept = record, {*json.loads(record)["kept"]}
-        if not self.kept <= seen.keys():
+            self.record, self.kept = record, {f"{TOP}/{path}" for path in record["kept"]}
+        if not self.kept <= files.keys():
             raise FoulError("what the commit record names is gone")
-        there = MARKER in seen if not self.is_local else bool(seen)
+        marker = files.get(f"{TOP}/{MARKER}")
+        if self.is_local:
+            there = any(name.startswith(f"{TOP}/") for name in files)
+        else:
+            there = marker is not None
         if not there:
-            gone = self.kind == "bucket" or not any(n.startswith(REPLACED) for n in self.files)
+            gone = not self.is_local or not any(name.startswith(REPLACED) for name in files)
             if self.complete and gone:
                 raise FoulError("what was complete is gone")
+            self.watched = FIXED | self.kept
             return
-        owner = seen.get(MARKER, b" ").split()[-1].decode() if seen.get(MARKER) else ""
-        refs = json.loads(seen.get(f"{ITEM}/{MANIFEST}", b"[]"))
-        expected = _whole(owner, [f"{ITEM}/{ref}" for ref in refs])
-        data = {seen.get(f"{ITEM}/{ref}") for ref in refs}
-        if (
-            not owner
-            or data != {f"data {owner}".encode()}
-            or seen.get(f"{ITEM}/{META}") != expected[f"{ITEM}/{META}"]
-        ):
+        owner = marker.split()[-1].decode() if marker else ""
+        refs = {
+            f"{TOP}/{ITEM}/{ref}" for ref in _refs(files.get(f"{TOP}/{ITEM}/{MANIFEST}", b"[]"))
+        }
+        data = {files.get(ref) for ref in refs}
+        meta = files.get(f"{TOP}/{ITEM}/{META}")
+        if not owner or data != {f"data {owner}".encode()} or meta != f"meta {owner}".encode():
             raise FoulError("what can be read is mixed, or not all there")
         if not self.is_local and self.complete not in ("", owner):
             raise FoulError("what was complete is another one")
+        self.watched = FIXED | self.kept | refs
         self.complete = owner
         self.ever.add(owner)
 
