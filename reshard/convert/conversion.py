@@ -58,10 +58,7 @@ from reshard.tree import (
     named_in,
     parse_globs,
 )
-from reshard.units import format_bytes, parse_bytes
-
-# A note shows the peak memory of initial values from this many bytes on.
-_TOLD_PEAK = 2**20
+from reshard.units import parse_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,21 +355,19 @@ def _made(
     like = an_array(ckpt)
     for path, (dtype, value_type) in decided.counters.items():
         made[path] = counter(made[path], dtype, value_type, like)
-    notes, initial = list(decided.notes), [decided.prefix + path for path in decided.initial]
+    initial = [decided.prefix + path for path in decided.initial]
     if initial:
-        computed = initial_values(model, decided.initial, max_memory)
-        for path, (values, impl) in computed.values.items():
+        values_of = initial_values(model, decided.initial, max_memory)
+        for path, (values, impl) in values_of.items():
             place = decided.prefix + path
             made[place] = beside(constant(place, values, like, impl), like)
-        if computed.peak >= _TOLD_PEAK:
-            notes.append(f"computing initial values takes at most {format_bytes(computed.peak)}")
     made |= decided.empty
     order = list(made) if target is None else sorted(made, key=_order(target, decided.prefix))
     check_lists(made)
     ordered = by_order(decided.model, to)
     warnings = [] if ordered is None else [order_warning(ordered)]
     result = ckpt.replace(
-        {path: made[path] for path in order}, notes=[*notes, *warnings], retyped=True
+        {path: made[path] for path in order}, notes=[*decided.notes, *warnings], retyped=True
     )
     if any(leaf.key_impl for leaf in result.arrays):
         result = result.with_source(metadata_apart=True)
