@@ -531,6 +531,7 @@ def printed(places):
 
 FROM_NNX = "the conversion is from NNX, and nothing contradicts it"
 LISTS = "has list positions, as in saved optax tuples"
+KEYS_ONLY = "has keys only for positions with a value, as in `nnx.Optimizer`"
 
 
 def test_linen_train_state(data):
@@ -586,11 +587,12 @@ REASONS = [  # the leaves, the kind, and the reasons
     ),
     (
         "opt_state/1/0/mu/w/value opt_state/1/0/mu/b/value:None step/value:uint32",
-        *("nnx-optimizer", "the tree holds only `opt_state`, `step`"),
+        *("nnx-optimizer", "the tree holds only `opt_state`, `step`", f"`opt_state` {KEYS_ONLY}"),
     ),
     (
         *("model/w optimizer/step:uint32 optimizer/opt_state/0/w optimizer/model/w", "nnx-model"),
         "`optimizer` holds the state and the steps of an optimizer, as `nnx.Optimizer` does",
+        f"`optimizer/opt_state` {KEYS_ONLY}",
     ),
     (
         *("drop/rngs/key:uint32 drop/rngs/count:uint32 Dense_0/w", "nnx-pure-dict"),
@@ -727,6 +729,7 @@ SEVERAL = [  # the leaves, the API that is converted from, the readings, their p
             "Linen: `model/Dense_0` has a name that Linen generates",
             "NNX: `optimizer` holds the state and the steps of an optimizer, as `nnx.Optimizer` "
             "does",
+            f"NNX: `optimizer/opt_state` {KEYS_ONLY}",
         ],
         'layout="nnx-model"',
     ),
@@ -747,7 +750,7 @@ SEVERAL = [  # the leaves, the API that is converted from, the readings, their p
     ("model/w lm_head/w", None, [*EITHER, "nnx-model"], []),
     (
         *("opt_state/#0/w step:int32", None, ["nnx-optimizer"]),
-        [f"Linen: `opt_state` {LISTS}"],
+        [f"Linen: `opt_state` {LISTS}", "NNX: the tree holds only `opt_state`, `step`"],
     ),
 ]
 
@@ -801,7 +804,7 @@ NOT_AT_THE_TOP = "the state is not at the top of the tree"
         (
             "params/params/w params/batch_stats/n batch_stats/n",
             "several leaves would have one path\n"
-            "  batch_stats: `params/batch_stats`, `batch_stats`",
+            "  batch_stats/n: `params/batch_stats/n`, `batch_stats/n`",
         ),
         ("note:text none:None", NO_MODEL),
     ],

@@ -370,6 +370,11 @@ def _proofs(
         if listed and all(leaf.lone is None for leaf in leaves):
             words = "has list positions, as in saved optax tuples"
             proofs["linen"].append(f"{_named(beside.root)} {words}")
+        states = beside.state if isinstance(beside.state, dict) and not listed else {}
+        valued = all(isinstance(state, dict) or _array(state) for state in states.values())
+        if states and valued and all(map(str.isdecimal, states)):
+            words = "has keys only for positions with a value, as in `nnx.Optimizer`"
+            proofs["nnx"].append(f"{_named(beside.root)} {words}")
     return {**proofs, "linen": []} if outweighs else proofs
 
 
