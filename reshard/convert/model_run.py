@@ -282,18 +282,12 @@ def _counterparts(
 ) -> dict[Path, Path]:
     """Linen module -> NNX module: all leaves of one are made of all leaves of the other, and of no
     others. If modules hold only another module, the outer ones are counterparts."""
-    whole: dict[Path, int] = {}  # leaf -> what it becomes a part of, or is a part of
-    pairs: list[tuple[Path, Path]] = []
-    for path, sources in found.made_of().items():
-        number = min((whole[source] for source in sources if source in whole), default=len(pairs))
-        for source in sources:
-            whole[source] = number
-            pairs.append((source, path) if to == "nnx" else (path, source))
+    leaves = [(one, other) for other, sources in found.made_of().items() for one in sources]
+    pairs = leaves if to == "nnx" else [pair[::-1] for pair in leaves]
     groups: dict[frozenset[int], tuple[list[Path], list[Path]]] = {}
     for side, modules in enumerate((linen, nnx)):
         below: dict[Path, set[int]] = {}
-        for pair in pairs:
-            number = whole[pair[0 if to == "nnx" else 1]]
+        for number, pair in enumerate(pairs):
             leaf = tuple(map(str, pair[side][1 - side :]))  # Linen's begins with the collection
             for end in range(1, len(leaf)):
                 below.setdefault(leaf[:end], set()).add(number)

@@ -8,7 +8,7 @@ from the model itself (see `reshard.convert.model`).
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.boxes import Shape
@@ -140,7 +140,7 @@ def linen_outline(
                 return {"kind": kind, "index": int(automatic[2])}
         return {"kind": named.removeprefix(GIVEN)}
 
-    return _module((), _nested(entries), describe)
+    return _module((), entries, describe)
 
 
 def bare_leaves(shapes: Mapping[Path, Shape], dtypes: Mapping[Path, Any]) -> dict[Path, Leaf]:
@@ -168,8 +168,7 @@ def outline(
 
 def outline_below(path: tuple[str, ...], leaves: Mapping[tuple[str, ...], Leaf]) -> Module:
     """The outline of a part of an NNX model of which only the paths are known."""
-    entries = {inner: [leaf] for inner, leaf in leaves.items()}
-    return _module(path, _nested(entries), lambda path: {})
+    return _module(path, {inner: [leaf] for inner, leaf in leaves.items()}, lambda path: {})
 
 
 def by_path(module: Module) -> dict[tuple[str, ...], Module]:
@@ -264,23 +263,16 @@ def unlifted(kind: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple(found)
 
 
-def _nested(entries: Mapping[tuple[str, ...], list[Leaf]]) -> dict[tuple[str, str], Any]:
-    """Nested dicts with lists of leaves at the ends. A key is "module" or "leaves" and the name: a
-    name may be both."""
-    root: dict[tuple[str, str], Any] = {}
-    for path, leaves in entries.items():
-        node = root
-        for key in path[:-1]:
-            node = node.setdefault(("module", key), {})
-        node[("leaves", path[-1] if path else "")] = leaves
-    return root
-
-
-def _module(path: tuple[str, ...], node: dict[Any, Any], describe: Any) -> Module:
-    children, leaves = {}, {}
-    for (what, name), value in node.items():
-        if what == "leaves":
-            leaves[name] = tuple(value)
+def _module(
+    path: tuple[str, ...], entries: Mapping[tuple[str, ...], Sequence[Leaf]], describe: Any
+) -> Module:
+    """A module, from the paths of leaves in it. A leaf may have the name of a module."""
+    inside: dict[str, dict[tuple[str, ...], Sequence[Leaf]]] = {}
+    leaves: dict[str, tuple[Leaf, ...]] = {}
+    for keys, held in entries.items():
+        if len(keys) > 1:
+            inside.setdefault(keys[0], {})[keys[1:]] = held
         else:
-            children[name] = _module((*path, name), value, describe)
+            leaves["".join(keys)] = tuple(held)
+    children = {name: _module((*path, name), below, describe) for name, below in inside.items()}
     return Module(path=path, children=children, leaves=leaves, **describe(path))
