@@ -18,7 +18,6 @@ from reshard import tree
 from reshard.arrays.dtypes import is_floating, is_scale, parse_dtype
 from reshard.arrays.handle import ArrayHandle, collision_error
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes
-from reshard.compat import missing_dtype
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import (
     MAX_DEVICE_IDS,
@@ -135,7 +134,7 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
     if not is_floating(new):
         problem = "only floating-point arrays are cast, to floating-point dtypes"
     elif not hasattr(ts, new.name):
-        problem = missing_dtype(new.name) or "TensorStore does not store it"
+        problem = "TensorStore does not store it"
     if problem:
         hint = "`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"
         raise ArgumentError(f"cast to {new.name}: {problem}", hints=[hint])

@@ -44,6 +44,8 @@ from releases import older
 
 hypothesis.settings.register_profile("few", max_examples=10)
 hypothesis.settings.register_profile("many", max_examples=50)
+# Cases of one test that bring two values of its parameters together, in the exhaustive run.
+MOST_PAIRS = 32
 # Files that take long go first, the longest of them before the others: the last ones are short, so
 # that no process waits for another.
 LONG = "resume convert convert_models save restorer buckets targets convert_align convert_layers"
@@ -66,9 +68,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the combinations of a test's parameters the two runs take so many that any two values are
-    together, and the default run a few of them, unless it is marked `every_combination`. Those that
-    take few examples in the one run are in the other too."""
+    """The default run takes few combinations of a test's parameters, with each value in one of
+    them. The exhaustive run takes those that bring two more values together, at most `MOST_PAIRS`.
+    A test that is marked `every_combination` runs with all of them. Tests that take few examples in
+    the default run are in the exhaustive run too."""
     tests: dict[str, dict[pytest.Item, sampling.Choices]] = {}
     for item in items:
         sampled = hypothesis.is_hypothesis_test(item.obj) or item.get_closest_marker("sampled")
@@ -88,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         default = sampling.covering(
             {item: one for item, one in cases.items() if not item.get_closest_marker("exhaustive")}
         )
-        left_out |= cases.keys() - default - sampling.covering(cases, 2)
+        left_out |= cases.keys() - default - sampling.covering(cases, 2, MOST_PAIRS)
         for item in cases.keys() - default:
             item.add_marker("exhaustive")
     items[:] = [item for item in items if item not in left_out]
@@ -157,8 +160,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def _stores():
-    if older("tensorstore", "0.1.81"):
-        pytest.skip("buckets need tensorstore 0.1.81")
+    if older("tensorstore", "0.1.86"):
+        pytest.skip("an older tensorstore refuses some names in s3")
     import servers
 
     with servers.started() as found, pytest.MonkeyPatch.context() as patch:

@@ -35,7 +35,7 @@ from reshard.writer import commit, job
 DTYPES = "bfloat16 float16 float32 float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e4m3fnuz"
 DTYPES += " float8_e5m2fnuz float8_e3m4 float8_e8m0fnu float4_e2m1fn int2 int4 int8 int16 int32"
 DTYPES += " uint8 uint16 uint32 bool complex64"
-# TensorStore before 0.1.85 lacks float8_e8m0fnu, before 0.1.80 float4_e2m1fn.
+# TensorStore before 0.1.85 lacks float8_e8m0fnu.
 DTYPES = tuple(name for name in DTYPES.split() if hasattr(ts, name))
 CUSTOM = {"note": "keep me", "n": [1, 2]}
 STEPS = (3, 20)

@@ -46,9 +46,12 @@ def choices(item: pytest.Item) -> Choices:
     return frozenset([*found, *((name, id(value)) for name, value in values.items())])
 
 
-def covering(cases: Mapping[Case, Choices], together: int = 1) -> set[Case]:
-    """Few cases, in which every choice is made at least once, or so many with each other. Which, is
-    drawn: in the order of their values, the first ones would go with the first ones."""
+def covering(
+    cases: Mapping[Case, Choices], together: int = 1, most: int | None = None
+) -> set[Case]:
+    """Few cases, `most` of them at most, that make every choice at least once, or every so many
+    choices together. The cases are drawn: in the order of their values, the first ones would come
+    together with the first ones."""
     made = {
         case: {*map(frozenset, itertools.combinations(one, min(together, len(one))))}
         for case, one in cases.items()
@@ -56,7 +59,7 @@ def covering(cases: Mapping[Case, Choices], together: int = 1) -> set[Case]:
     left = set().union(*made.values())
     drawn = random.Random(0).sample(list(cases), len(cases))
     found = set()
-    while left:
+    while left and len(found) != most:
         case = max(drawn, key=lambda case: len(made[case] & left))
         found.add(case)
         left -= made[case]

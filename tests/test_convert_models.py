@@ -23,7 +23,6 @@ from twins import DECODER, TWINS
 import reshard
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
-NAMES = pytest.mark.parametrize("name", TWINS)
 FEW = pytest.mark.parametrize("name", few(TWINS, "scanned", "gru", "gated"))
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -71,7 +70,7 @@ def assert_trains_on(name, training):
 
 
 @pytest.mark.exhaustive
-@NAMES
+@pytest.mark.parametrize("name", TWINS)
 def test_twins_give_the_same_and_train_alike(name):
     assert_trains_on(name, TWINS[name].filled(state_of(name)))
 
@@ -156,9 +155,7 @@ def test_a_program_without_reshard_trains_on(name, saved):
     }
 
 
-@pytest.mark.parametrize(
-    "name", few(TWINS, "looped", "scanned", "resnet", "gru", "mixture of experts", "gated")
-)
+@FEW
 def test_there_and_back_is_the_same_tree(name, saved, tmp_path):
     source, converted = saved(name)
     reshard.save(reshard.to_linen(reshard.open(converted)), tmp_path / "back")

@@ -38,17 +38,11 @@ def source(tmp_path_factory):
     return folder / "chunked"
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 @contextlib.contextmanager
-def started(what, *arguments, **environment):
+def started(what, *arguments):
     process = subprocess.Popen(
         [sys.executable, "-m", f"distributed.cli.{what}", *arguments],
-        env=os.environ | {"PYTHONPATH": str(TESTS)} | environment,
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -62,34 +56,30 @@ def started(what, *arguments, **environment):
         process.wait()
 
 
-@contextlib.contextmanager
-def cluster(port=None, **environment):
-    """A scheduler and two workers, each a process that is started again if it is killed: the
-    scheduler's process, and its address, once the workers are there."""
-    port = port or free_port()
+@pytest.fixture(scope="module")
+def dask():
+    """The address of a scheduler with two workers, each a process that is started again if it is
+    killed."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
     here = ["--host", "127.0.0.1", "--no-dashboard"]
     more = ["--nthreads", "1", "--memory-limit", "2GiB", *here]
     with contextlib.ExitStack() as stack:
         scheduler = started("dask_scheduler", "--port", str(port), "--no-show", *here)
-        process, address = stack.enter_context(scheduler), f"tcp://127.0.0.1:{port}"
+        stack.enter_context(scheduler)
+        address = f"tcp://127.0.0.1:{port}"
         for _ in range(2):
-            stack.enter_context(started("dask_worker", address, *more, **environment))
+            stack.enter_context(started("dask_worker", address, *more))
         with client_of(address) as client:
             client.wait_for_workers(2, timeout=60)
-        yield process, address
+        yield address
 
 
 def client_of(address):
     from distributed import Client
 
     return Client(address, timeout="30s", set_as_default=False)
-
-
-@pytest.fixture(scope="module")
-def dask():
-    """The address of a cluster."""
-    with cluster() as (_, address):
-        yield address
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +254,13 @@ def test_no_scheduler_is_there(source):
     assert "--dask cannot be combined with --workers" in found.output
 
 
+ADDRESSES = ["localhost", "tcp://localhost", "localhost:port", "tcp://", ""]
+
+
 @pytest.mark.parametrize(
-    "address", ["localhost", "tcp://localhost", "localhost:port", "tcp://", ""]
+    ("command", "address"),
+    zip(["ckpt", "convert", "diff", "digest", "verify"], ADDRESSES, strict=True),
 )
-@pytest.mark.parametrize("command", ["ckpt", "convert", "diff", "digest", "verify"])
 def test_an_address_without_a_port_is_refused_before_anything_is_looked_at(command, address):
     places = ["nowhere"] if command in ("digest", "verify") else ["nowhere", "out"]
     more = ["--to", "nnx"] if command == "convert" else []

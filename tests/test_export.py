@@ -33,7 +33,7 @@ from reshard.errors import (
 from reshard.loader.detection import RECORD
 from reshard.storage import disk, listing
 from reshard.storage.location import parse_location
-from reshard.writer import commit
+from reshard.writer import commit, plan
 from reshard.writer.export import plan_export
 
 INDEX = "model.safetensors.index.json"
@@ -178,16 +178,24 @@ def test_cast_renamed_and_of_one_layer(source, tree, tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_unstacked_layers(tmp_path, chunk):
-    """Of one stored array; `chunk` layers are in one chunk."""
+def test_unstacked_layers(tmp_path, chunk, monkeypatch):
+    """Of one stored array; `chunk` layers are in one chunk. Workers divide the files."""
     spec = {1: ("model",), 4: (None, "model")}[chunk]
     saved = {"layers": {"w": sharded((4, 24, 8), *spec)}}
     source = layouts.save_pytree(tmp_path / "saved", saved)
     ckpt = reshard.unstack(reshard.open(source), "layers", into="layer_{}", axis=0)
-    reshard.export(ckpt, tmp_path / "out", file_size="1KiB", max_memory="1MiB")
+    planned = reshard.export(ckpt, tmp_path / "out", file_size="1KiB", max_memory="1MiB")
     values = np.asarray(saved["layers"]["w"])
     expected = {f"layer_{n}.w": values[n] for n in range(4)}
     assert_tensors(loaded(tmp_path / "out")[0], expected)
+    monkeypatch.setattr(plan, "_SMALLEST", 1)
+    assert [planned.share_count(workers) for workers in (None, 2)] == [1, 2]
+    assert [len(each.items[0].files) for each in planned.shares(2)] == [2, 2]
+    shared = tmp_path / "shared"
+    for number in range(2):
+        reshard.export(ckpt, shared, file_size="1KiB", max_memory="1MiB", share=(number, 2))
+    reshard.commit(shared)
+    assert objects(shared) == objects(tmp_path / "out")
 
 
 MAP = """
@@ -504,7 +512,6 @@ def test_too_little_room_for_temporary_files(source, bucket, stores, monkeypatch
     assert first == f"not enough disk space for temporary files of the export to `{bucket}/hf`"
     assert second.endswith(", free 97.66 KiB")
     assert not stores.answered("write")
-    reshard.export(reshard.open(source), f"{bucket}/hf", file_size="70KiB")
 
 
 @pytest.mark.parametrize("size", ["5GB", "70KiB"])

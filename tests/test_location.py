@@ -11,14 +11,13 @@ import pytest
 from etils import epath
 from in_process import command, inside
 from jobs import refused
-from releases import since
 
 import reshard
 from reshard.storage import disk, machine, ocdbt
 from reshard.storage.bucket import BucketLocation
 from reshard.storage.location import Location, parse_location
 
-GS = pytest.param("gs://bucket", marks=since("tensorstore", "0.1.81"))
+GS = "gs://bucket"
 
 
 @pytest.mark.parametrize("top", ["", GS])
@@ -43,7 +42,6 @@ def test_parts_of_a_location(top):
         assert parse_location(form) == place
 
 
-@since("tensorstore", "0.1.81")
 def test_the_environment_of_s3(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
@@ -103,7 +101,6 @@ REFUSED = {
 }
 
 
-@since("tensorstore", "0.1.81")
 @pytest.mark.parametrize("form", REFUSED, ids=repr)
 def test_invalid_locations(form):
     """The hints are locations."""

@@ -305,65 +305,32 @@ def several(texts):
 @pytest.mark.parametrize(
     ("wanted", "present", "hint"),
     [
-        # A level was added, removed, or renamed: at the top, deep, in several places.
+        # The first level was added or removed.
         ("model/a/w model/a/b model/c/w", "a/w a/b c/w", '(ckpt, [("^", "model/")])'),
         ("a/w c/w", "x.y/a/w/value x.y/c/w/value", r'(ckpt, [(r"^x\.y/", "")])'),
-        ("a/c/w a/c/b a/w", "a/d/w a/d/b a/w", '(ckpt, [("^a/d/", "a/c/")])'),
-        (
-            "p/c/w mu/p/c/w x",
-            "p/d/w mu/p/d/w x",
-            '(ckpt, [("^mu/p/d/", "mu/p/c/"), ("^p/d/", "p/c/")])',
-        ),
         # A model in a train state.
         (
             "a/w",
             "params/a/w mu/params/a/w",
             '(reshard.select(ckpt, "params/**"), [("^params/", "")])',
         ),
-        # Nothing is guessed: two names, a leaf, parts of a level, two levels, two places.
-        ("router/w diner/w", "inner/w outer/w", None),
-        ("a/b/w c/b/w", "a/d/w c/e/w", None),
-        ("a/weight", "a/weights", None),
-        ("a/w a/b", "c/w", None),
-        ("a/w", "c/w c/b", None),
-        ("a/w", "params/b/w", None),
+        # Nothing is guessed: another name, two candidates, a leaf, leaves that are found.
+        ("a/c/w a/c/b a/w", "a/d/w a/d/b a/w", None),
+        ("a/w c/w", "b/w c/w", None),
         ("a/w", "params/a/w ema/a/w", None),
         ("model/a/w ema/a/w", "a/w", None),
-        ("a/w", "a/a/w b/a/w", None),
-        # A found leaf keeps its path. Levels below one named `value` are not renamed.
-        ("c/w d/w d/b", "c/w c/b", None),
-        ("c/w c/b", "c/w d/w d/b", None),
-        ("c/w c/b d/w", "c/w e/b d/w", None),
         ("a/w b", "m/a/w m/b/value a/b b", None),
-        ("a/w", "value/m/a/w", None),
-        ("b/a a", "b/b/a b/a/b", None),
-        ("b/a/c x/y", "b/b/a/c b/a", None),
-        # Layers may be counted from another number. Momentum is not a second moment.
-        ("layer_1/w layer_2/w", "layer_0/w layer_1/w", None),
         ("0/nu/a/w 0/nu/b", "0/trace/a/w 0/trace/b", None),
     ],
 )
-def test_the_hint_renames_one_whole_level(wanted, present, hint):
+def test_the_hint_adds_or_removes_the_first_level(wanted, present, hint):
     wanted, ckpt = several(wanted), saved(dict.fromkeys(several(present), ((3,), "float32")))
     leaves = [array(path, (3,)) for path in wanted]
-    assert rename_hints(leaves, ckpt) == ([] if hint is None else ["reshard.rename" + hint])
+    error = mismatch_error(match(leaves, ckpt)[1], leaves, ckpt, of_nnx=False)
+    assert list(error.hints) == ([] if hint is None else ["reshard.rename" + hint])
     if hint:
         renamed = eval("reshard.rename" + hint, {"reshard": reshard, "ckpt": ckpt})
         assert match(leaves, renamed)[1] == []
-    # No hint if a leaf has another shape.
-    leaves[0] = array(wanted[0], (4,))
-    assert rename_hints(leaves, ckpt) == []
-
-
-def rename_hints(leaves, ckpt):
-    error = mismatch_error(match(leaves, ckpt)[1], leaves, ckpt, of_nnx=False)
-    return [hint for hint in error.hints if "rename" in hint]
-
-
-def test_a_rename_that_cannot_be_done_is_not_hinted():
-    """Clipping has no state: it is an empty leaf of a list."""
-    ckpt = saved({("opt", 0): None, ("opt", 1, "mu", "w"): ((3,), "float32")})
-    assert rename_hints([array(("opt", "mu", "w"), (3,))], ckpt) == []
 
 
 NAMES = ["a", "b", "kernel", "x.y", "a b", "a/b", "1", 'q"', "[0]", "value", "\\"]
@@ -374,40 +341,16 @@ NAMED = st.recursive(
 )
 
 
-def relevelled(tree, draw):
-    """The tree with some of its levels added, removed and renamed."""
-    if tree is not None:
-        tree = {
-            draw(st.sampled_from([key, key, *NAMES])): relevelled(below, draw)
-            for key, below in tree.items()
-        }
-    edit = draw(st.integers(0, 7))
-    if edit == 0:
-        return {draw(st.sampled_from(NAMES)): tree}
-    return next(iter(tree.values())) if edit == 1 and tree is not None else tree
-
-
-@settings(deadline=None, max_examples=examples(400))
-@given(NAMED, st.data())
-def test_a_hinted_rename_supplies_all_missing_leaves(tree, data):
-    wanted, present = paths_of(tree), paths_of(relevelled(tree, data.draw))
+@settings(deadline=None, max_examples=examples(100))
+@given(NAMED, st.sampled_from(NAMES), st.booleans())
+def test_a_hinted_rename_supplies_all_leaves(tree, top, added):
+    one, other = paths_of(tree), paths_of({top: tree})
+    wanted, present = (one, other) if added else (other, one)
     leaves = [array(path, (3,)) for path in wanted]
     ckpt = saved(dict.fromkeys(present, ((3,), "float32")))
-    found = dict(zip(wanted, match(leaves, ckpt)[0], strict=True))
-    for hint in rename_hints(leaves, ckpt):
+    for hint in mismatch_error(match(leaves, ckpt)[1], leaves, ckpt, of_nnx=False).hints:
         renamed = eval(hint, {"reshard": reshard, "ckpt": ckpt})
-        after, problems = match(leaves, renamed)
-        assert all(problem.what == "unexpected" for problem in problems)
-        # What was found before is the same leaf.
-        assert all(one in (None, other) for one, other in zip(found.values(), after, strict=True))
-
-
-def test_no_hint_has_more_than_a_few_renames():
-    wanted = [(f"m{i}", "a", "w") for i in range(9)]
-    leaves = [array(path, (3,)) for path in wanted]
-    ckpt = saved({(top, "b", "w"): ((3,), "float32") for top, *_ in wanted})
-    assert rename_hints(leaves, ckpt) == []
-    assert len(rename_hints(leaves[:8], reshard.select(ckpt, drop="m8/**"))) == 1
+        assert match(leaves, renamed)[1] == []
 
 
 def test_matching_grows_with_the_leaves():

@@ -187,7 +187,9 @@ def test_garbage_is_no_record(tmp_path, data, problem):
 # Orbax does not look at it.
 
 
-@pytest.mark.parametrize(("layout", "reader"), few(layouts.ORACLES, *layouts.SOME_ORACLES[::4]))
+@pytest.mark.parametrize(
+    ("layout", "reader"), few(layouts.SOME_ORACLES, *layouts.SOME_ORACLES[::4])
+)
 def test_orbax_reads_what_has_a_record(saved, read_by_orbax, digested, layout, reader):
     got = READERS[reader](saved(layout), digested(layout)[0])
     layouts.assert_same_tree(got, read_by_orbax(layout, reader))

@@ -8,15 +8,12 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 
 import jobs
 import layouts
 import pytest
 from jobs import (
     MARKER,
-    MEMORY,
-    RESHARD,
     SHARE_BYTES,
     StopError,
     assert_pruned,
@@ -134,9 +131,9 @@ MOMENTS = [
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("kind", ["ckpt manager", "convert zarr3-files"])
-def test_killed_at_a_moment_of_interest(sources, expected, tmp_path, kind):
+def test_killed_at_a_moment_of_interest(sources, expected, tmp_path):
     """Before it, and then after it, unless the job is complete by then."""
+    kind = "ckpt manager"
     source, out = sources(kind), tmp_path / "out"
     killed = 0
     moments = some(MOMENTS)
@@ -283,22 +280,6 @@ def test_a_job_that_fails_in_its_first_share_leaves_nothing(sources, tmp_path, m
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal(sources, expected, tmp_path, number):
-    """The command says how to go on."""
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
-    words = [RESHARD, "ckpt", source, out, "--to", "1x8", "--max-memory", MEMORY]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    while not unfinished(out):
-        time.sleep(0.005)
-    process.send_signal(number)
-    _, err = process.communicate()
-    assert process.returncode in (0, 130)
-    if process.returncode:
-        assert err.lstrip().startswith("Interrupted")
-        assert unfinished(out) == [] or "--resume continues it" in err
-
-
 # What is no longer the same job.
 
 
@@ -360,14 +341,6 @@ def test_shares_of_different_divisions_are_not_mixed(tmp_path, monkeypatch):
     assert str(error).startswith(f"several unfinished jobs exist for `{out}`\n")
     reshard.save(source, out, resume=True, link=False)
     assert reshard.diff(source, reshard.open(out), values=True).equal
-
-
-def test_a_directory_of_others_is_no_complete_job(sources, tmp_path):
-    (tmp_path / "out").mkdir()
-    text = f"no shares exist for `{tmp_path}/out`\n\nhint: share=(..., ...) writes one of them"
-    refused(reshard.CheckpointNotFoundError, text, reshard.commit, tmp_path / "out")
-    save(sources("ckpt manager"), tmp_path / "done")
-    assert not reshard.commit(tmp_path / "done")
 
 
 @pytest.mark.parametrize("name", [".reshard-1.0123456789abcdef", "1.replaced-by-reshard"])

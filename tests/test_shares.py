@@ -5,6 +5,7 @@ import itertools
 import math
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +13,10 @@ from jobs import changed, make
 from test_planner import layout
 
 import reshard
-from reshard.arrays.boxes import grid_boxes
+from reshard.arrays.boxes import grid_boxes, grid_size
 from reshard.engine.plan import ArrayPlan, co_read
-from reshard.engine.shares import CHUNK_BYTES, Boxes, Division, Values
+from reshard.engine.shares import CHUNK_BYTES, divide, sums
+from reshard.writer.arrays import BoxRange, ValueRange
 from reshard.writer.plan import Plan
 
 SIZES = st.integers(1, 13)
@@ -50,26 +52,33 @@ def grids(draw, group):
     ]
 
 
+def boxes(arrays, number=0):
+    """All boxes of arrays."""
+    count = grid_size(arrays[0].layout.shape, arrays[0].box)
+    return BoxRange(number, [(None, array) for array in arrays], 0, count)
+
+
 @st.composite
 def works(draw):
     pieces = []
     for number in range(draw(st.integers(0, 5))):
         if draw(st.booleans()):
-            pieces.append(Values(draw(st.lists(st.integers(0, 10**6), max_size=20))))
+            sizes = draw(st.lists(st.integers(0, 10**6), max_size=20))
+            values = ValueRange(number, None, sums(np.array(sizes, np.int64)), 0, len(sizes))
+            pieces.append(values)
         else:
-            pieces.append(Boxes(draw(grids(number))))
+            pieces.append(boxes(draw(grids(number)), number))
     return pieces
 
 
 def weights(piece):
     """What each of its units weighs, by brute force."""
-    if isinstance(piece, Values):
-        sizes = [piece.nbytes(n, n + 1) for n in range(piece.count)]
-        return [2 * size + CHUNK_BYTES for size in sizes]
+    if isinstance(piece, ValueRange):
+        return [2 * size + CHUNK_BYTES for size in np.diff(piece.sums)]
     found = []
-    for together in zip(*(array.boxes() for array in piece.arrays), strict=True):
+    for together in zip(*(array.boxes() for _, array in piece.arrays), strict=True):
         weight = 0
-        for array, box in zip(piece.arrays, together, strict=True):
+        for (_, array), box in zip(piece.arrays, together, strict=True):
             shape = tuple(part.stop - part.start for part in box)
             item = array.layout
             read = math.ceil(item.source_itemsize * array.passes)
@@ -81,31 +90,29 @@ def weights(piece):
 
 @given(works(), st.integers(1, 17))
 def test_every_box_is_in_one_share_and_they_are_as_equal_as_boxes_are(pieces, count):
-    division = Division(pieces)
-    shares = [division.share(number, count) for number in range(count)]
-    units = [(n, k) for n, piece in enumerate(pieces) for k in range(piece.count)]
-    each = [[(n, k) for n, a, b in share for k in range(a, b)] for share in shares]
+    shares = divide(pieces, count)
+    units = [(n, k) for n, piece in enumerate(pieces) for k in range(piece.stop)]
+    each = [[(p.item, k) for p in share for k in range(p.start, p.stop)] for share in shares]
     assert list(itertools.chain.from_iterable(each)) == units
     weight = {(n, k): w for n, piece in enumerate(pieces) for k, w in enumerate(weights(piece))}
-    sums = [sum(weight[unit] for unit in units) for units in each]
-    assert [division.weight(share) for share in shares] == sums
+    total = [sum(weight[unit] for unit in units) for units in each]
+    cuts = [[p.weight(p.stop) - p.weight(p.start) for p in share] for share in shares]
+    assert [sum(found) for found in cuts] == total
     largest = max(weight.values(), default=0)
     mean = sum(weight.values()) / count
-    assert all(abs(found - mean) <= largest for found in sums)
-    whole = [piece.nbytes(0, piece.count) for piece in pieces]
+    assert all(abs(found - mean) <= largest for found in total)
     cut = collections.Counter()
-    for number, start, stop in itertools.chain.from_iterable(shares):
-        cut[number] += pieces[number].nbytes(start, stop)
-    assert [cut[n] for n in range(len(pieces))] == whole
+    for part in itertools.chain.from_iterable(shares):
+        cut[part.item] += part.nbytes
+    assert [cut[n] for n in range(len(pieces))] == [piece.nbytes for piece in pieces]
 
 
 def test_arrays_that_are_read_together_are_cut_at_the_same_box():
     layouts = [layout((8, 4), (2, 4), (2, 4), path=(n,), co_read=3) for n in "abc"]
     arrays = [ArrayPlan(one, (2, 4), (2, 4), False, 1.0, 1) for one in layouts]
     (group,) = co_read(arrays)
-    division = Division([Boxes(group)])
-    found = [division.share(number, 3) for number in range(3)]
-    assert found == [[(0, 0, 2)], [(0, 2, 3)], [(0, 3, 4)]]
+    found = [[(part.start, part.stop) for part in share] for share in divide([boxes(group)], 3)]
+    assert found == [[(0, 2)], [(2, 3)], [(3, 4)]]
 
 
 @pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt manager", "convert zarr3-files"])

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from reshard.compat import jaxprs_in_params
 from reshard.errors import ArgumentError, MemoryLimitError
 from reshard.restore.pytrees import saved_tree
 from reshard.restore.target import maker
@@ -79,12 +78,15 @@ def initial_values(
 def peak_bytes(jaxpr: Any) -> int:
     """Bytes that are needed at once, at most, to compute a jaxpr operation by operation: its inputs
     and outputs, too. What is compiled is taken for one operation after the other."""
+    import jax
+
     last = {variable: place for place, e in enumerate(jaxpr.eqns) for variable in _used(e)}
     ends = _variables(jaxpr.outvars)
     now = peak = _bytes({*jaxpr.constvars, *jaxpr.invars})
     for place, equation in enumerate(jaxpr.eqns):
         now += _bytes(equation.outvars)
-        inner = jaxprs_in_params(equation.params)
+        parts = (getattr(part, "jaxpr", part) for part in jax.tree.leaves(equation.params))
+        inner = (part for part in parts if hasattr(part, "eqns"))
         beside = (peak_bytes(each) - _bytes([*each.invars, *each.outvars]) for each in inner)
         peak = max(peak, now + max((0, *beside)))
         now -= _bytes(v for v in _used(equation) - ends if last[v] == place)

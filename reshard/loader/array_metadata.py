@@ -16,7 +16,6 @@ import tensorstore as ts
 from reshard.arrays import zarr
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import chunk_shape_of
-from reshard.compat import missing_dtype
 from reshard.errors import first_line
 from reshard.loader.json_documents import parse_json
 from reshard.sharding.mesh import (
@@ -64,8 +63,7 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     except OverflowError as error:
         raise ValueError("it holds a number that is too large") from error
     except ValueError as error:
-        name = document.get("data_type", document.get("dtype"))
-        raise ValueError(missing_dtype(name) or first_line(error)) from error
+        raise ValueError(first_line(error)) from error
     dtype = array.dtype.numpy_dtype
     if dtype.kind not in "biufc" and not hasattr(ml_dtypes, dtype.name):
         raise ValueError(f"{array.dtype.name} is not a numeric dtype")

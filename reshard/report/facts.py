@@ -7,8 +7,7 @@ coverage. Pure.
 import collections
 import dataclasses
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.report.leaves import Leaves
@@ -17,7 +16,6 @@ from reshard.units import count_leaves, count_of, format_bytes, format_load
 
 Document = Mapping[str, Any]
 _MAX_TEXT = 120  # characters of a value that differs
-_MAX_WORDS = 200  # names of leaves that are looked up in problems
 _MAX_HISTOGRAMS = 500  # leaves of a diff with histograms of their own
 _UNKNOWN = "not known"
 _NO = "no mesh"
@@ -68,8 +66,8 @@ def page_of(document: Document) -> Page:
 def _checkpoint_page(document: Document) -> Page:
     leaves = Leaves(["saved"], document["meshes"], document["device_ids"])
     problems = document.get("problems", ())
-    for leaf, marked in zip(document["leaves"], _marked(document["leaves"], problems), strict=True):
-        leaves.add(leaf["keys"], leaf, [leaf], int(marked))
+    for leaf in document["leaves"]:
+        leaves.add(leaf["keys"], leaf, [leaf])
     arrays = count_of(leaves.arrays, "array")
     size = format_bytes(leaves.nbytes)
     mesh = leaves.meshes_of(0)
@@ -353,11 +351,3 @@ def _lists(document: Document) -> dict[str, Sequence[str]]:
     titles = {name.capitalize(): name for name in ("problems", "hints", "warnings", "notes")}
     titles["How the layout was detected"] = "why"
     return {title: document[name] for title, name in titles.items() if document.get(name)}
-
-
-def _marked(leaves: Sequence[Document], problems: Sequence[str]) -> Iterator[bool]:
-    """Whether a problem names each leaf, by the end of its path or of its module's path."""
-    words = [word for line in problems for word in re.findall(r"[^\s,;:`]+", line) if "/" in word]
-    globs = [re.escape(word).replace(r"\*", "[^/]*") for word in dict.fromkeys(words)]
-    named = re.compile(rf"(?:^|.*/)(?:{'|'.join(globs[:_MAX_WORDS])})(?:/|$)")
-    return (bool(globs and named.match(leaf["path"])) for leaf in leaves)

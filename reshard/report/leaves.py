@@ -53,8 +53,8 @@ class Leaves:
             collections.Counter() for _ in sides
         ]
 
-    def add(self, keys: Sequence[Any], leaf: Document, sides: Sequence[Document], *numbers: int):
-        """Adds a leaf with its layout on each side, and numbers of its own."""
+    def add(self, keys: Sequence[Any], leaf: Document, sides: Sequence[Document]) -> None:
+        """Adds a leaf with its layout on each side."""
         # Without a mesh, the part that a device reads is unknown.
         known = leaf.get("mesh") is not None
         amplification = leaf.get("read_amplification") if known else None
@@ -80,7 +80,7 @@ class Leaves:
         own = _frozen(leaf.get("shape")), leaf.get("bytes")
         own += (self._kinds.setdefault(kind, len(self._kinds)),)
         layout = self._layouts.setdefault(own, len(self._layouts))
-        self._leaves.append([*self.place([*map(format_key, keys)]), layout, *numbers])
+        self._leaves.append([*self.place([*map(format_key, keys)]), layout])
         if leaf.get("shape") is not None:
             self._count(keys, leaf, sides)
 
@@ -156,7 +156,7 @@ class Leaves:
         """All leaves as JSON."""
         names = list(self._folders)
         return {
-            "folds": self.folds((level, key, kind) for level, key, kind, *_ in self._leaves),
+            "folds": self.folds((level, key, kind) for level, key, kind in self._leaves),
             "sides": self.sides,
             "replicated": self.tone if self.sides else "",
             "meshes": [{"name": name, **mesh} for name, mesh in self._meshes.items()],

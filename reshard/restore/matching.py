@@ -17,16 +17,11 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.dtypes import kind_of
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint, Leaf
-from reshard.errors import ReshardError, TreeMismatchError
-from reshard.transforms import rename, select
+from reshard.errors import TreeMismatchError
 from reshard.tree import Key, Path, as_python, format_glob, format_path
 
-# A hint has at most this many renames: trying them takes time for each leaf.
-_MOST_RULES = 8
 # Python types of target leaves, and the kinds of dtype that fit them.
 _SCALARS = {"int": "iu", "float": "f", "bool": "b"}
-# Keys of optax's states that have the parameters' structure: one is never renamed to another.
-_MOMENTS = {"mu", "nu", "trace", "sum_of_squares", "acc_grads", "ema"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -243,12 +238,11 @@ def mismatch_error(
     hints: Sequence[str] = (),
     *,
     given: str = "ckpt",
-    cast: bool | str = False,
 ) -> TreeMismatchError:
     """The error that lists all mismatches.
 
     If the trees have another structure, its first hint is the call on `given` that changes that:
-    stack or unstack layers, convert to the other API, or rename one level. The first two may
+    stack or unstack layers, convert to the other API, or add or remove a level. The first two may
     resolve everything else, and are then the only hint. `of_nnx`: the target has NNX variables.
     """
     words = {
@@ -267,86 +261,48 @@ def mismatch_error(
     ordered = [p.text for what in words for p in problems if p.what == what]
     calls = _stacking_hints(problems, targets, ckpt, given)
     if not calls:
-        renames = _rename_hints(targets, ckpt, given, cast)
-        calls = _conversion_hints(problems, of_nnx, bool(renames)) or [*renames, *hints]
+        levels = _level_hints(targets, ckpt, given) if count["missing"] == len(targets) else []
+        calls = _conversion_hints(problems, of_nnx, bool(levels)) or [*levels, *hints]
     text = f"`{ckpt.source.root}` does not match the target: {', '.join(parts)}"
     return TreeMismatchError(text, ordered, calls)
 
 
-def _rename_hints(
-    targets: Sequence[TargetLeaf], ckpt: Checkpoint, given: str, cast: bool | str
-) -> list[str]:
-    """The call that supplies all missing leaves, if the trees differ in one whole level: it was
-    added, removed or renamed. Names must prove it, and the call is tried."""
-    saved = _canonical(ckpt)
-    before = match(targets, ckpt, cast=cast)[1]
-    missing = {_texts(problem.path) for problem in before if problem.what == "missing"}
-    unexpected = {saved[problem.path] for problem in before if problem.what == "unexpected"}
-    below: dict[Path, set[Path]] = collections.defaultdict(set)
-    for path in unexpected:
+def _level_hints(targets: Sequence[TargetLeaf], ckpt: Checkpoint, given: str) -> list[str]:
+    """The call that adds or removes the first level of all paths, if that makes the trees equal.
+    In a train state, the model is below one of several first levels."""
+    present = [path for path, value in ckpt.items() if not _is_empty(value)]
+    saved = set(_canonical(present).values())
+    wanted = set(_canonical(leaf.path for leaf in targets).values())
+    if () in saved | wanted:
+        return []
+    below, above = collections.defaultdict(set), {path[:1] for path in wanted}
+    for path in saved:
         below[path[:1]].add(path[1:])
-    tops = [top for top, paths in below.items() if paths == missing]
-    selected = ckpt
-    if len(tops) == 1 < len(below):  # a model in a train state
-        glob = f"{format_glob(tops[0])}/**"
-        selected, given = select(ckpt, glob), f"reshard.select({given}, {as_python(glob)})"
-        unexpected = {path for path in unexpected if path[:1] == tops[0]}
-    pairs = _changed_level(unexpected, missing)
-    kept = {_texts(leaf.path) for leaf in targets} - missing
-    partly = {path[:end] for path in kept for end in range(len(path))}
-    if len(pairs) > _MOST_RULES or any(new in partly for _, new in pairs):
-        return []
-    texts = ([format_path(path) + "/" if path else "" for path in pair] for pair in pairs)
-    rules = [("^" + re.escape(old), new.replace("\\", r"\\")) for old, new in texts]
-    try:
-        after = match(targets, rename(selected, rules), cast=cast)[1] if rules else before
-    except ReshardError:
-        return []
-    if not {problem.text for problem in after} < {problem.text for problem in before}:
-        return []
-    if any(problem.what == "missing" for problem in after):
-        return []
-    return [f"reshard.rename({given}, {as_python(rules)})"]
+    tops = [top for top, paths in below.items() if paths == wanted]
+    if len(tops) == 1:
+        if len(below) > 1:
+            given = f"reshard.select({given}, {as_python(f'{format_glob(tops[0])}/**')})"
+        rule = f"^{re.escape(format_path(tops[0]))}/", ""
+        return [f"reshard.rename({given}, {as_python([rule])})"]
+    if len(above) == 1 and {path[1:] for path in wanted} == saved:
+        replacement = format_path(*above).replace("\\", r"\\") + "/"
+        return [f"reshard.rename({given}, {as_python([('^', replacement)])})"]
+    return []
 
 
-def _changed_level(unexpected: set[Path], missing: set[Path]) -> list[tuple[Path, Path]]:
-    """Beginnings of saved paths, and those of the target's paths, if the two differ in one key that
-    is not a leaf's: only the paths of one side have it, or each side has one of its own."""
-    old_keys, new_keys = (
-        {key for path in paths for key in path} for paths in (unexpected, missing)
-    )
-    olds, news = old_keys - new_keys, new_keys - old_keys
-    if len(olds) > 1 or len(news) > 1 or not (olds or news) or len(unexpected) != len(missing):
-        return []
-    if not _MOMENTS.isdisjoint(olds | news):
-        return []
-    if len({re.sub(r"\d+", "#", str(key)) for key in olds | news}) < len(olds | news):
-        return []  # layers may be counted from another number
-    pairs: dict[tuple[Path, Path], None] = {}
-    for path in sorted(unexpected if olds else missing):
-        (at, *more) = [place for place, key in enumerate(path) if key in (olds or news)] or [-1]
-        if more or not 0 <= at < len(path) - 1:
-            return []
-        begin, end = path[:at], path[at + 1 :]
-        old, new = (*begin, *olds), (*begin, *news)
-        if (*old, *end) not in unexpected or (*new, *end) not in missing:
-            return []
-        pairs[old, new] = None
-    return list(pairs)
-
-
-def _conversion_hints(problems: Sequence[Mismatch], of_nnx: bool, renamed: bool) -> list[str]:
+def _conversion_hints(problems: Sequence[Mismatch], of_nnx: bool, same: bool) -> list[str]:
     """The call that converts to the target's API, if the checkpoint is of Flax's other API: only
-    Linen has a collection `params`, and NNX has all arrays in variables."""
+    Linen has a collection `params`, and NNX has all arrays in variables. `same`: the trees differ
+    in one level alone."""
     missing, unexpected = (
         [problem.path for problem in problems if problem.what == what and problem.path]
         for what in ("missing", "unexpected")
     )
     wanted, saved = ({str(path[0]) for path in paths} for paths in (missing, unexpected))
     in_variables = all(path[-1] == "value" for path in unexpected)
-    if of_nnx and wanted and "params" in saved - wanted and not (in_variables and renamed):
+    if of_nnx and wanted and "params" in saved - wanted and not (in_variables and same):
         return ["reshard.to_nnx(path, model)"]
-    if not of_nnx and saved and "params" in wanted - saved and in_variables and not renamed:
+    if not of_nnx and saved and "params" in wanted - saved and in_variables and not same:
         return ["reshard.to_linen(path, model)"]
     return []
 

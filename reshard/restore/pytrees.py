@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from reshard.compat import axis_name_keys
 from reshard.errors import ArgumentError
 from reshard.restore.lazy_jax import jax
 from reshard.restore.matching import TargetLeaf
@@ -284,7 +283,7 @@ def axis_names(leaf: StateLeaf) -> Names | None:
     wrapper, nnx, names = leaf.wrapper, imported("flax.nnx"), None
     if is_variable(wrapper):
         metadata = wrapper.get_metadata()
-        found = [metadata.get(key) for key in axis_name_keys()]
+        found = [metadata.get(key) for key in ("out_sharding", "sharding_names", "sharding")]
         names = next((names for names in found if names is not None), None)
         names = getattr(names, "spec", names)
     elif wrapper is not None and isinstance(wrapper, imported("flax.core.meta").Partitioned):

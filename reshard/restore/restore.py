@@ -130,7 +130,7 @@ def restore(
             given = "ckpt" if checkpoint is ckpt else "reshard.open(path)"
             hints = _hints(problems, leaves, cast, given)
             of_nnx = any(is_variable(leaf.wrapper) for leaf in leaves)
-            raise mismatch_error(problems, targets, ckpt, of_nnx, hints, given=given, cast=cast)
+            raise mismatch_error(problems, targets, ckpt, of_nnx, hints, given=given)
 
         values: list[Any] = [
             leaf.value if path is None or leaf.path in kept else ckpt[path]

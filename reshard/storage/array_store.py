@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorstore as ts
 
-from reshard.compat import ranged_reads
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.disk import Location, not_a_file
@@ -194,10 +193,10 @@ class ArrayStore(ZarrVersion):
         store = self.kvstore(name)
         for start in range(0, len(keys), _HEADERS):
             some = keys[start : start + _HEADERS]
-            reads = ranged_reads(store, some, _BLOSC_SIZE)
-            for key, (read, part) in zip(some, reads, strict=True):
+            reads = [store.read(key, byte_range=_BLOSC_SIZE) for key in some]
+            for key, read in zip(some, reads, strict=True):
                 what = f"the chunk `{key}` of `{name}`"
-                declared = int.from_bytes(checked(read, what).value[part], "little")
+                declared = int.from_bytes(checked(read, what).value, "little")
                 if declared != nbytes:
                     raise CorruptCheckpointError(
                         f"{what} declares {declared} decoded bytes, but a chunk has {nbytes}"

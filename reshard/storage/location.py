@@ -6,7 +6,6 @@ from typing import Any
 
 import tensorstore as ts
 
-from reshard.compat import why_no_buckets
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.storage import disk
 from reshard.storage.bucket import BucketLocation
@@ -48,8 +47,6 @@ def parse_location(path: str | os.PathLike) -> Location:
         hint = "a path, or a URL that begins with gs://, s3:// or file://"
     elif not {"", ".", ".."}.isdisjoint(rest.split("/")):
         problem, hint = " is not a valid name in a bucket", f"{scheme}://bucket/run/1000"
-    elif reason := why_no_buckets():
-        raise CheckpointFormatError(f"`{text}`: {reason}")
     else:
         return BucketLocation(f"{scheme}://{rest}")
     raise CheckpointFormatError(f"`{text}`{problem}", hints=[hint])

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 from tensorstore import ocdbt
 
-from reshard.compat import node_read
 from reshard.errors import CorruptCheckpointError, DestinationError, first_line
 from reshard.storage import bucket, disk
 from reshard.storage.btree import MAX_BTREE, Range, decoded_bytes, range_database
@@ -309,14 +308,15 @@ def _btree_nodes(
 
 
 def _begin_node(directory: Location, base: ts.KvStore, location: str) -> Callable[[], bytes | None]:
-    """Starts to read a node. See `node_read`."""
+    """Starts to read a node. Returns a function that waits for its bytes: None without its file."""
     file, offset, size = _split_location(location)
     place = _data_file(directory, file)
     if size > MAX_DOCUMENT:
         raise ValueError(f"a node of its B-tree has {format_bytes(size)}")
     if directory.is_local:
         place.file_bytes()  # raises for a pipe, which may never end
-    return node_read(base, file, slice(offset, offset + size), location, ocdbt.dump)
+    read = base.read(file, byte_range=slice(offset, offset + size))
+    return lambda: found.value if (found := read.result()).state == "value" else None
 
 
 class _Decoder:

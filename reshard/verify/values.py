@@ -22,7 +22,7 @@ from reshard.engine.memory import (
 )
 from reshard.engine.read import Read, read
 from reshard.engine.run import Report, check_tasks, run_tasks, task_count
-from reshard.engine.shares import Division
+from reshard.engine.shares import divide
 from reshard.errors import ReshardError, StoreError
 from reshard.tree import Path
 
@@ -67,15 +67,12 @@ def read_values(
     if workers is None and executor is None:
         every = dict(enumerate(groups)), dict(enumerate(accumulators))
         return ReadTask(0, 1, 0, *every, turns, max_memory).run(progress)[1]
-    division = Division(turns)
     count = task_count(sum(turn.nbytes for turn in turns), workers)
     tasks = []
-    for number in range(count):
-        if parts := division.share(number, count):
-            own = [turns[part.piece]._replace(start=part.start, stop=part.stop) for part in parts]
-            numbers = [n for turn in own for n in turn.numbers]
+    for number, own in enumerate(divide(turns, count)):
+        if numbers := [n for turn in own for n in turn.numbers]:
             each = {n: groups[n] for n in numbers}, {n: accumulators[n] for n in numbers}
-            weight = division.weight(parts)
+            weight = sum(turn.weight(turn.stop) - turn.weight(turn.start) for turn in own)
             tasks.append(ReadTask(number, count, weight, *each, own, max_memory))
     check_tasks(tasks, executor)
     failed: Failed = {}

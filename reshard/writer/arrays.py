@@ -11,14 +11,15 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Box, chunk_ranges, grid_boxes, inside, shape_of
+from reshard.arrays.boxes import Box, grid_boxes, inside, shape_of
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, StoredChunk, stored_name
@@ -26,6 +27,7 @@ from reshard.engine import memory
 from reshard.engine.batches import Unit, in_batches, in_groups
 from reshard.engine.plan import ArrayPlan
 from reshard.engine.read import READ_AHEAD, Destination, Read, read
+from reshard.engine.shares import CHUNK_BYTES, grid_sums
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
 from reshard.storage.array_store import array_spec
@@ -38,35 +40,72 @@ from reshard.writer.format import File, TargetFormat
 Report = Callable[[int], None]
 # A box, and its values as they are written.
 _Filled = tuple["_Box", np.ndarray]
-# A value that is being read: its key, its key in the target, and its stored bytes.
-_Copy = tuple[ts.Future, str, str, int]
+# A stored chunk that is being read, with its key in the target.
+_Copy = tuple[str, StoredChunk, ts.Future]
 # Each commit makes nodes that no later one reads, and a merge reads each node once: a large cache
 # would only fill up with them.
 CACHE_BYTES = 4 << 20
 
 
 class BoxRange(NamedTuple):
-    """Boxes, from one number to another, of arrays that are read together. Without `stop`, all."""
+    """Boxes, from one number to another, of arrays of an item that are read together: the first box
+    of each, then the second of each, and so on."""
 
+    item: int
     arrays: Sequence[tuple[ArrayHandle, ArrayPlan]]
-    start: int = 0
-    stop: int | None = None
+    start: int
+    stop: int
+
+    def weight(self, count: int) -> int:
+        """The weight of the first `count` boxes of each array: bytes read, bytes written, and
+        `CHUNK_BYTES` for each chunk."""
+        weight = 0
+        for _, array in self.arrays:
+            elements, chunks = _sums(array)
+            each = math.ceil(array.layout.source_itemsize * array.passes)
+            each += array.layout.target_itemsize
+            weight += int(elements[count]) * each + int(chunks[count]) * CHUNK_BYTES
+        return weight
+
+    @property
+    def nbytes(self) -> int:
+        """Decoded bytes, as they are written."""
+        every = ((_sums(array)[0], array.layout.target_itemsize) for _, array in self.arrays)
+        return sum(int(sums[self.stop] - sums[self.start]) * itemsize for sums, itemsize in every)
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks that are written."""
+        every = (_sums(array)[1] for _, array in self.arrays)
+        return sum(int(sums[self.stop] - sums[self.start]) for sums in every)
+
+
+def _sums(array: ArrayPlan) -> tuple[np.ndarray, np.ndarray]:
+    return grid_sums(array.layout.shape, array.box or (), array.chunk)
 
 
 class ValueRange(NamedTuple):
     """The stored values, from one number to another, of an array that is copied verbatim. Without
-    `stop`, all."""
+    an array, files of an export.
 
-    handle: ArrayHandle
-    start: int = 0
-    stop: int | None = None
+    Attributes:
+      sums: the bytes of the first n values, for each n from 0.
+    """
 
-    def chunks(self, form: TargetFormat) -> list[tuple[str, StoredChunk]]:
-        """The stored chunks, each with its key in the target."""
-        name = stored_name(self.handle.path)
-        chunks = stored_chunks(self.handle, form.encoding(self.handle)) or {}
-        own = [*chunks.items()][self.start : self.stop]
-        return [(f"{name}/{key}", chunk) for key, chunk in own]
+    item: int
+    handle: ArrayHandle | None
+    sums: np.ndarray
+    start: int
+    stop: int
+
+    def weight(self, count: int) -> int:
+        """The weight of the first `count` values, as for `BoxRange`."""
+        return 2 * int(self.sums[count]) + count * CHUNK_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return int(self.sums[self.stop] - self.sums[self.start])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +128,27 @@ class ItemShare:
     boxes: Sequence[BoxRange]
     files: Sequence[File] = ()
 
-    def limiter_bytes(self, directory: Location, max_memory: int) -> int:
-        """Bytes that writing it into a directory keeps in flight."""
+    def limiter(self, directory: Location, max_memory: int) -> memory.MemoryLimiter:
+        """Limits the bytes in flight while it is written into a directory."""
         arrays = [pair for group in self.boxes for pair in group.arrays]
-        handles = [*(handle for handle, _ in arrays), *(some.handle for some in self.values)]
+        handles = [*(handle for handle, _ in arrays), *(v.handle for v in self.values if v.handle)]
         stores = (data.store.directory for handle in handles for _, data in handle.roots())
         is_remote = not all(place.is_local for place in (directory, *stores))
         largest = max((array.box_bytes for _, array in arrays), default=0)
-        return memory.limiter_bytes(max_memory, memory.cores(), largest, is_remote)
+        limit = memory.limiter_bytes(max_memory, memory.cores(), largest, is_remote)
+        return memory.MemoryLimiter(limit)
 
-    def new_digests(self) -> dict[Path, Digest]:
-        """A digest for each array that is rewritten."""
-        handles = (handle for group in self.boxes for handle, _ in group.arrays)
-        return {handle.path: Digest(handle.shape, handle.dtype) for handle in handles}
+    def chunks(self) -> Iterator[tuple[str, StoredChunk, ts.KvStore]]:
+        """The stored chunks that are copied verbatim, with their keys in the target, and the stores
+        that hold them."""
+        for array in self.values:
+            assert array.handle is not None
+            _, root = next(array.handle.roots())
+            kvstore = functools.cache(root.store.kvstore)
+            chunks = stored_chunks(array.handle, self.format.encoding(array.handle)) or {}
+            name = stored_name(array.handle.path)
+            for key, chunk in itertools.islice(chunks.items(), array.start, array.stop):
+                yield f"{name}/{key}", chunk, kvstore(chunk.name)
 
 
 class Written(NamedTuple):
@@ -131,11 +178,11 @@ def write_item(
     Raises CorruptCheckpointError if stored bytes do not decode, or written bytes are missing, and
     DestinationError if a write fails.
     """
-    digests = share.new_digests()
-    if share.files:
-        written = _write_files(share, directory, f"{name}0", digests, max_memory, report)
-    else:
-        written = _write_databases(share, directory, name, digests, max_memory, report)
+    handles = [handle for group in share.boxes for handle, _ in group.arrays]
+    digests = {handle.path: Digest(handle.shape, handle.dtype) for handle in handles}
+    limiter = share.limiter(directory, max_memory)
+    write = _write_files if share.files else _write_databases
+    written = write(share, directory, name, digests, limiter, report)
     states = {stored_name(path): digest.state for path, digest in digests.items()}
     return written._replace(digests=states)
 
@@ -145,12 +192,12 @@ def _write_files(
     directory: Location,
     name: str,
     digests: Mapping[Path, Digest],
-    max_memory: int,
+    limiter: memory.MemoryLimiter,
     report: Report,
 ) -> Written:
     """Writes safetensors files into a directory. For a bucket they are made on this machine's disk
     and uploaded."""
-    target = directory / name
+    target = directory / f"{name}0"
     with contextlib.ExitStack() as stack:
         folder = target if target.is_local else stack.enter_context(disk.temporary_directory())
         folder.make_directory()
@@ -165,30 +212,25 @@ def _write_files(
                 file, begin = places[box.handle.path]
                 shape = box.handle.shape
                 disk.write_box(file, begin, shape, box.box, values)
-                if all(
-                    part.stop == size for part, size in zip(box.box[1:], shape[1:], strict=True)
-                ):
+                if shape_of(box.box)[1:] == shape[1:]:
                     done.add(file)  # its rows are complete: their pages are not written again
             for file in done:
                 disk.write_back(file)
 
-        def write(number: int, boxes: Sequence[_Filled], reservation: memory.Reservation) -> None:
+        def write(
+            number: int, boxes: Sequence[_Filled], reservations: Sequence[memory.Reservation]
+        ) -> None:
             written = writer.submit(write_boxes, boxes)
-            reservation.free_after(written.result, is_ready=written.done)
-            for box, _ in boxes:
-                if box.buffer_reservation is not None:
-                    box.buffer_reservation.free_after(written.result)
+            for reservation in reservations:
+                reservation.free_after(written.result, is_ready=written.done)
 
-        with (
-            concurrent.futures.ThreadPoolExecutor(2) as writer,
-            memory.MemoryLimiter(share.limiter_bytes(directory, max_memory)) as limiter,
-        ):
+        with concurrent.futures.ThreadPoolExecutor(2) as writer, limiter:
             write_chunks(share, write, digests, limiter, report)
         for file in share.files:
             if isinstance(target, BucketLocation):
                 (target / file.name).upload(folder / file.name)
     sync(target, [file.name for file in share.files])
-    sizes = {f"{name}/{file.name}": file.nbytes for file in share.files}
+    sizes = {f"{target.name}/{file.name}": file.nbytes for file in share.files}
     wrong = [path for path, nbytes in sizes.items() if (directory / path).file_bytes() != nbytes]
     _check_written([f"`{directory / path}` is missing or truncated" for path in wrong])
     return Written(files=sizes, chunks={path.rpartition("/")[2]: path for path in sizes})
@@ -199,7 +241,7 @@ def _write_databases(
     directory: Location,
     name: str,
     digests: Mapping[Path, Digest],
-    max_memory: int,
+    limiter: memory.MemoryLimiter,
     report: Report,
 ) -> Written:
     """Writes databases, or plain zarr files. In a bucket several databases take turns, since a
@@ -208,20 +250,13 @@ def _write_databases(
     count = 1 if directory.is_local or not ocdbt else memory.WINDOW
     names = [f"{name}{number}" for number in range(count)]
     target = Target(directory, names, share.format)
-    values = []
-    for some in share.values:
-        _, root = next(some.handle.roots())
-        kvstore = functools.cache(root.store.kvstore)
-        for key, chunk in some.chunks(share.format):
-            values.append((kvstore(chunk.name), chunk.key, key, chunk.value.size))
-    with memory.MemoryLimiter(share.limiter_bytes(directory, max_memory)) as limiter:
-        write_values(share.metadata, target, limiter)
-        copy_chunks(values, target, limiter, report)
+    with limiter:
+        copied = copy_chunks(share, target, limiter, report)
         write_chunks(share, target.write, digests, limiter, report)
     sizes: dict[str, int] = {}
     databases: dict[str, int] = {}
     files: set[str] = set()
-    with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
         looked = pool.map(lambda name: _look(directory / name, ocdbt), names)
         for each, (found, listed) in zip(names, looked, strict=True):
             sizes |= {f"{each}/{path}": size for path, size in found.items()}
@@ -232,7 +267,8 @@ def _write_databases(
         files = {*sizes}
     problems = [f"`{directory / file}` is missing" for file in files - sizes.keys()]
     # A chunk that holds only the fill value may be absent on a disk.
-    missing = _key_count(share) - (sum(databases.values()) if ocdbt else len(sizes))
+    keys = copied + sum(boxes.chunks for boxes in share.boxes)
+    missing = keys - (sum(databases.values()) if ocdbt else len(sizes))
     if missing and not share.format.omits_fill:
         problems.append(f"{missing} chunks are missing")
     _check_written(problems)
@@ -261,16 +297,6 @@ def sync(directory: Location, files: Collection[str]) -> None:
             disk.sync(directory / file)
 
 
-def _key_count(share: ItemShare) -> int:
-    """The number of keys, of chunks and metadata, in the databases of a share."""
-    count = len(share.metadata) + sum(len(some.chunks(share.format)) for some in share.values)
-    for group, start, stop in share.boxes:
-        for _, array in group:
-            for box in array.boxes(start, stop):
-                count += math.prod(end - begin for begin, end in chunk_ranges(box, array.chunk))
-    return count
-
-
 def _check_written(problems: Sequence[str]) -> None:
     if problems:
         raise CorruptCheckpointError("the written data cannot be read back", problems)
@@ -281,7 +307,7 @@ class Target:
     Batches take turns in several databases, so that several commits run at once."""
 
     def __init__(self, directory: Location, names: Sequence[str], form: TargetFormat):
-        self.directory = directory
+        self._directory = directory
         self._format = form
         self._context = new_context(CACHE_BYTES)
         self._data: Location | None = None  # data files that are written by this machine
@@ -294,25 +320,11 @@ class Target:
         self._stores = [ts.KvStore.open(spec, context=self._context).result() for spec in specs]
         self._arrays: dict[tuple[Path, int], ts.TensorStore] = {}
 
-    def committed(self) -> None:
-        """Called after the commit of a batch and of all earlier ones. Hands each new data file to
-        the disk; the next call gives back its pages."""
-        if self._data is not None and self._data.is_dir():
-            for name in self._data.names():
-                if self._handed[name] < 2:
-                    self._handed[name] += 1
-                    disk.write_back(self._data / name)
-
-    def begin(self, number: int) -> tuple[ts.Transaction, ts.KvStore]:
-        """The transaction of a batch, and its store. On a disk the transaction may be several
-        commits, so that encoded chunks are written early. In a bucket each commit would be three
-        requests."""
-        atomic = self._format.ocdbt and not self.directory.is_local
-        return ts.Transaction(atomic=atomic), self._stores[number % len(self._stores)]
-
-    def write(self, number: int, boxes: Sequence[_Filled], reservation: memory.Reservation) -> None:
+    def write(
+        self, number: int, boxes: Sequence[_Filled], reservations: Sequence[memory.Reservation]
+    ) -> None:
         """Encodes and writes boxes in one transaction. Its commit frees their memory."""
-        transaction, store = self.begin(number)
+        transaction, store = self._begin(number)
         which = number % len(self._stores)
         paths = {box.handle.path for box, _ in boxes}
         for key in [key for key in self._arrays if key[0] not in paths]:
@@ -325,16 +337,46 @@ class Target:
             array = self._arrays[key].with_transaction(transaction)
             write = array[box.box].write(values, can_reference_source_data_indefinitely=True)
             copies.append(write.copy)
-        for copy in copies:
-            wait_written(copy, self.directory)
-        wait = functools.partial(wait_written, transaction.future, self.directory)
+        self._commit(transaction, copies, reservations)
+
+    def write_values(
+        self, number: int, values: Iterable[tuple[str, bytes]], reservation: memory.Reservation
+    ) -> None:
+        """Writes stored values in one transaction."""
+        transaction, store = self._begin(number)
+        writable = store.with_transaction(transaction)
+        self._commit(transaction, [writable.write(*pair) for pair in values], [reservation])
+
+    def _begin(self, number: int) -> tuple[ts.Transaction, ts.KvStore]:
+        """The transaction of a batch, and its store. On a disk the transaction may be several
+        commits, so that encoded chunks are written early. In a bucket each commit would be three
+        requests."""
+        atomic = self._format.ocdbt and not self._directory.is_local
+        return ts.Transaction(atomic=atomic), self._stores[number % len(self._stores)]
+
+    def _commit(
+        self,
+        transaction: ts.Transaction,
+        writes: Sequence[ts.Future],
+        reservations: Sequence[memory.Reservation],
+    ) -> None:
+        for write in writes:
+            wait_written(write, self._directory)
+        wait = functools.partial(wait_written, transaction.future, self._directory)
         # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
         # into a directory that is being removed.
-        reservation.free_after(wait, self.committed, transaction.future.done)
-        for box, _ in boxes:
-            if box.buffer_reservation is not None:
-                box.buffer_reservation.free_after(wait)
+        for reservation in reservations:
+            reservation.free_after(wait, self._committed, transaction.future.done)
         transaction.commit_async()
+
+    def _committed(self) -> None:
+        """Called after the commit of a batch and of all earlier ones. Hands each new data file to
+        the disk; the next call gives back its pages."""
+        if self._data is not None and self._data.is_dir():
+            for name in self._data.names():
+                if self._handed[name] < 2:
+                    self._handed[name] += 1
+                    disk.write_back(self._data / name)
 
     def _open(self, store: ts.KvStore, handle: ArrayHandle, array: ArrayPlan) -> ts.TensorStore:
         """An array of the destination, whose metadata are written separately."""
@@ -347,7 +389,7 @@ class Target:
 
 def write_chunks(
     share: ItemShare,
-    write: Callable[[int, Sequence[_Filled], memory.Reservation], object],
+    write: Callable[[int, Sequence[_Filled], Sequence[memory.Reservation]], object],
     digests: Mapping[Path, Digest],
     limiter: memory.MemoryLimiter,
     report: Report,
@@ -358,24 +400,23 @@ def write_chunks(
     commit of an OCDBT database writes its B-tree again.
 
     Args:
-      write: called with the number of a batch, its boxes, and their reservation.
+      write: called with the number of a batch, its boxes, and their reservations.
       limiter: limits the bytes in flight. Several batches fit into it.
       report: called with the decoded bytes of each batch.
     """
     todo = in_batches(units(share.boxes, limiter), limiter.limit // memory.WINDOW, limiter.limit)
     for number, filled in enumerate(read(todo, limiter)):
         filled.check()
-        decoded = sum(read.nbytes for read in filled.batch.reads)
         pairs = zip(filled.batch.reads, filled.values, strict=True)
         boxes = [whole for pair in pairs if (whole := _whole_box(*pair)) is not None]
         if boxes:
-            write(number, boxes, filled.reservation)
+            buffers = (box.buffer_reservation for box, _ in boxes)
+            write(number, boxes, [filled.reservation, *filter(None, buffers)])
         for box, values in boxes:  # while other threads encode what is committed
             digests[box.handle.path].add(box.box, values)
-        report(decoded)
-        boxes = pairs = values = (
-            None  # only the transaction holds the buffers until it is committed
-        )
+        report(sum(read.nbytes for read in filled.batch.reads))
+        # Only the transaction holds the buffers until it is committed.
+        boxes = pairs = values = None
 
 
 class _Box:
@@ -417,7 +458,7 @@ class _Box:
 def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator[Unit]:
     """Boxes in order. Boxes of arrays that share stored chunks are read together. If an array is
     read in several passes, the chunks of a box are read one after another into one buffer."""
-    for group, start, stop in groups:
+    for _, group, start, stop in groups:
         for boxes in zip(*(array.boxes(start, stop) for _, array in group), strict=True):
             together = [_Box(*pair, box) for pair, box in zip(group, boxes, strict=True)]
             if group[0][1].serial:
@@ -456,54 +497,36 @@ def source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
 
 
 def copy_chunks(
-    values: Sequence[tuple[ts.KvStore, str, str, int]],
-    target: Target,
-    limiter: memory.MemoryLimiter,
-    report: Report,
-) -> None:
-    """Copies stored values verbatim. Each has its source store, its key there, its key in the
-    target, and its stored bytes. While a batch is written, the next one is read."""
+    share: ItemShare, target: Target, limiter: memory.MemoryLimiter, report: Report
+) -> int:
+    """Writes metadata, and copies stored values verbatim. While a batch is written, the next one is
+    read. Returns the number of their keys."""
+    if metadata := share.metadata:
+        reservation = limiter.reserve(sum(map(len, metadata.values())))
+        target.write_values(0, metadata.items(), reservation)
     ahead: collections.deque[tuple[int, Sequence[_Copy], memory.Reservation]] = collections.deque()
 
     def write_oldest() -> None:
         number, batch, reservation = ahead.popleft()
-        transaction, store = target.begin(number)
-        writable = store.with_transaction(transaction)
-        writes = []
-        for value, key, new, _ in batch:
-            result = checked(value, f"the stored value `{key}`")
+        values = []
+        for new, chunk, value in batch:
+            result = checked(value, f"the stored value `{chunk.key}`")
             if result.state != "value":
-                raise CorruptCheckpointError(f"the stored value `{key}` is missing")
-            writes.append(writable.write(new, result.value))
-        for write in writes:
-            wait_written(write, target.directory)
-        wait = functools.partial(wait_written, transaction.future, target.directory)
-        reservation.free_after(wait, target.committed)
-        transaction.commit_async()
-        report(sum(size for _, _, _, size in batch))
+                raise CorruptCheckpointError(f"the stored value `{chunk.key}` is missing")
+            values.append((new, result.value))
+        target.write_values(number, values, reservation)
+        report(sum(chunk.value.size for _, chunk, _ in batch))
 
-    groups = in_groups(values, lambda value: value[3], limiter.limit // (2 * memory.WINDOW))
-    for number, some in enumerate(groups):
-        nbytes = memory.copy_bytes(sum(size for _, _, _, size in some))
+    chunks = [*share.chunks()]
+    most = limiter.limit // (2 * memory.WINDOW)
+    for number, some in enumerate(in_groups(chunks, lambda each: each[1].value.size, most)):
+        nbytes = memory.copy_bytes(sum(chunk.value.size for _, chunk, _ in some))
         limiter.make_room(nbytes)
         while ahead and (len(ahead) == READ_AHEAD or not limiter.fits(nbytes)):
             write_oldest()
             limiter.make_room(nbytes)
-        reads = [(source.read(key), key, new, size) for source, key, new, size in some]
+        reads = [(key, chunk, store.read(chunk.key)) for key, chunk, store in some]
         ahead.append((number, reads, limiter.reserve(nbytes)))
     while ahead:
         write_oldest()
-
-
-def write_values(
-    values: Mapping[str, bytes], target: Target, limiter: memory.MemoryLimiter
-) -> None:
-    """Writes small values in one transaction, which is committed in the background."""
-    if values:
-        transaction, store = target.begin(0)
-        store = store.with_transaction(transaction)
-        for write in [store.write(key, value) for key, value in values.items()]:
-            wait_written(write, target.directory)
-        wait = functools.partial(wait_written, transaction.future, target.directory)
-        limiter.reserve(sum(map(len, values.values()))).free_after(wait)
-        transaction.commit_async()
+    return len(metadata) + len(chunks)

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from reshard.arrays import derived
 from reshard.arrays.boxes import grid_size
@@ -12,7 +14,7 @@ from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.memory import WINDOW, copy_bytes, cores, limiter_bytes
 from reshard.engine.plan import ArrayPlan, co_read
-from reshard.engine.shares import Boxes, Division, Values
+from reshard.engine.shares import divide, sums
 from reshard.errors import ArgumentError, ReshardError, lines_of
 from reshard.sharding.mesh import NamedSharding, most_held, sharding_document
 from reshard.storage.location import Location
@@ -21,7 +23,7 @@ from reshard.tree import format_path
 from reshard.units import format_bytes, format_load
 from reshard.verify.digest_record import Record
 from reshard.writer.arrays import BoxRange, ItemShare, ValueRange
-from reshard.writer.format import File, TargetFormat
+from reshard.writer.format import TargetFormat
 from reshard.writer.siblings import Sibling
 
 # Bytes of a share, as they are stored, and the least that a worker is given one for.
@@ -58,17 +60,6 @@ class Share:
     items: tuple[ItemShare, ...]
     max_memory: int
     nbytes: int
-
-
-class FileGroup(NamedTuple):
-    """Files that one share writes, and their boxes."""
-
-    files: Sequence[File]
-    boxes: Sequence[BoxRange]
-
-
-# Some of the work of a job.
-_Work = BoxRange | ValueRange | FileGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,36 +102,52 @@ class ItemPlan:
         """Arrays that are decoded and encoded."""
         return [h for h, array in self._pairs() if not array.verbatim]
 
-    def groups(self, in_memory: bool) -> list[BoxRange]:
-        """The rewritten arrays, in groups that are read together: those made of values `in_memory`,
-        or all others."""
+    def groups(self, number: int, in_memory: bool = False) -> list[BoxRange]:
+        """The rewritten arrays of this item, which has a number, in groups that are read together:
+        those made of values `in_memory`, or all others. An export has no group in memory: a share
+        writes all of a file."""
         handles = {handle.path: handle for handle in self.handles}
-        groups = [[(handles[a.layout.path], a) for a in group] for group in co_read(self.arrays)]
-        whole = bool(self.format.files)  # a share writes all of a file
-        return [
-            BoxRange(group)
-            for group in groups
-            if (derived.from_memory(group[0][0]) and not whole) == in_memory
-        ]
+        found = []
+        for group in co_read(self.arrays):
+            pairs = [(handles[array.layout.path], array) for array in group]
+            apart = not self.format.files and derived.from_memory(pairs[0][0])
+            if apart == in_memory:
+                count = grid_size(group[0].layout.shape, group[0].box or ())
+                found.append(BoxRange(number, pairs, 0, count))
+        return found
 
-    def file_groups(self) -> list[FileGroup]:
-        """The files of an export, in groups that one share writes. Files whose arrays are read
-        together are in one group."""
+    def value_ranges(self, number: int, handles: Iterable[ArrayHandle]) -> list[ValueRange]:
+        """All stored values of some of its arrays."""
+        sizes = [(h, np.array([v.size for v in self.values(h)], np.int64)) for h in handles]
+        return [ValueRange(number, h, sums(each), 0, len(each)) for h, each in sizes]
+
+    def pieces(self, number: int) -> list[BoxRange | ValueRange]:
+        """The work that shares divide."""
+        if files := self.format.files:
+            sizes = np.array([file.nbytes for file in files], np.int64)
+            return [ValueRange(number, None, sums(sizes), 0, len(files))]
+        return [*self.value_ranges(number, self.copied), *self.groups(number)]
+
+    def share(self, number: int, pieces: Sequence[BoxRange | ValueRange], first: bool) -> ItemShare:
+        """The share that has these pieces. The first share has the metadata of all arrays, too."""
+        metadata = self.metadata() if first else {}
+        boxes = [piece for piece in pieces if isinstance(piece, BoxRange)]
+        values = [piece for piece in pieces if isinstance(piece, ValueRange)]
         if not self.format.files:
-            return []
+            return ItemShare(number, self.format, metadata, values, boxes)
+        files = [f for each in values for f in self.format.files[each.start : each.stop]]
+        paths = {path for file in files for path in file.offsets}
+        for group in self.groups(number):
+            if own := [pair for pair in group.arrays if pair[0].path in paths]:
+                boxes.append(group._replace(arrays=own))
+        return ItemShare(number, self.format, metadata, [], boxes, files)
+
+    @property
+    def reads_twice(self) -> bool:
+        """Whether several shares would decode the same chunks: those of arrays in several files."""
         numbers = {path: n for n, file in enumerate(self.format.files) for path in file.offsets}
-        group_of = [({n}, list[BoxRange]()) for n in range(len(self.format.files))]
-        for boxes in self.groups(in_memory=False):
-            own = sorted({numbers[handle.path] for handle, _ in boxes.arrays})
-            first, *others = {id(group_of[n]): group_of[n] for n in own}.values()
-            for files, more in others:
-                first[0].update(files)
-                first[1].extend(more)
-                for n in files:
-                    group_of[n] = first
-            first[1].append(boxes)
-        groups = {id(group): group for group in group_of}.values()
-        return [FileGroup([self.format.files[n] for n in sorted(f)], boxes) for f, boxes in groups]
+        groups = (group.arrays for group in self.groups(0)) if numbers else ()
+        return any(len({numbers[handle.path] for handle, _ in pairs}) > 1 for pairs in groups)
 
     def metadata(self) -> dict[str, bytes]:
         """Metadata of arrays, by their keys, unless they are copied from the source."""
@@ -242,60 +249,42 @@ class Plan:
         return [item.ckpt for item in self.items]
 
     @functools.cached_property
-    def _work(self) -> tuple[list[tuple[int, _Work, Boxes | Values]], Division]:
-        """The work of all shares: the number of an item, a piece of work, and its measure; and the
-        division of it all."""
-        work: list[tuple[int, _Work, Boxes | Values]] = []
-        for number, item in enumerate(self.items):
-            for handle in item.copied:
-                sizes = [value.size for value in item.values(handle)]
-                work.append((number, ValueRange(handle), Values(sizes)))
-            for files in item.file_groups():
-                sizes = [sum(file.nbytes for file in files.files)]
-                work.append((number, files, Values(sizes)))
-            for group in () if item.format.files else item.groups(in_memory=False):
-                work.append((number, group, Boxes([array for _, array in group.arrays])))
-        return work, Division([measure for _, _, measure in work])
+    def _pieces(self) -> list[BoxRange | ValueRange]:
+        """The work of all shares."""
+        return [piece for number, item in enumerate(self.items) for piece in item.pieces(number)]
 
     def share_count(self, workers: int | None = None) -> int:
         """The number of shares: of about 1 GiB of stored bytes each, or smaller ones to have one
-        for each worker. No share is empty."""
+        for each worker; or one for each worker, if several shares would decode the same chunks. No
+        share is empty."""
         nbytes = sum(a.bytes_written for item in self.items for a in item.arrays)
-        wanted = max(math.ceil(nbytes / SHARE_BYTES), min(workers or 1, nbytes // _SMALLEST))
-        _, division = self._work
-        wanted, count = max(wanted, 1), 0
+        wanted = max(math.ceil(nbytes / SHARE_BYTES), min(workers or 1, nbytes // _SMALLEST), 1)
+        if any(item.reads_twice for item in self.items):
+            wanted = min(wanted, workers or 1)
+        count = 0
         while wanted != count:
-            count = wanted
-            wanted = max(sum(bool(division.share(n, count)) for n in range(count)), 1)
+            count, wanted = wanted, max(sum(map(bool, divide(self._pieces, wanted))), 1)
         return count
 
+    def shares(self, count: int) -> list[Share]:
+        """All shares, if there are `count` equal ones. Together they have all work of the plan
+        except values in memory, each piece once. Share 0 also has the metadata of all arrays."""
+        shares = []
+        for number, pieces in enumerate(divide(self._pieces, count)):
+            items = []
+            for n, item in enumerate(self.items):
+                share = item.share(n, [piece for piece in pieces if piece.item == n], not number)
+                if share.metadata or share.values or share.boxes or share.files:
+                    items.append(share)
+            nbytes = sum(piece.nbytes for piece in pieces)
+            shares.append(Share(number, count, tuple(items), self.max_memory, nbytes))
+        return shares
+
     def share(self, number: int, count: int) -> Share:
-        """Share `number`, from 0, of `count` equal ones. Together they have all work of the plan
-        except values in memory, each piece once. Share 0 also has the metadata of all arrays.
-        Raises ArgumentError if there is no such share."""
+        """Share `number`, from 0, of `count`. Raises ArgumentError if there is no such share."""
         if not 0 <= number < count:
             raise ArgumentError(f"there is no share {number} of {count}: they are numbered from 0")
-        pieces, division = self._work
-        work: dict[int, tuple[list[ValueRange], list[BoxRange], list[File]]] = {}
-        nbytes = 0
-        for part in division.share(number, count):
-            n, piece, measure = pieces[part.piece]
-            values, boxes, files = work.setdefault(n, ([], [], []))
-            if isinstance(piece, FileGroup):
-                files += piece.files
-                boxes += piece.boxes
-            elif isinstance(piece, BoxRange):
-                boxes.append(piece._replace(start=part.start, stop=part.stop))
-            else:
-                values.append(piece._replace(start=part.start, stop=part.stop))
-            nbytes += measure.nbytes(part.start, part.stop)
-        items = []
-        for n, item in enumerate(self.items):
-            metadata = {} if number else item.metadata()
-            values, boxes, files = work.get(n, ([], [], []))
-            if metadata or values or boxes or files:
-                items.append(ItemShare(n, item.format, metadata, values, boxes, files))
-        return Share(number, count, tuple(items), self.max_memory, nbytes)
+        return self.shares(count)[number]
 
     @property
     def shared_bytes(self) -> int:

@@ -184,8 +184,9 @@ def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
                 [f'max_memory="{whole_kib(least)}" is the least that copies it'],
                 least,
             )
-        groups = [group.files for item in plan.items for group in item.file_groups()]
-        needed = max((sum(file.nbytes for file in files) for files in groups), default=0)
+        exported = any(item.format.files for item in plan.items)
+        shares = plan.shares(plan.share_count()) if exported else []
+        needed = max((share.nbytes for share in shares), default=0)
         if needed > (free := disk.temporary_free_bytes()):
             yield errors.DestinationError(
                 f"not enough disk space for temporary files of the export to `{place}`",

@@ -34,7 +34,6 @@ from reshard.writer.arrays import (
     CACHE_BYTES,
     ItemShare,
     Report,
-    ValueRange,
     Written,
     sync,
     write_item,
@@ -190,7 +189,8 @@ def execute(
     attempt, parts = begun
     job = attempt.job
     numbers = range(job.count) if share is None else [share[0]]
-    shares = [plan.share(number, job.count) for number in numbers if str(number) not in parts]
+    shares = plan.shares(job.count)
+    shares = [shares[number] for number in numbers if str(number) not in parts]
     unshared = UNSHARED not in parts and 0 in numbers
     whole = sum(each.nbytes for each in shares) + unshared * unshared_bytes(plan)
     whole += (share is None and plan.verify) * plan.decoded_bytes
@@ -343,7 +343,7 @@ def write_share(attempt: Attempt, share: Share, report: Report) -> None:
 def unshared_bytes(plan: Plan) -> int:
     """The bytes that `write_unshared` reports."""
     again = [h for item in plan.items for h in (*item.read_sources, *item.read_verbatim)]
-    made = [h for i in plan.items for group in i.groups(in_memory=True) for h, _ in group.arrays]
+    made = [h for i in plan.items for group in i.groups(0, True) for h, _ in group.arrays]
     return sum(h.nbytes for h in (*again, *made)) + sum(s.nbytes for s in plan.siblings)
 
 
@@ -407,8 +407,8 @@ def _write_item(
     """Writes the unshared part of an item."""
     directory = attempt.job.item_directory(number)
     linked, spare = link_files(item, directory)
-    groups = item.groups(in_memory=True)
-    values = [] if linked else [ValueRange(handle) for handle in item.linked]
+    groups = item.groups(number, in_memory=True)
+    values = [] if linked else item.value_ranges(number, item.linked)
     written = found = Written()
     if values or groups:
         share = ItemShare(number, item.format, {}, values, groups)

@@ -6,7 +6,6 @@ const UNKNOWN = "not known";
 const COLOURS = 7; // specs with a colour of their own
 const ROWS = 100; // of a table at first
 const BANDS = 32; // parts of a dimension that are drawn
-const PROBLEM = "in a problem";
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {

@@ -42,14 +42,13 @@ for (const folder of folders) {
   folder.face = folder.parent === null ? "" : `${folder.parent.face}${own}/`;
 }
 const pathOf = ([folder, key]) => (folder ? `${folders[folder].path}/${key}` : key);
-const leaves = data.leaves.map(([folder, key, layout, ...numbers], order) => {
+const leaves = data.leaves.map(([folder, key, layout], order) => {
   const parent = folders[folder];
-  const leaf = { ...layouts[layout], key, parent, order, numbers, layout: layouts[layout] };
+  const leaf = { ...layouts[layout], key, parent, order, layout: layouts[layout] };
   leaf.path = pathOf([folder, key]);
   leaf.face = `${parent.face}${key}`;
   leaf.points = points(plainKey(key));
   leaf.side = leaf.sides.at(-1);
-  leaf.problem = data.kind === "refused" && numbers[0] === 1;
   parent.children.push(leaf);
   for (let above = parent; above; above = above.parent) {
     above.nbytes += leaf.nbytes || 0;
@@ -133,8 +132,7 @@ const state = { query: "", spec: null, root: folders[0], chosen: null, updates: 
 function isShown() {
   const matches = matcher(state.query);
   const { spec } = state;
-  const isOf = (leaf) =>
-    spec === null || (spec === PROBLEM ? leaf.problem : layoutName(leaf) === spec);
+  const isOf = (leaf) => spec === null || layoutName(leaf) === spec;
   return (leaf) => matches(leaf) && isOf(leaf);
 }
 function update() {

@@ -291,8 +291,6 @@ function drawTable() {
   if (!isDiff && leaves.some((leaf) => leaf.source)) columns.push({ title: "spec by", value: (leaf) => leaf.source });
   if (leaves.some((leaf) => leaf.moved !== null))
     columns.push({ title: "copied", value: (leaf) => (leaf.moved ? "verbatim" : "rewritten") });
-  if (leaves.some((leaf) => leaf.problem))
-    columns.unshift({ title: "problem", value: (leaf) => (leaf.problem ? "▲ problem" : ""), kind: "mark" });
   const { node: body, draw } = table("All leaves", columns, leaves);
   state.updates.push(draw);
   node.append(body);

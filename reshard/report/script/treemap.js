@@ -58,8 +58,6 @@ function drawMap() {
     beside,
   );
   const names = [...colours].map(([name, { total, of }]) => [name, bytes(total), of]);
-  const wrong = leaves.filter((leaf) => leaf.problem).length;
-  if (wrong) names.unshift([PROBLEM, counted(wrong, "leaf", "leaves"), "problem"]);
   const found = el("span", { class: "count", role: "status" });
   const search = el("input", {
     type: "search",
@@ -169,7 +167,7 @@ function drawMap() {
         const { of } = colours.get(layoutName(item));
         const dim = (times > 1 ? live.has(item.face) : shown(item)) ? "" : " dim";
         const size = `${times > 1 ? `${times} x ` : ""}${bytes(item.nbytes)}`;
-        cell(item, `leaf ${of}${dim}${item.problem ? " problem" : ""}`, box, item.key, size);
+        cell(item, `leaf ${of}${dim}`, box, item.key, size);
         return;
       }
       const tight = w < 14 || h < 14;
