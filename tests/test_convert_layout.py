@@ -484,7 +484,7 @@ def test_every_tree_is_told_for_what_it_is(opened, cases):
 
 
 def test_trees_that_are_saved_alone_are_no_other(opened, cases, tmp_path):
-    for name in ("fields", "masked", "nnx module", "nnx both adam", "nnx opt_state"):
+    for name in ("fields", "masked", "nnx module", "nnx both adam"):
         alone = save(tmp_path / name, cases[name].tree)
         assert detect(alone) == detect(opened[name])
 
