@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -483,7 +484,7 @@ def _linen_model(
     model: Any, leaves: Mapping[Path, Leaf], arguments: Arguments | None, more: More
 ) -> tuple[_Call, Mapping[Path, Any], Arguments]:
     """The call of a Linen model, its leaves and its arguments."""
-    from flax import errors, linen
+    from flax import errors, linen, traverse_util
 
     other_leaves = (
         errors.ScopeCollectionNotFound,
@@ -494,7 +495,7 @@ def _linen_model(
     if arguments is None and initial is None:
         raise ArgumentError("the arguments of the Linen model are unknown", hints=["check=..."])
     args, kwargs = _as_float32(_varied(initial) if arguments is None else arguments)
-    names = list(leaves)
+    names = [tuple(map(str, path)) for path in leaves]
 
     def call(values: Sequence[Any], kept: list[tuple[Path, Any]]) -> Any:
         def noting(function: Any, given: Any, keywords: Any, context: Any) -> Any:
@@ -508,12 +509,7 @@ def _linen_model(
                 kept.append((tuple(context.module.path), made))
             return made
 
-        variables: dict[str, Any] = {}
-        for path, value in zip(names, values, strict=True):
-            node = variables
-            for key in path[:-1]:
-                node = node.setdefault(str(key), {})
-            node[str(path[-1])] = value
+        variables = traverse_util.unflatten_dict(dict(zip(names, values, strict=True)))
         try:
             with linen.intercept_methods(noting):
                 if isinstance(module, linen.Module):
@@ -660,21 +656,11 @@ def _noted(model: Any, kept: list[tuple[Path, Any]]) -> Iterator[None]:
 
         return noted
 
-    calls: dict[Any, Any] = {}
-    for kind in {type(node) for _, node in modules}:
-        defined = [vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)]
-        calls |= {kind: defined[0]} if defined else {}
-    own = {kind: vars(kind).get("__call__") for kind in calls}
-    try:
-        for kind, call in calls.items():
-            kind.__call__ = noting(call)
+    with contextlib.ExitStack() as patches:
+        for kind in {type(node) for _, node in modules}:
+            if any("__call__" in vars(base) for base in kind.__mro__):
+                patches.enter_context(mock.patch.object(kind, "__call__", noting(kind.__call__)))
         yield
-    finally:
-        for kind, call in own.items():
-            if call is None:
-                del kind.__call__
-            else:
-                kind.__call__ = call
 
 
 def moved(values: np.ndarray) -> np.ndarray:
