@@ -717,7 +717,7 @@ map.toml: the map cannot be used in the opposite direction
   rule 10, `^a$`: `{1 + 1}` has more in it than text and `\1`
   rule 11, `^x_(\d+)/w$`: the match of group 1 is lost
   rule 12, `^x_(\d+)/(\d+)$`: two numbers are adjacent, so the end of the first is ambiguous
-  rule 13, `^x_(\d+)/`: `x\1` does not end as the regex does, with a slash
+  rule 13, `^x_(\d+)/`: `x\1` is not for a regex `^.../`: only one ends with `/`
   rule 14, `^x_(\d+)$`: the paths of its parts do not have the same numbers in them
   rule 15, `^x_(\d+)/w$`: `a\1` in `by` must be a number and nothing else
   rule 16, `^x_(\d+)$` + `^y/`: some of its regexes are for whole paths, and some for modules
@@ -741,11 +741,11 @@ def test_rules_with_numbers_in_the_opposite_direction():
     mapped = apply_map(rules, tree(shapes))
     back = apply_inverse(rules, mapped.map.shapes)
     assert back.map.values == mapped.map.inverse().values
-    assert [(rule.patterns[0].text, rule.to and rule.to.text) for rule in inverse(rules).rules] == [
+    assert [(rule.patterns[0].text, rule.to[0].text) for rule in inverse(rules).rules] == [
         (r"^layers/(\d+)/qk$", r"layers/\1/qk"),
         (r"^blocks/(\d+)/", "params/blocks/"),
-        (r"^x/(\d+)\\/w$", None),
-        (r"^layers/(\d+)/qk$", None),
+        (r"^x/(\d+)\\/w$", r"params/x_\1/{}/w"),
+        (r"^layers/(\d+)/qk$", r"params/layer_\1/q/w"),
     ]
 
 

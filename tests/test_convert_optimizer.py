@@ -16,7 +16,7 @@ from optimizers import BY_NAME
 from sampling import examples
 
 from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose, Unstack
-from reshard.convert.leafmap import LeafMap, Row, Source, Zeros, from_rows, renaming
+from reshard.convert.leafmap import Filled, LeafMap, Row, Source, from_rows, renaming
 from reshard.convert.optimizer import Followed, mirrored
 from reshard.convert.optimizer import followed as optimizer_state
 from reshard.tree import split_path
@@ -82,7 +82,7 @@ def carried(found, leaves):
     """The optimizer state after its map, as `state_of` gives it."""
     made = {}
     for path, value in whole(found, leaves).values.items():
-        if isinstance(value, Zeros):
+        if isinstance(value, Filled):
             made[path] = value.shape, value.dtype
         else:
             (dtype,) = {leaves[source][1] for source in LeafMap({path: value}).sources()}
@@ -388,7 +388,7 @@ def check_factors(operation, shapes, seed=0):
     values = viewed(found.map.rows(), leaves) | {
         path: np.zeros(value.shape, value.dtype)
         for path, value in found.map.values.items()
-        if isinstance(value, Zeros)
+        if isinstance(value, Filled)
     }
     expected = moments_of(made, "new")
     assert {path: leaf.shape for path, leaf in values.items()} == {
@@ -473,7 +473,7 @@ def test_factors_are_renamed_as_they_are(name):
     tx = optax.chain(OPTIMIZERS[name], optax.adafactor(1e-3, min_dim_size_to_factor=2))
     found = followed(renaming_rows(RENAMED, "params"), NAMES, tx, AFTER)
     assert found.map.must_be_zero == {}
-    assert not any(isinstance(value, Zeros) for value in found.map.values.values())
+    assert not any(isinstance(value, Filled) for value in found.map.values.values())
 
 
 def test_the_zeros_that_adafactor_has_instead_of_moments_stay_what_they_are():
@@ -485,7 +485,7 @@ def test_the_zeros_that_adafactor_has_instead_of_moments_stay_what_they_are():
     ]
     leaves = state_of(optax.scale_by_factored_rms(), shapes)
     found = follow(steps, below(shapes, "params"), leaves)
-    zeros = Zeros((1,), F32)
+    zeros = Filled((1,), F32)
     assert found.map.must_be_zero == dict.fromkeys(
         [("v", f"layer_{i}", "w") for i in (0, 1)], zeros
     )

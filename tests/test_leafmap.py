@@ -11,11 +11,11 @@ from random_rows import arrays_of, bits, random_rows
 
 from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose
 from reshard.convert.leafmap import (
+    Filled,
     LeafMap,
     Output,
     Row,
     Source,
-    Zeros,
     applied,
     from_rows,
     renaming,
@@ -31,7 +31,7 @@ def evaluated(found, arrays):
         if isinstance(held, Source):
             assert arrays[held.path].shape == held.shape
             return arrays[held.path]
-        if isinstance(held, Zeros):
+        if isinstance(held, Filled):
             return np.zeros(held.shape, held.dtype)
         return in_numpy(held.call.operation, list(map(value, held.call.inputs)))[held.part]
 
@@ -146,7 +146,7 @@ def test_what_is_in_between_takes_no_path_of_what_was_moved_out_of_the_way():
 
 def test_what_is_left_out_goes_with_the_leaf():
     renamed = LeafMap({("x",): Source(("a",), (2,)), ("y",): Source(("b",), (3,))})
-    zeros = Zeros((3,), F32)
+    zeros = Filled((3,), F32)
     found = renamed.then(LeafMap({}, {}, (("x",),), {("y",): zeros}))
     assert found == LeafMap({}, {}, (("a",),), {("b",): zeros})
     assert found.inverse() == LeafMap({("b",): zeros})
@@ -157,14 +157,14 @@ def test_what_is_left_out_goes_with_the_leaf():
 
 
 def test_what_must_be_zero_is_all_that_it_is_rearranged_from():
-    zeros = Zeros((6, 2), F32)
+    zeros = Filled((6, 2), F32)
     below = LeafMap({}, {}, (), {("x",): zeros})
     parts = [Source(("a",), (2, 3)), Source(("b",), (2, 3))]
     (stacked,) = applied(Stack(0), parts)
     (turned,) = applied(Transpose((1, 2, 0)), [stacked])
     (joined,) = applied(Reshape((6, 2)), [turned])
     found = LeafMap({("x",): joined}).then(below)
-    assert found == LeafMap({}, {}, (), {(name,): Zeros((2, 3), F32) for name in "ab"})
+    assert found == LeafMap({}, {}, (), {(name,): Filled((2, 3), F32) for name in "ab"})
     assert found.inverse().values == found.must_be_zero
     (padded,) = applied(Pad(((0, 3), (0, 0)), 1), [Source(("a",), (3, 2))])
     half, other = applied(Split(0, (6, 1)), [Source(("a",), (7, 2))])

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from test_imports import FRAMEWORKS, loaded_after
 
 import reshard
+from reshard.arrays.dtypes import cast_once
 from reshard.convert.conversion import conversion
 from reshard.tree import nested
 
@@ -347,6 +348,16 @@ def test_scales(tmp_path, dtype, factor):
         closer = np.abs(other.astype("f8") - product) < np.abs(near.astype("f8") - product)
         near = np.where(closer, other, near)
     assert narrow.tobytes() == near.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["f2", BF16])
+def test_every_number_times_a_factor_is_rounded_once(tmp_path, dtype):
+    """Subnormal results too, which NumPy's float32 product rounds twice."""
+    x = np.arange(1 << 16, dtype="u2").view(dtype)
+    x = x[np.abs(x.astype("f8")) < 1e4]
+    made, _ = computed(tmp_path, x, "scale = { by = 0.3, rounds = true }")
+    product = x.astype("f8") * np.float32(0.3)  # exact
+    assert made["y"].read().tobytes() == cast_once(product, np.dtype(dtype)).tobytes()
 
 
 def test_what_under_or_overflows(tmp_path):

@@ -521,21 +521,20 @@ class Equal(_Computed):
 
 
 class _Affine(_Computed):
-    """Arithmetic with a constant, in float32 or wider, whose result is rounded to the dtype. A
-    result that is not exact in float32 is rounded twice."""
+    """Arithmetic with a constant in float64. For values of at most 16 bits the constant is a
+    float32, so that their product is exact and only the result is rounded."""
 
     __slots__ = ()
 
     constant: float
 
     def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
-        """float32 for what is read in at most 16 bits, float64 for the rest."""
-        return np.dtype(np.float32 if max(2 * dtype.itemsize, stored.itemsize) <= 4 else np.float64)
+        return np.dtype(np.float64)
 
     # Whether an element that becomes zero is no error.
     zeroes: bool = True
 
-    def arithmetic(self, values: np.ndarray) -> np.ndarray:
+    def arithmetic(self, values: np.ndarray, constant: float) -> np.ndarray:
         raise NotImplementedError
 
     def shapes(self, inputs: Shapes) -> list[Shape]:
@@ -545,7 +544,9 @@ class _Affine(_Computed):
 
     def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
         given = values[0].astype(into.dtype)
-        into[...] = self.arithmetic(given)
+        narrow = dtype.itemsize <= 2
+        constant = float(np.float32(self.constant)) if narrow else self.constant
+        into[...] = self.arithmetic(given, constant)
         # In this range nothing can overflow or become zero, and no power of two rounds.
         sizes, limits = np.abs(into), ml_dtypes.finfo(dtype)
         factor = abs(self.constant) if self.exact else 1.0
@@ -566,7 +567,7 @@ class _Affine(_Computed):
             return
         same = (before == 0) == (after == 0)
         if self.exact:
-            expected = self.arithmetic(before.astype(into.dtype))
+            expected = self.arithmetic(before.astype(into.dtype), constant)
             same &= after.astype(into.dtype) == expected
         lost = np.count_nonzero(~same & (before == before))
         if lost:
@@ -599,8 +600,8 @@ class Scale(_Affine):
     def inverse(self, inputs: Shapes) -> "Operation":
         return Scale(1 / self.constant, self.rounds)
 
-    def arithmetic(self, values: np.ndarray) -> np.ndarray:
-        return values * values.dtype.type(self.constant)
+    def arithmetic(self, values: np.ndarray, constant: float) -> np.ndarray:
+        return values * constant
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -617,8 +618,8 @@ class Add(_Affine):
     def inverse(self, inputs: Shapes) -> "Operation":
         return Add(-self.constant)
 
-    def arithmetic(self, values: np.ndarray) -> np.ndarray:
-        return values + values.dtype.type(self.constant)
+    def arithmetic(self, values: np.ndarray, constant: float) -> np.ndarray:
+        return values + constant
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

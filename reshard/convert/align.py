@@ -24,7 +24,7 @@ from reshard.arrays.operations import Concat, Transpose, Unstack
 from reshard.convert import layers
 from reshard.convert.by_order import Modules
 from reshard.convert.layers import NO_MOVE, Match, Placed, moves
-from reshard.convert.leafmap import LeafMap, Row, Source, Value, Zeros, applied
+from reshard.convert.leafmap import Filled, LeafMap, Row, Source, Value, applied
 from reshard.convert.module_tree import (
     AUXILIARY,
     RNG_KINDS,
@@ -572,7 +572,7 @@ def align(linen: Module, nnx: Module) -> Alignment:
     def place(mismatch: Mismatch) -> tuple[int, int]:
         return order[mismatch.nnx.path[:-1]], -len(mismatch.nnx.shape)
 
-    zeros: dict[Path, Zeros] = {x.path: Zeros(x.shape, x.dtype) for x in pairing.zeros}
+    zeros: dict[Path, Filled] = {x.path: Filled(x.shape, x.dtype) for x in pairing.zeros}
     pairing.map = LeafMap(values, origin, (), zeros)
     pairing.abstentions += shared
     pairing.mismatches.sort(key=place)

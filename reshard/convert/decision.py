@@ -23,7 +23,7 @@ from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
 from reshard.convert.layout import Layout
-from reshard.convert.leafmap import LeafMap, Output, Row, Source, Value, Zeros, renaming
+from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, Value, renaming
 from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
@@ -96,7 +96,7 @@ def outcomes(
     """The outcomes of the leaves of a map, and of those that keep their initial value; `default` is
     the origin of leaves that have none."""
     for path, value in found.values.items():
-        if isinstance(value, Zeros):
+        if isinstance(value, Filled):
             yield Outcome((), path, "zeros")
             continue
         before, operation = [value.path] if isinstance(value, Source) else [], ""
@@ -354,12 +354,12 @@ class Ledger:
         for path, owner, _ in mirrors:
             assert self._target is not None
             leaf, value = self._target.leaves[there[path]], model.values.get(owner)
-            if isinstance(value, Zeros) and isinstance(leaf, TargetLeaf) and leaf.dtype:
+            if isinstance(value, Filled) and isinstance(leaf, TargetLeaf) and leaf.dtype:
                 if value.fill is not None:  # by a rule: its state is not known
                     continue
-                values[path] = Zeros(leaf.shape, leaf.dtype)
+                values[path] = Filled(leaf.shape, leaf.dtype)
         zeros = {
-            path: Zeros(*leaf)
+            path: Filled(*leaf)
             for path, owner in owners.items()
             if owner in zero and (leaf := leaves[path]) is not None
         }
@@ -420,7 +420,7 @@ class Ledger:
         values: dict[Path, Value] = {}
         origin: dict[Path, str] = {}
         dropped: list[Path] = []
-        must_be_zero: dict[Path, Zeros] = {}
+        must_be_zero: dict[Path, Filled] = {}
         names: dict[Path, Path] = {}
         sides = (
             (self.model, self._layout.model, self._model_place, ()),
@@ -440,7 +440,7 @@ class Ledger:
                     values[at] = value
                     origin[at] = whole.origin.get(path) or "path"
                     names[at] = above + path
-                if isinstance(value, Zeros) or (at is not None and not self._verdicts):
+                if isinstance(value, Filled) or (at is not None and not self._verdicts):
                     continue
                 # Where state goes whose parameter goes nowhere is not decided.
                 sources = LeafMap({path: value}).sources()
@@ -652,7 +652,7 @@ class Ledger:
 
 def _made(found: LeafMap) -> dict[Path, Value]:
     """The leaves of a map that are made of others."""
-    return {path: value for path, value in found.values.items() if not isinstance(value, Zeros)}
+    return {path: value for path, value in found.values.items() if not isinstance(value, Filled)}
 
 
 def _copies_of_parameters(
@@ -705,11 +705,11 @@ def differences(
     made: dict[int, tuple[ArrayHandle, Apply | None]] = {}
 
     def made_of(value: Value) -> tuple[ArrayHandle, Apply | None]:
-        assert not isinstance(value, Zeros)
+        assert not isinstance(value, Filled)
         return (arrays[value.path], None) if isinstance(value, Source) else made[id(value.call)]
 
     for call in whole.calls():
-        inputs = [made_of(value) for value in call.inputs if not isinstance(value, Zeros)]
+        inputs = [made_of(value) for value in call.inputs if not isinstance(value, Filled)]
         first, function = inputs[0][0], next((one for _, one in inputs if one), None)
         if isinstance(call.operation, Apply):
             function = call.operation
@@ -722,13 +722,13 @@ def differences(
                 yield None, f"{pair}: {both} cannot be combined", ""
     for place, value in whole.values.items():
         wanted = targets.get(place)
-        if isinstance(value, Zeros) and place in names and isinstance(wanted, TargetLeaf):
+        if isinstance(value, Filled) and place in names and isinstance(wanted, TargetLeaf):
             filled = f"{value.dtype.name}{list(value.shape)}"
             expected = f"{wanted.dtype}{list(wanted.shape)}"
             if filled != expected:
                 text = f"filled as {filled}, the model has {expected}"
                 yield place, f"{format_path(names[place])}: {text}", ""
-        if isinstance(value, Zeros) or place not in names or not isinstance(wanted, TargetLeaf):
+        if isinstance(value, Filled) or place not in names or not isinstance(wanted, TargetLeaf):
             continue
         source, function = made_of(value)
         both = f"{format_path(source.path)} -> {format_path(names[place])}"

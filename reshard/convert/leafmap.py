@@ -3,7 +3,7 @@ reads some values to check them.
 
     Source(path, shape)                 a leaf of the tree before
     Output(Call(operation, inputs), i)  what an operation makes of such values
-    Zeros(shape, dtype)                 made of nothing
+    Filled(shape, dtype)                 made of nothing
 
 The values of a map are a graph: the outputs of one operation share its `Call`. The graph has no
 order, so leaves may change places. The inverse map is the graph read from its other end.
@@ -43,7 +43,7 @@ class Source(NamedTuple):
     shape: Shape
 
 
-class Zeros(NamedTuple):
+class Filled(NamedTuple):
     """An array of zeros, or of a constant that a rule of a map gives."""
 
     shape: Shape
@@ -100,14 +100,14 @@ class Output:
         return ", ".join(words)
 
 
-Value = Source | Zeros | Output
+Value = Source | Filled | Output
 
 
 def applied(operation: Operation, inputs: Sequence[Value]) -> tuple[Output, ...]:
     """The outputs of an operation. Raises TreeMismatchError: it does not apply to values of these
     shapes, or one of them is filled."""
     shapes = operation.shapes([value.shape for value in inputs])
-    if any(isinstance(value, Zeros) for value in inputs):
+    if any(isinstance(value, Filled) for value in inputs):
         raise TreeMismatchError("a filled leaf cannot be changed: `fill` says its last shape")
     call = Call(operation, tuple(inputs), tuple(shapes))
     return tuple(Output(call, part) for part in range(len(shapes)))
@@ -149,7 +149,7 @@ class LeafMap:
     values: dict[Path, Value]
     origin: dict[Path, str] = dataclasses.field(default_factory=dict)
     dropped: tuple[Path, ...] = ()
-    must_be_zero: dict[Path, Zeros] = dataclasses.field(default_factory=dict)
+    must_be_zero: dict[Path, Filled] = dataclasses.field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[Path, Shape]:
@@ -208,7 +208,7 @@ class LeafMap:
         no inverse."""
         values: dict[Path, Value] = {}
         origin: dict[Path, str] = {}
-        must_be_zero: dict[Path, Zeros] = {}
+        must_be_zero: dict[Path, Filled] = {}
         back: dict[tuple[int, int], Value] = {}  # by the output of a call
         said: dict[int, str] = {}
 
@@ -224,7 +224,7 @@ class LeafMap:
                 said.setdefault(id(value.call), text or "")
 
         for path, value in reversed(self.values.items()):
-            if isinstance(value, Zeros):
+            if isinstance(value, Filled):
                 must_be_zero[path] = value
             put(value, Source(path, value.shape), self.origin.get(path))
         for call in reversed(self.calls()):
@@ -268,7 +268,9 @@ class LeafMap:
         found: dict[Path, Leaf] = {}
         like = {path: leaves[path] for path in self.must_be_zero} or leaves
         for path, value in self.values.items():
-            leaf = zeros(path, *value, an_array(like)) if isinstance(value, Zeros) else bound(value)
+            leaf = (
+                zeros(path, *value, an_array(like)) if isinstance(value, Filled) else bound(value)
+            )
             if isinstance(leaf, ArrayHandle) and leaf.path != path:
                 leaf = leaf.at(path)
             found[path] = leaf
@@ -372,7 +374,7 @@ def input_names(call: Call, names: Mapping[tuple[int, int], Path]) -> tuple[Path
     return tuple(
         value.path if isinstance(value, Source) else names[id(value.call), value.part]
         for value in call.inputs
-        if not isinstance(value, Zeros)
+        if not isinstance(value, Filled)
     )
 
 
@@ -477,7 +479,7 @@ def _all_are(values: np.ndarray, number: float) -> bool:
     return values.tobytes() == np.broadcast_to(expected, values.shape).tobytes()
 
 
-def _differs(leaf: Leaf, number: float, rule: Zeros) -> str:
+def _differs(leaf: Leaf, number: float, rule: Filled) -> str:
     """Why a leaf is not the array of a constant that a rule describes; empty if it is. Reads it."""
     if not isinstance(leaf, ArrayHandle):
         return f"it is no array, but {type_name(leaf)}"

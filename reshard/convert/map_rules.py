@@ -6,13 +6,13 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from reshard import tree
 from reshard.arrays import operations as ops
 from reshard.arrays.boxes import Shape, from_front
 from reshard.convert.align import listed
-from reshard.convert.leafmap import LeafMap, Source, Value, Zeros, applied
+from reshard.convert.leafmap import Filled, LeafMap, Source, Value, applied
 from reshard.convert.replacement import (
     Pattern,
     Replacement,
@@ -25,157 +25,81 @@ from reshard.convert.replacement import (
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import Path, format_path
 
-Parts = Literal["split", "unstack", "copies"]
-Whole = Literal["concat", "stack", "equal"]
 OPPOSITE = {"nnx": "linen", "linen": "nnx"}
+# The keys that make several leaves of one, and one of several; each is the inverse of the other.
+PARTS = {"split": "concat", "unstack": "stack", "copies": "equal"}
+WHOLES = {whole: parts for parts, whole in PARTS.items()}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reshaped:
-    """A new shape for a leaf. One of its sizes may be -1. `before` is the required old shape; None
-    for any."""
+class Step(NamedTuple):
+    """An operation that depends on the shapes of its leaves: a key of a rule, and its values.
 
-    to: Shape
-    before: Shape | None
-
-    def operation(self, shape: Shape) -> ops.Reshape:
-        """For a leaf of this shape."""
-        if self.before is not None and self.before != shape:
-            raise TreeMismatchError(f"its shape is {list(shape)}, not {list(self.before)}")
-        rest = math.prod(size for size in self.to if size >= 0)
-        if -1 in self.to and (rest == 0 or math.prod(shape) % rest):
-            raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(self.to)}")
-        return ops.Reshape(
-            tuple(math.prod(shape) // rest if size < 0 else size for size in self.to)
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Resized:
-    """Another size of an axis, by padding at its end; or its inverse, which cuts off nothing else.
-
-    Attributes:
-      axis: the axis.
-      before: the size before padding; None for any.
-      after: the size after it.
-      fill: the value of padding.
-      undo: whether the padding is cut off.
+    reshape         to, one of whose sizes may be -1; from, the required shape or None
+    pad             axis, from (None for any size), to, value, undo (it cuts padding off)
+    split, unstack  axis; sizes; count: the number of new paths, or None if one path has `{}`
+    copies, equal   count
+    concat, stack   axis; sizes of the pieces; names of mesh axes; order: the names of pieces
     """
 
-    axis: int
-    before: int | None
-    after: int
-    fill: float
-    undo: bool = False
+    key: str
+    values: dict[str, Any]
 
-    def operation(self, shape: Shape) -> ops.Pad | ops.Crop:
-        """For a leaf of this shape."""
-        axis = from_front(self.axis, shape)
-        before = shape[axis] if self.before is None else self.before
-        size, wanted = shape[axis], self.after if self.undo else before
-        if size != wanted:
-            raise TreeMismatchError(f"axis {self.axis} has the size {size}, not {wanted}")
-        if self.after < before:
-            raise TreeMismatchError(
-                f"axis {self.axis} has the size {size}, more than {self.after}: "
-                "`pad` only enlarges an axis"
-            )
-        widths = tuple((0, (self.after - before) * (at == axis)) for at in range(len(shape)))
-        return ops.Crop(widths, self.fill) if self.undo else ops.Pad(widths, self.fill)
-
-
-Each = (
-    ops.Apply
-    | ops.Scale
-    | ops.Add
-    | ops.Interleave
-    | ops.Transpose
-    | Reshaped
-    | Resized
-    | ops.Pad
-    | ops.Crop
-)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Divided:
-    """One leaf becomes several.
-
-    Attributes:
-      kind: `split` keeps the axis, `unstack` removes it, and `copies` repeats the whole leaf.
-      axis: the axis.
-      sizes: the sizes of the parts, for `split`; None for equal parts.
-      into: a path for each part; or one path for all parts, with `{}` for the position.
-    """
-
-    kind: Parts
-    axis: int
-    sizes: tuple[int, ...] | None
-    into: tuple[Replacement, ...] | Replacement
-
-    def operation(self, shape: Shape) -> ops.Split | ops.Unstack | ops.Copies:
-        """For a leaf of this shape."""
-        if self.kind == "copies":
-            return ops.Copies(len(self.replacements(1)))
-        if not -len(shape) <= self.axis < len(shape):
-            raise TreeMismatchError(f"{list(shape)} has no axis {self.axis}")
-        size = shape[self.axis]
-        if self.kind == "unstack" and not size:
-            raise TreeMismatchError(
-                f"axis {self.axis} of {list(shape)} cannot be divided into parts"
-            )
-        if self.kind == "unstack":
-            return ops.Unstack(self.axis, len(self.into) if isinstance(self.into, tuple) else size)
-        if self.sizes is not None:
-            return ops.Split(self.axis, self.sizes)
-        count = len(self.into) if isinstance(self.into, tuple) else 1
-        if size % count:
-            raise TreeMismatchError(
-                f"axis {self.axis} of {list(shape)} has no {count} equal parts; give `sizes`"
-            )
-        return ops.Split(self.axis, (size // count,) * count)
-
-    def replacements(self, count: int) -> list[Replacement]:
-        """A replacement for each of `count` parts."""
-        return list(self.into) if isinstance(self.into, tuple) else [self.into] * count
+    def operation(self, shapes: Sequence[Shape]) -> ops.Operation:
+        """The operation on leaves of these shapes. Raises TreeMismatchError: it does not fit."""
+        shape, (key, values) = shapes[0], self
+        fields: list[Any] = [values.get(name) for name in ("axis", "sizes", "count")]
+        axis, sizes, count = fields
+        match key:
+            case "reshape":
+                return _reshape(values["from"], values["to"], shape)
+            case "pad":
+                return _pad(shape, values)
+            case "copies":
+                return ops.Copies(count)
+            case "equal":
+                return ops.Equal(len(shapes))
+            case "stack":
+                return ops.Stack(axis, values.get("names") or ())
+            case "concat":
+                concat = ops.Concat(axis)
+                concat.shapes(shapes)
+                made = tuple(shape[axis] for shape in shapes)
+                if sizes not in (None, made):
+                    text = f"its pieces have the sizes {list(made)}, not {list(sizes)}"
+                    raise TreeMismatchError(text)
+                return concat
+        size = shape[from_front(axis, shape)]
+        if key == "unstack":
+            if not size:
+                text = f"axis {axis} of {list(shape)} cannot be divided into parts"
+                raise TreeMismatchError(text)
+            return ops.Unstack(axis, size if count is None else count)
+        if sizes is None and size % count:
+            text = f"axis {axis} of {list(shape)} has no {count} equal parts; give `sizes`"
+            raise TreeMismatchError(text)
+        return ops.Split(axis, (size // count,) * count if sizes is None else sizes)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gathered:
-    """All leaves with the same new path become one leaf.
+def _reshape(before: Shape | None, to: Shape, shape: Shape) -> ops.Reshape:
+    if before not in (None, shape):
+        raise TreeMismatchError(f"its shape is {list(shape)}, not {list(before or ())}")
+    rest = math.prod(size for size in to if size >= 0)
+    if -1 in to and (rest == 0 or math.prod(shape) % rest):
+        raise TreeMismatchError(f"{list(shape)} cannot be reshaped to {list(to)}")
+    return ops.Reshape(tuple(math.prod(shape) // rest if size < 0 else size for size in to))
 
-    Attributes:
-      kind: `concat` joins them along an axis, `stack` along a new axis; for `equal` they must hold
-        the same values.
-      axis: the axis.
-      by: the piece that a leaf becomes: its number from 0, or a text of `order`. None if the
-        position of the pattern decides.
-      order: the names of the pieces.
-      sizes: the sizes of the pieces along the axis, for `concat`; None for any.
-      names: mesh axes that partition the new axis, for `stack`.
-    """
 
-    kind: Whole
-    axis: int
-    by: Replacement | None = None
-    order: tuple[str, ...] | None = None
-    sizes: tuple[int, ...] | None = None
-    names: tuple[str, ...] = ()
-
-    def operation(self, shapes: Sequence[Shape]) -> ops.Concat | ops.Stack | ops.Equal:
-        """For leaves of these shapes."""
-        if self.kind == "equal":
-            return ops.Equal(len(shapes))
-        if self.kind == "stack":
-            return ops.Stack(self.axis, self.names)
-        concat = ops.Concat(self.axis)
-        concat.shapes(shapes)
-        sizes = tuple(shape[self.axis] for shape in shapes)
-        if self.sizes is not None and self.sizes != sizes:
-            raise TreeMismatchError(
-                f"its pieces have the sizes {list(sizes)}, not {list(self.sizes)}"
-            )
-        return concat
+def _pad(shape: Shape, values: Mapping[str, Any]) -> ops.Pad | ops.Crop:
+    axis, undo, after = from_front(values["axis"], shape), values.get("undo"), values["to"]
+    before = shape[axis] if values["from"] is None else values["from"]
+    size, wanted, named = shape[axis], after if undo else before, f"axis {values['axis']}"
+    if size != wanted:
+        raise TreeMismatchError(f"{named} has the size {size}, not {wanted}")
+    if after < before:
+        text = f"{named} has the size {size}, more than {after}: `pad` only enlarges an axis"
+        raise TreeMismatchError(text)
+    widths = tuple((0, (after - before) * (at == axis)) for at in range(len(shape)))
+    return (ops.Crop if undo else ops.Pad)(widths, values["value"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,10 +141,12 @@ class Rule:
     Attributes:
       number: its position in the file, from 1.
       patterns: the regexes of its leaves. Several regexes are for pieces, in their order.
-      to: the new path; None if the path stays, or `regroup` has the new paths.
+      to: the new path; a path for each part of a leaf; none if the path stays.
       drop: whether the leaves are dropped. Such a rule does nothing else.
       each: the operations on each leaf, in this order.
       regroup: the operation after those, which splits or joins leaves.
+      by: the piece that a leaf becomes: its number from 0, or a text of `order`. None if the
+        position of the pattern decides.
       fill: a constant. The rule creates leaves of it at `places`. With patterns, it drops leaves
         that must hold the constant.
       places: the printed paths of the leaves that it creates.
@@ -230,45 +156,56 @@ class Rule:
 
     number: int
     patterns: tuple[Pattern, ...]
-    to: Replacement | None = None
+    to: tuple[Replacement, ...] = ()
     drop: bool = False
-    each: tuple[Each, ...] = ()
-    regroup: Divided | Gathered | None = None
-    fill: Zeros | None = None
+    each: tuple[ops.Operation | Step, ...] = ()
+    regroup: Step | None = None
+    by: Replacement | None = None
+    fill: Filled | None = None
     places: tuple[str, ...] = ()
     nest: Nest | None = None
     optional: bool = False
 
-    def names(self, match: re.Match[str], position: int | None = None) -> dict[str, int]:
-        """The names for arithmetic in the replacement of a match, for the part at a position.
-        Raises ValueError: `nest` has no names for it."""
-        names = {} if position is None else {"i": position}
+    @property
+    def joins(self) -> bool:
+        """Whether leaves with one new path become one leaf."""
+        return self.regroup is not None and self.regroup.key in WHOLES
+
+    def replaced(
+        self, to: Replacement, pattern: Pattern, text: str, part: int | None = None
+    ) -> str:
+        """A new path of a leaf, or of a part of it. Raises ValueError: `to` or `nest` has no value
+        for it."""
+        return to.replaced(pattern, text, lambda match: self.names(match, part))
+
+    def names(self, match: re.Match[str], part: int | None = None) -> dict[str, int]:
+        """The names for arithmetic. Raises ValueError: `nest` has no names for the match."""
+        names = {} if part is None else {"i": part}
         if self.nest is not None:
             names |= self.nest.names(lambda text: number(text.expanded(match, names)))
         return names
 
-    def piece(self, gathered: Gathered, position: int, text: str) -> tuple[str, int]:
+    def piece(self, position: int, text: str) -> tuple[str, int]:
         """The path of the leaf that a leaf becomes a piece of, and the number of the piece. Raises
         ValueError: the piece is unknown."""
-        assert self.to is not None
         pattern = self.patterns[position]
-        target = self.to.replaced(pattern, text, self.names)
-        if gathered.by is None:
+        target = self.replaced(self.to[0], pattern, text)
+        if self.by is None:
             return target, position
         first, *more = pattern.regex.finditer(text)
         if more:
             raise ValueError("the regex matches more than once in it; anchor it with `^` and `$`")
-        name = gathered.by.expanded(first, self.names(first))
-        if gathered.order is None:
+        name, order = self.by.expanded(first, self.names(first)), self.pieces()
+        if order is None:
             return target, number(name)
-        if name not in gathered.order:
+        if name not in order:
             raise ValueError(f"`{name}` is not in the list `order` of the rule")
-        return target, gathered.order.index(name)
+        return target, order.index(name)
 
     def pieces(self) -> Sequence[str] | None:
         """The names of all pieces; None if they are numbered."""
-        if isinstance(self.regroup, Gathered) and self.regroup.by is not None:
-            return self.regroup.order
+        if self.by is not None and self.regroup is not None:
+            return self.regroup.values.get("order")
         return [pattern.text for pattern in self.patterns]
 
     def __str__(self) -> str:
@@ -347,66 +284,63 @@ def inverse(rules: Map) -> Map:
     return Map(rules.name, tuple(undone), *outside, to, rules.keeps)
 
 
-_JOINED: dict[Parts, Whole] = {"split": "concat", "unstack": "stack", "copies": "equal"}
-_PARTED: dict[Whole, Parts] = {whole: parts for parts, whole in _JOINED.items()}
-
-
 def _undone(rule: Rule) -> list[Rule]:
     """The rules that undo a rule. Raises ValueError or TreeMismatchError if it has no inverse."""
-    each = tuple(_undone_each(kind) for kind in reversed(rule.each))
-    changed = [Rule(rule.number, (pattern,), each=each) for pattern in rule.patterns if each]
+    each = tuple(map(_undone_step, reversed(rule.each)))
     sources = [pattern_template(pattern) for pattern in rule.patterns]
-    whole, regroup = sources[0].whole, rule.regroup
+    whole = sources[0].whole
     if any(source.whole != whole for source in sources):
         raise ValueError("some of its regexes are for whole paths, and some for modules")
-    target = sources[0] if rule.to is None else replacement_template(rule.to, whole)
+    targets = [replacement_template(to, whole) for to in rule.to] or sources
+    regroup = by = None
+    if rule.regroup is not None:
+        key, values = rule.regroup
+        regroup = Step((PARTS | WHOLES)[key], {"axis": values.get("axis")})
+        regroup.values["sizes"], numbered = values.get("sizes"), False
+        if rule.joins:
+            if values.get("order") is not None:
+                raise ValueError("its pieces are neither numbers nor a list of regexes")
+            if key == "concat" and regroup.values["sizes"] is None:
+                raise ValueError("`concat` lacks the `sizes` of the pieces")
+            if rule.by is not None:
+                piece, groups = replacement_template(rule.by, True), targets[0].groups
+                if len(piece.pieces) > len(piece.groups) or piece.groups in [(), *zip(groups)]:
+                    text = f"`{rule.by.text}` in `by` must be a number and nothing else"
+                    raise ValueError(text)
+                sources = [sources[0].numbered(piece.groups[0])]
+            regroup.values["count"] = None if rule.by is not None else len(sources)
+        else:
+            groups, numbered = targets[0].groups, values["count"] is None
+            if any(part.groups != groups for part in targets) or (0 in groups) != numbered:
+                raise ValueError("the paths of its parts do not have the same numbers in them")
+    patterns = tuple(target.pattern() for target in targets)
+    if regroup is not None and numbered:
+        by = parse_replacement(rf"\{targets[0].groups.index(0) + 1}", patterns)
+    to = tuple(source.replacement(targets[0]) for source in sources)
     if regroup is None:
-        to = sources[0].replacement(target)
-        return [Rule(rule.number, (target.pattern(),), to, each=each)]
-    if isinstance(regroup, Divided):
-        one = not isinstance(regroup.into, tuple)
-        parts = [replacement_template(part, whole) for part in regroup.replacements(1)]
-        groups = parts[0].groups
-        if any(part.groups != groups for part in parts) or (0 in groups) != one:
-            raise ValueError("the paths of its parts do not have the same numbers in them")
-        patterns = tuple(part.pattern() for part in parts)
-        by = parse_replacement(rf"\{groups.index(0) + 1}", patterns) if one else None
-        kind = _JOINED[regroup.kind]
-        gathered = Gathered(kind, regroup.axis, by, sizes=regroup.sizes)
-        to = sources[0].replacement(parts[0])
-        return [Rule(rule.number, patterns, to, regroup=gathered), *changed]
-    if regroup.order is not None:
-        raise ValueError("its pieces are neither numbers nor a list of regexes")
-    if regroup.kind == "concat" and regroup.sizes is None:
-        raise ValueError("`concat` lacks the `sizes` of the pieces")
-    kind = _PARTED[regroup.kind]
-    into = None
-    if regroup.by is not None:
-        by = replacement_template(regroup.by, True)
-        if len(by.pieces) > len(by.groups) or by.groups in [(), *zip(target.groups)]:
-            raise ValueError(f"`{regroup.by.text}` in `by` must be a number and nothing else")
-        into = sources[0].numbered(by.groups[0]).replacement(target)
-    divided = Divided(
-        kind,
-        regroup.axis,
-        regroup.sizes,
-        into or tuple(source.replacement(target) for source in sources),
-    )
-    return [Rule(rule.number, (target.pattern(),), regroup=divided), *changed]
+        return [Rule(rule.number, patterns, to, each=each)]
+    changed = [Rule(rule.number, (pattern,), each=each) for pattern in rule.patterns if each]
+    return [Rule(rule.number, patterns, to, regroup=regroup, by=by), *changed]
 
 
-def _undone_each(kind: Each) -> Each:
-    if isinstance(kind, Reshaped):
-        if kind.before is None:
-            raise TreeMismatchError("`reshape` lacks `from`, the shape before it")
-        return Reshaped(kind.before, kind.operation(kind.before).shape)
-    if isinstance(kind, Resized):
-        if kind.before is None:
-            raise TreeMismatchError("`pad` lacks `from`, the size before it")
-        return dataclasses.replace(kind, undo=not kind.undo)
-    if isinstance(kind, ops.Transpose) and sorted(kind.axes) != [*range(len(kind.axes))]:
-        raise TreeMismatchError(f"axes {list(kind.axes)} are not an order of the axes")
-    return cast(Each, kind.inverse([]))
+def _undone_step(step: ops.Operation | Step) -> ops.Operation | Step:
+    if not isinstance(step, Step):
+        if isinstance(step, ops.Transpose) and sorted(step.axes) != [*range(len(step.axes))]:
+            raise TreeMismatchError(f"axes {list(step.axes)} are not an order of the axes")
+        return step.inverse([])
+    before = step.values["from"]
+    if before is None:
+        word = "shape" if step.key == "reshape" else "size"
+        raise TreeMismatchError(f"`{step.key}` lacks `from`, the {word} before it")
+    if step.key == "pad":
+        return Step("pad", step.values | {"undo": not step.values.get("undo")})
+    return Step("reshape", {"from": _reshape(None, step.values["to"], before).shape, "to": before})
+
+
+def _applied(step: ops.Operation | Step, values: Sequence[Value]) -> Sequence[Value]:
+    if isinstance(step, Step):
+        step = step.operation([value.shape for value in values])
+    return applied(step, values)
 
 
 # Only so many rules get a hint, since the search for the nearest leaf is slow.
@@ -561,7 +495,7 @@ class _Tree:
             self.here[text] = _Leaf(text, Source(path, tuple(shape)), (place,))
         self.count = len(leaves)
         self.dropped: list[Path] = []
-        self.constant: dict[Path, Zeros] = {}
+        self.constant: dict[Path, Filled] = {}
         self.problems: list[str] = []
         self.hints: list[str] = []
         self.notes: list[str] = []
@@ -593,7 +527,7 @@ class _Tree:
         if leaf.source is not None:
             self.dropped.append(leaf.source)
 
-    def drop_constants(self, rule: Rule, fill: Zeros, leaves: Collection[_Leaf]) -> None:
+    def drop_constants(self, rule: Rule, fill: Filled, leaves: Collection[_Leaf]) -> None:
         """Drops leaves that must hold a constant."""
         for leaf in leaves:
             if leaf.source is None or leaf.value is None:
@@ -617,8 +551,8 @@ class _Tree:
                 if leaf.source is None:
                     self.problem(rule, leaf.text, "an operation made it; drop its inputs")
                 self.drop(leaf)
-        elif isinstance(rule.regroup, Gathered):
-            moves = self.gathered(rule, rule.regroup, found)
+        elif rule.joins:
+            moves = self.joined(rule, found)
         else:
             moves = [move for leaf in found[0] if (move := self.alone(rule, leaf)) is not None]
             if found[0] and not moves:
@@ -644,42 +578,46 @@ class _Tree:
     def alone(self, rule: Rule, leaf: _Leaf) -> _Move | None:
         """What a rule does to one leaf; None if it only renames and changes nothing. (A rule for a
         whole path always applies.)"""
-        before, value, divided = leaf.text, self.operated(rule, leaf), rule.regroup
-        if not isinstance(divided, Divided):
-            after = before if rule.to is None else self.replaced(rule, rule.to, before)
-            stays = after == before and not rule.each and rule.patterns[0].literal is None
-            if stays and not self.keeps:
+        parts = self.made(rule, [leaf], leaf.text)
+        to: Sequence[Replacement | None] = rule.to or [None]
+        if rule.regroup is not None and rule.regroup.values["count"] is None:
+            to = [rule.to[0]] * len(parts)
+        after = []
+        for part, replacement in enumerate(to):
+            with self.telling(rule, leaf.text):
+                pattern = rule.patterns[0]
+                after.append(
+                    leaf.text
+                    if replacement is None
+                    else rule.replaced(replacement, pattern, leaf.text, part)
+                )
+        if rule.regroup is None:
+            plain = not rule.each and rule.patterns[0].literal is None
+            if plain and after == [leaf.text] and not self.keeps:
                 return None
-            return _Move([before], [before if after is None else after], [value])
-        parts: tuple[Value, ...] = ()
-        if value is not None:
-            with self.telling(rule, before):
-                parts = applied(divided.operation(value.shape), [value])
-        self.incomplete = self.incomplete or not parts
-        into = enumerate(divided.replacements(len(parts)))
-        texts = [self.replaced(rule, each, before, position) for position, each in into]
-        after = [text for text in texts if text is not None]
-        return _Move([before], after, parts if len(after) == len(parts) else [None] * len(after))
+            after = after or [leaf.text]
+        elif not parts:
+            self.incomplete = True
+        return _Move([leaf.text], after, parts if len(parts) == len(after) else [None] * len(after))
 
-    def operated(self, rule: Rule, leaf: _Leaf) -> Value | None:
-        """The value of a leaf after the operations on each leaf; None if they do not fit."""
-        value = leaf.value
-        for kind in rule.each:
-            if value is not None:
-                shape, whole, value = value.shape, value, None
-                with self.telling(rule, leaf.text):
-                    resolved = isinstance(kind, Reshaped | Resized)
-                    operation: ops.Operation = kind.operation(shape) if resolved else kind
-                    (value,) = applied(operation, [whole])
-        return value
-
-    def replaced(
-        self, rule: Rule, replacement: Replacement, text: str, position: int | None = None
-    ) -> str | None:
-        """A printed path with its matches replaced; None if that fails."""
-        with self.telling(rule, text):
-            return replacement.replaced(rule.patterns[0], text, lambda m: rule.names(m, position))
-        return None
+    def made(self, rule: Rule, leaves: Sequence[_Leaf], where: str) -> Sequence[Value]:
+        """What the operations of a rule make of leaves; empty if they do not fit."""
+        values: list[Value] = []
+        for leaf in leaves:
+            value = leaf.value
+            for step in rule.each:
+                if value is not None:
+                    whole, value = value, None
+                    with self.telling(rule, leaf.text):
+                        (value,) = _applied(step, [whole])
+            values += [] if value is None else [value]
+        if len(values) < len(leaves):
+            return []
+        if rule.regroup is None:
+            return values
+        with self.telling(rule, where):
+            return _applied(rule.regroup, values)
+        return []
 
     @contextlib.contextmanager
     def telling(self, rule: Rule, where: str) -> Iterator[None]:
@@ -692,9 +630,7 @@ class _Tree:
             self.problem(rule, where, str(error))
             self.incomplete = True
 
-    def gathered(
-        self, rule: Rule, gathered: Gathered, found: Sequence[Sequence[_Leaf]]
-    ) -> list[_Move]:
+    def joined(self, rule: Rule, found: Sequence[Sequence[_Leaf]]) -> list[_Move]:
         """Joins leaves with the same new path."""
         groups: dict[str, dict[int, list[_Leaf]]] = {}
         seen: set[_Leaf] = set()
@@ -704,7 +640,7 @@ class _Tree:
                     if leaf in seen:
                         raise ValueError("more than one of the regexes match it")
                     seen.add(leaf)
-                    text, piece = rule.piece(gathered, position, leaf.text)
+                    text, piece = rule.piece(position, leaf.text)
                     groups.setdefault(text, {}).setdefault(piece, []).append(leaf)
         moves = []
         for text, pieces in groups.items():
@@ -712,13 +648,8 @@ class _Tree:
             for problem in wrong:
                 self.problem(rule, text, problem)
             leaves = [leaf for piece in sorted(pieces) for leaf in pieces[piece]]
-            values = [value for leaf in leaves if (value := self.operated(rule, leaf)) is not None]
-            made: Value | None = None
-            if not wrong and len(values) == len(leaves):
-                with self.telling(rule, text):
-                    operation = gathered.operation([value.shape for value in values])
-                    (made,) = applied(operation, values)
-            moves.append(_Move([leaf.text for leaf in leaves], [text], [made]))
+            made = [] if wrong else self.made(rule, leaves, text)
+            moves.append(_Move([leaf.text for leaf in leaves], [text], made or [None]))
         return moves
 
     @staticmethod

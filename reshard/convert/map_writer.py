@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from reshard.arrays import operations
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Operation
-from reshard.convert.leafmap import LeafMap, Row, Source, Value, Zeros
+from reshard.convert.leafmap import Filled, LeafMap, Row, Source, Value
 from reshard.convert.map_rules import apply_map, inverse
 from reshard.convert.mapfile import TODO, map_of
 from reshard.convert.replacement import (
@@ -89,45 +89,40 @@ def write_map(
     Raises:
       TreeMismatchError: a leaf is made of values in memory.
     """
-    drops = [Row((path,), (), None, "map") for path in found.dropped]
-    rows, settings = [*drops, *found.sequence()], []
-    shapes = {**dict.fromkeys(found.dropped, ()), **found.sources()}
-    for row in rows:
-        inputs = [shapes.pop(path) for path in row.inputs]
-        if row.outputs:
-            made = inputs if row.operation is None else row.operation.shapes(inputs)
-            shapes.update(zip(row.outputs, made, strict=True))
-        if isinstance(row.operation, operations.Constant):
-            names = " and ".join(map(format_path, row.outputs))
-            raise TreeMismatchError(f"no map can hold the values of {names}")
-        settings.append(_setting(row.operation, inputs))
-    resets = [Row((path,), (), None, "map") for path in own]
-    globs = [block.inputs[0].glob for block in blocks_of(resets, [""] * len(resets), found.values)]
-    ever = {*found.sources(), *found.values, *found.must_be_zero, *own, *others}
-    blocks = blocks_of(rows, list(map(repr, settings)), ever)
+    rows = [*(Row((path,), ()) for path in found.dropped), *found.sequence()]
+    settings = _settings(rows, {**dict.fromkeys(found.dropped, ()), **found.sources()})
+    head = [_HEADER + (_ORIGINS if any(row.origin != "map" for row in rows) else "")]
     fills = _fills(found)
-    short = _written(rows, settings, blocks, [*initial, *globs], to) + fills
-    if _says(short, found, own):
-        return short
-    every = [*initial, *map(format_glob, own)]
-    literal = [_block([_line(row, place, False)], {}) for place, row in enumerate(rows)]
-    return _written(rows, settings, literal, every, to) + fills
+    ever = {*found.sources(), *found.values, *found.must_be_zero, *own, *others}
+    globs = _blocks([Row((path,), ()) for path in own], [None] * len(own), found.values)
+    short = _blocks(rows, settings, ever), [block.inputs[0].glob for block in globs]
+    literal = [_block([_line(row, place, False)]) for place, row in enumerate(rows)]
+    text = ""
+    for blocks, names in (short, (literal, list(map(format_glob, own)))):
+        top = [_assigned("to", to)] * (to is not None)
+        top += [_assigned("init", [*initial, *names])] * bool(initial or names)
+        rules = [_rule_text(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks]
+        texts = [*head, *["".join(f"{line}\n" for line in top)] * bool(top), *rules, *fills]
+        text = "\n".join(texts)
+        if _says(text, found, own):
+            break
+    return text
 
 
-def _fills(found: LeafMap) -> str:
+def _fills(found: LeafMap) -> list[str]:
     """The rules for leaves that a rule has filled, and for those that must hold a constant."""
-    rules: dict[tuple[str, Zeros], list[str]] = {}
+    rules: dict[tuple[str, Filled], list[str]] = {}
     for path, value in found.values.items():
-        if isinstance(value, Zeros) and value.fill is not None:
+        if isinstance(value, Filled) and value.fill is not None:
             rules.setdefault(("to", value), []).append(format_path(path))
     for path, value in found.must_be_zero.items():
         if value.fill is not None:
             rules.setdefault(("from", value), []).append(whole_path(format_path(path)).text)
-    text = ""
+    texts = []
     for (key, value), paths in rules.items():
         fill = {"value": value.fill, "shape": value.shape, "dtype": value.dtype.name}
-        text += f"\n[[rule]]\n{_assigned(key, paths)}\n{_assigned('fill', fill)}\n"
-    return text
+        texts.append(f"[[rule]]\n{_assigned(key, paths)}\n{_assigned('fill', fill)}\n")
+    return texts
 
 
 def draft_map(
@@ -161,56 +156,36 @@ def draft_map(
     return "\n".join(rules)
 
 
-def _written(
-    rows: Sequence[Row],
-    settings: Sequence[Setting],
-    blocks: Sequence[Block],
-    initial: Sequence[str],
-    to: str | None,
-) -> str:
-    """The text of a map, with a rule for each block of rows."""
-    texts = [_HEADER + (_ORIGINS if any(row.origin != "map" for row in rows) else "")]
-    top = [("to", to)] * (to is not None) + [("init", initial)] * bool(initial)
-    if top:
-        texts.append("".join(f"{_assigned(key, value)}\n" for key, value in top))
-    return "\n".join(
-        [*texts, *(_rule_text(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks)]
-    )
-
-
 def _says(text: str, found: LeafMap, own: Collection[Path]) -> bool:
     """Whether a text describes a map, in both directions if both exist."""
     values: dict[Path, Value] = {
-        p: value
-        for p, value in found.values.items()
-        if not isinstance(value, Zeros) or value.fill is not None
+        path: value
+        for path, value in found.values.items()
+        if not isinstance(value, Filled) or value.fill is not None
     }
-    whole = LeafMap(values)
-    zeros = {path: zeros.shape for path, zeros in found.must_be_zero.items()}
+    constant = {path: value for path, value in found.must_be_zero.items() if value.fill is not None}
+    zeros = {path: value.shape for path, value in found.must_be_zero.items()}
+    stay = {path: Source(path, shape) for path, shape in zeros.items() if path not in constant}
+    whole = LeafMap(values, {}, (), constant)
     leaves = {**whole.sources(), **zeros, **dict.fromkeys(found.dropped, ())}
-    filled = [path for path, zeros in found.must_be_zero.items() if zeros.fill is not None]
-    stay = {path: Source(path, shape) for path, shape in zeros.items() if path not in filled}
     try:
-        made = whole.inverse()
-        values_back = made.values | {path: found.must_be_zero[path] for path in filled}
+        expected = whole.inverse()
     except TreeMismatchError:  # an operation has none
-        values_back = None
+        expected = None
     try:
         rules = map_of(tomllib.loads(text), "the map")
         forth = apply_map(rules, leaves).map
-        if values_back is None:
-            return _are(forth, values | stay, found.dropped)
+        if not _are(forth, values | stay, found.dropped) or forth.must_be_zero != constant:
+            return False
+        if expected is None:
+            return True
         undone = inverse(rules)
         back = apply_map(undone, whole.shapes | dict.fromkeys(own, ())).map
     except ReshardError:
         return False
     texts = {glob_text(path): path for path in leaves}
     named = {texts[text] for glob in undone.initial for text in named_by(texts, glob)}
-    return (
-        named == {*found.dropped}
-        and _are(forth, values | stay, found.dropped)
-        and _are(back, values_back, own)
-    )
+    return named == {*found.dropped} and _are(back, expected.values, own)
 
 
 def _are(found: LeafMap, values: Mapping[Path, Value], dropped: Collection[Path]) -> bool:
@@ -242,9 +217,9 @@ def _rule_text(row: Row, setting: Setting, block: Block) -> str:
 
 
 def rules_of(rows: Sequence[Row], leaves: Mapping[Path, Shape]) -> list[str]:
-    """The rules for rows on leaves of these shapes."""
-    settings = [_setting(row.operation, [leaves[path] for path in row.inputs]) for row in rows]
-    blocks = blocks_of(rows, list(map(repr, settings)), leaves)
+    """The rules for rows on different leaves of these shapes."""
+    settings = _settings(rows, leaves)
+    blocks = _blocks(rows, settings, leaves)
     return [_rule_text(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks]
 
 
@@ -280,12 +255,26 @@ def _renamed(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path])
     groups: dict[Hashable, list[_Line]] = {}
     ever = {*leaves}
     for place, (before, after, whole) in enumerate(pairs):
-        line = _Line((place,), ((_parted(before),), (_parted(after),)), (1, 1), whole)
+        line = _Line((place,), ((_parted(before, not whole),), (_parted(after, not whole),)))
         groups.setdefault(line.letters, []).append(line)
         ever.add(after if whole else (*after, "_"))
     paths = _Paths((), ever)
     blocks = [block for lines in groups.values() for block in paths.folded(lines, shift=True)]
     return sorted(blocks, key=lambda block: min(block.rows))
+
+
+def _settings(rows: Sequence[Row], leaves: Mapping[Path, Shape]) -> list[Setting]:
+    """The settings of rows that are carried out in order, on leaves of these shapes."""
+    shapes, settings = dict(leaves), []
+    for row in rows:
+        inputs = [shapes.pop(path) for path in row.inputs]
+        made = inputs if row.operation is None else row.operation.shapes(inputs)
+        shapes.update(zip(row.outputs, made, strict=False))  # dropped leaves have no outputs
+        if isinstance(row.operation, operations.Constant):
+            names = " and ".join(map(format_path, row.outputs))
+            raise TreeMismatchError(f"no map can hold the values of {names}")
+        settings.append(_setting(row.operation, inputs))
+    return settings
 
 
 def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
@@ -357,23 +346,22 @@ def _toml(value: Any, broken: bool = False) -> str:
 
 class _Line(NamedTuple):
     """A row, or all rows of a module: their places, the paths before and after, and the numbers of
-    these paths. `whole`: whether they are paths of leaves."""
+    these paths."""
 
     rows: tuple[int, ...]
     sides: tuple[tuple[Parted, ...], tuple[Parted, ...]]
     counts: tuple[int, int] = (1, 1)
-    whole: bool = True
 
     @property
     def letters(self) -> Hashable:
         """The line without its numbers."""
         texts = [text for side in self.sides for text in side]
         nones = tuple(place for text in texts for place, n in enumerate(text) if n is None)
-        return (self.whole, len(self.sides[0]), nones, *(text[::2] for text in texts))
+        return (len(self.sides[0]), nones, *(text[::2] for text in texts))
 
 
-def blocks_of(
-    rows: Sequence[Row], settings: Sequence[Hashable], others: Collection[Path]
+def _blocks(
+    rows: Sequence[Row], settings: Sequence[Setting], others: Collection[Path]
 ) -> list[Block]:
     """Rows as few blocks, in an order in which they can be carried out.
 
@@ -384,12 +372,16 @@ def blocks_of(
       others: paths of leaves, on either side, that are in no row.
     """
     ever = {*others, *(path for row in rows for path in (*row.inputs, *row.outputs))}
-    levels = _levels(rows)
+    levels: list[int] = []  # rows of one level share no path
+    at: dict[Path, int] = {}
     kinds: list[Hashable] = []
     for place, row in enumerate(rows):
+        paths = (*row.inputs, *row.outputs)
+        levels.append(1 + max(at.get(path, 0) for path in paths))
+        at |= dict.fromkeys(paths, levels[-1])
         # A regex rule that changes no path is refused, so such a row has its own rule.
         still = row.operation is None and row.inputs == row.outputs
-        kinds.append((row.origin, levels[place], settings[place], place if still else None))
+        kinds.append((row.origin, levels[-1], repr(settings[place]), place if still else None))
     groups: dict[Hashable, list[_Line]] = {}
     for line in (*_modules(rows, kinds, ever), *map(_line, rows, range(len(rows)))):
         groups.setdefault((line.letters, kinds[line.rows[0]]), []).append(line)
@@ -399,18 +391,6 @@ def blocks_of(
         left.difference_update(*(block.rows for block in blocks))
         found += blocks
     return sorted(found, key=lambda block: (levels[block.rows[0]], min(block.rows)))
-
-
-def _levels(rows: Sequence[Row]) -> list[int]:
-    """For each row its depth among rows that share a path. Rows of one level share no path."""
-    at: dict[Path, int] = {}
-    levels: list[int] = []
-    for row in rows:
-        paths = (*row.inputs, *row.outputs)
-        level = 1 + max(at.get(path, 0) for path in paths)
-        at |= dict.fromkeys(paths, level)
-        levels.append(level)
-    return levels
 
 
 def _modules(rows: Sequence[Row], kinds: Sequence[Hashable], ever: Collection[Path]) -> list[_Line]:
@@ -424,7 +404,7 @@ def _modules(rows: Sequence[Row], kinds: Sequence[Hashable], ever: Collection[Pa
                 before, after = before[:-1], after[:-1]
                 members.setdefault((before, after, kinds[place]), []).append(place)
     return [
-        _Line(tuple(inside), ((_parted(before),), (_parted(after),)), whole=False)
+        _Line(tuple(inside), ((_parted(before, True),), (_parted(after, True),)))
         for (before, after, _), inside in sorted(members.items(), key=lambda x: len(x[0][0]))
         if 1 < len(inside) == below[before] == below[after]
     ]
@@ -451,8 +431,8 @@ def _counted(texts: tuple[Parted, ...]) -> tuple[Parted, ...]:
     return ((*texts[0][: differ[0]], None, *texts[0][differ[0] + 1 :]),)
 
 
-def _parted(path: Path) -> Parted:
-    return tuple(_DIGITS.split(format_path(path)))
+def _parted(path: Path, module: bool = False) -> Parted:
+    return tuple(_DIGITS.split(format_path(path) + "/" * module))
 
 
 def _groups(varying: Mapping[_Place, Sequence[Any]], shift: bool) -> dict[_Place, Group]:
@@ -469,19 +449,19 @@ def _groups(varying: Mapping[_Place, Sequence[Any]], shift: bool) -> dict[_Place
     return groups
 
 
-def _block(lines: Sequence[_Line], numbers: Mapping[_Place, Group]) -> Block:
+def _block(lines: Sequence[_Line], numbers: Mapping[_Place, Group] = {}) -> Block:
     """Lines as a block, with groups for the numbers at some places."""
-    sides: tuple[list[PathTemplate], list[PathTemplate]] = ([], [])
-    for side, texts in enumerate(lines[0].sides):
-        for at, text in enumerate(texts):
-            pieces = [
+    before, after = (
+        tuple(
+            PathTemplate.of(
                 numbers.get((side, at, place), Group(0) if piece is None else piece)
                 for place, piece in enumerate(text)
-            ]
-            whole = lines[0].whole
-            sides[side].append(PathTemplate.of(pieces + ["/"] * (not whole), whole))
-    rows = tuple(place for line in lines for place in line.rows)
-    return Block(rows, tuple(sides[0]), tuple(sides[1]))
+            )
+            for at, text in enumerate(texts)
+        )
+        for side, texts in enumerate(lines[0].sides)
+    )
+    return Block(tuple(place for line in lines for place in line.rows), before, after)
 
 
 class _Paths:
@@ -491,10 +471,10 @@ class _Paths:
         self._rows = rows
         self._known: dict[Hashable, list[str]] = {}
         modules = {path[:end] for path in ever for end in range(1, len(path))}
-        for whole, paths in ((True, ever), (False, modules)):
+        for module, paths in ((False, ever), (True, modules)):
             for path in paths:
-                text = format_path(path) + "/" * (not whole)
-                self._known.setdefault((whole, _parted(path)[::2]), []).append(text)
+                text = format_path(path) + "/" * module
+                self._known.setdefault(_parted(path, module)[::2], []).append(text)
 
     def folded(self, lines: Sequence[_Line], shift: bool = False) -> list[Block]:
         """Lines that differ only in numbers, as few blocks. With `shift`, the numbers may differ by
@@ -509,13 +489,11 @@ class _Paths:
             for place in range(1, len(text), 2)
             if len({*(column := tuple(line.sides[side][at][place] for line in lines))}) > 1
         }
-        groups = _groups(varying, shift)
-        count = len({group for group, _ in groups.values()})
-        block = _block(lines, groups)
-        if self._fits(lines, block, count):
+        block = _block(lines, _groups(varying, shift))
+        if self._fits(lines, block):
             return [block]
-        if not count:
-            return [_block([_line(self._rows[first.rows[0]], first.rows[0], False)], {})]
+        if not varying:
+            return [_block([_line(self._rows[first.rows[0]], first.rows[0], False)])]
         # Split by a number that is not on both sides, or else by the one with the fewest values.
         sides: dict[Any, set[tuple[int, int]]] = {}
         for key, column in varying.items():
@@ -527,21 +505,19 @@ class _Paths:
             parts.setdefault(number, []).append(line)
         return [block for part in parts.values() for block in self.folded(part, shift)]
 
-    def _fits(self, lines: Sequence[_Line], block: Block, count: int) -> bool:
-        """Whether all paths of a block have `count` groups, in one order on each side, and its
+    def _fits(self, lines: Sequence[_Line], block: Block) -> bool:
+        """Whether all paths of a block have the same groups, in one order on each side, and its
         regexes match only the paths of its lines."""
-        if not count and not any(None in text for side in lines[0].sides for text in side):
-            return True
-        sides = zip((block.inputs, block.outputs), lines[0].sides, (0, 1), strict=True)
-        for templates, texts, side in sides:
+        groups = {group for side in block[1:] for template in side for group in template.groups}
+        for side, templates in enumerate(block[1:] if groups else ()):
             orders = {tuple(filter(None, template.groups)) for template in templates}
-            if len(orders) > 1 or any(len(order) < count for order in orders):
+            if len(orders) > 1 or any({*order} != groups - {0} for order in orders):
                 return False
             matches = [
                 pattern.search(known)
-                for template, text in zip(templates, texts, strict=True)
+                for template, text in zip(templates, lines[0].sides[side], strict=True)
                 for pattern in [template.pattern().regex]
-                for known in self._known[lines[0].whole, text[::2]]
+                for known in self._known[text[::2]]
             ]
             if sum(map(bool, matches)) != sum(line.counts[side] for line in lines):
                 return False

@@ -21,23 +21,14 @@ import os
 import pathlib
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from reshard.arrays import operations as ops
 from reshard.arrays.boxes import MOST_AXES
 from reshard.arrays.dtypes import kind_of, parse_dtype
-from reshard.convert.leafmap import Zeros
-from reshard.convert.map_rules import (
-    Divided,
-    Each,
-    Gathered,
-    Map,
-    Nest,
-    Reshaped,
-    Resized,
-    Rule,
-)
+from reshard.convert.leafmap import Filled
+from reshard.convert.map_rules import PARTS, Map, Nest, Rule, Step
 from reshard.convert.replacement import (
     Pattern,
     Replacement,
@@ -135,23 +126,23 @@ def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {
         for key in list(own.table):
             if (value := own.take(key, _NUMBER)) is not None:
                 known[key] = value
-    initial = top.take("init", _TEXTS) or []
+    initial = top.take("init", _TEXTS) or ()
     optional = top.fields("optional", {}, {"init": _TEXTS, "drop": _TEXTS}) or {}
-    may, ignored = (optional.get(key) or [] for key in ("init", "drop"))
-    for key, globs in (("init", initial), ("optional", [*may, *ignored])):
+    may, ignored = (optional.get(key) or () for key in ("init", "drop"))
+    for key, globs in (("init", initial), ("optional", (*may, *ignored))):
         for glob in globs:
             try:
                 split_path(glob)
             except ArgumentError as error:
                 problems.append(f"`{key}`: {error.summary}")
     to = top.take("to", _API)
-    tables = top.take("rule", _TABLES) or []
+    tables = top.take("rule", _TABLES) or ()
     top.nothing_else()
     rules = [_rule(number, table, problems, known) for number, table in enumerate(tables, 1)]
     if problems:
         raise ArgumentError(f"{name}: its rules cannot be read", problems, [_EXAMPLE])
-    globs = map(tuple, (initial, may, ignored))
-    return Map(name, tuple(rule for rule in rules if rule is not None), *globs, to=to)
+    made = tuple(rule for rule in rules if rule is not None)
+    return Map(name, made, initial, may, ignored, to=to)
 
 
 def _is_int(value: Any) -> bool:
@@ -200,6 +191,31 @@ _NEW_SHAPE: Form = (
 _ROPE: Form = (lambda value: value in ("pairs", "halves"), "`pairs` or `halves`")
 _DTYPE: Form = (_is_dtype, "a dtype")
 _NUMERIC = (_INT, _COUNT, _INTS, _SIZES, _NUMBER, _FACTOR, _WIDTHS, _NEW_SHAPE)
+# The fields of each key with a table: those that are needed, and others.
+_FIELDS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {
+    "apply": ({"function": _TEXT}, {"shape": _SIZES, "dtype": _DTYPE}),
+    "scale": ({"by": _FACTOR}, {"rounds": _TRUE}),
+    "interleave": ({"axis": _INT, "parts": _INT}, {"block": _INT}),
+    "deinterleave": ({"axis": _INT, "parts": _INT}, {"block": _INT}),
+    "rope": ({"axis": _INT, "head_size": _INT, "to": _ROPE}, {}),
+    "reshape": ({"from": _SIZES, "to": _NEW_SHAPE}, {}),
+    "pad": ({"widths": _WIDTHS, "fill": _NUMBER}, {}),
+    "crop": ({"widths": _WIDTHS}, {}),
+    "split": ({"axis": _INT, "into": _ONE_OR_MORE}, {"sizes": _SIZES}),
+    "unstack": ({"axis": _INT, "into": _ONE_OR_MORE}, {}),
+    "concat": ({"axis": _INT}, {"by": _GROUP, "order": _TEXTS, "sizes": _SIZES}),
+    "stack": ({"axis": _INT}, {"by": _GROUP, "order": _TEXTS, "names": _TEXTS}),
+    "fill": ({"value": _NUMBER, "shape": _SIZES, "dtype": _DTYPE}, {"count": _COUNT}),
+}
+_PAD_AXIS = {"axis": _INT, "to": _INT, "value": _NUMBER}, {"from": _INT}
+# Keys whose value may be this, and the field of a table that it stands for.
+_PLAIN: dict[str, tuple[str, Form]] = {
+    "apply": ("function", _TEXT),
+    "scale": ("by", _FACTOR),
+    "add": ("by", _FACTOR),
+    "transpose": ("axes", _INTS),
+    "reshape": ("to", _NEW_SHAPE),
+}
 
 
 class _Table:
@@ -236,7 +252,7 @@ class _Table:
         elif not fits(value):
             self.wrong(f"`{key}` is not {words}: {value!r}")
             value = None
-        return value
+        return _frozen(value)
 
     def evaluated(self, value: Any) -> Any:
         """A value with its expressions evaluated."""
@@ -263,6 +279,18 @@ class _Table:
         values |= {name: table.take(name, form) for name, form in others.items()}
         table.nothing_else()
         return None if missing else values
+
+    def values(self, key: str) -> dict[str, Any] | None:
+        """The values of an operation; None if it has none, or they are wrong."""
+        needed, others = _FIELDS.get(key, ({}, {}))
+        given = self.table.get(key)
+        if key in _PLAIN and not (needed and isinstance(given, dict)):
+            name, form = _PLAIN[key]
+            value = self.take(key, form)
+            return None if value is None else dict.fromkeys((*needed, *others)) | {name: value}
+        if key == "pad" and isinstance(given, dict) and "widths" not in given:
+            needed, others = _PAD_AXIS
+        return self.fields(key, needed, others)
 
     def replacement(
         self, key: str, value: str | int | None, names: Collection[str] = ()
@@ -295,6 +323,11 @@ class _Table:
         self.problems.append(f"{self.label}: {text}")
 
 
+def _frozen(value: Any) -> Any:
+    """A value with tuples for lists."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
 def _rule(
     number: int, table: dict[str, Any], problems: list[str], numbers: Mapping[str, float]
 ) -> Rule | None:
@@ -303,7 +336,7 @@ def _rule(
     if entry.take("when", _NUMBER) == 0:
         return None
     source = entry.take("from", _ONE_OR_MORE, needed="fill" not in table)
-    texts: list[str] = source if isinstance(source, list) else [] if source is None else [source]
+    texts = (source,) if isinstance(source, str) else source or ()
     patterns = []
     for text in texts:
         try:
@@ -313,7 +346,7 @@ def _rule(
     if len(patterns) == len(texts) > 0:
         entry.label = f"rule {number}, {' + '.join(f'`{text}`' for text in texts)}"
     entry.patterns = patterns
-    _check_keys(entry, isinstance(source, list))
+    _check_keys(entry, isinstance(source, tuple))
     if "fill" in table:
         return _filled(number, entry)
     drop = entry.take("drop", _TRUE) is True
@@ -322,39 +355,43 @@ def _rule(
     names = ["outer", "inner", "flat"] if "nest" in table else []
     if nest is not None:
         names = ["outer", "inner"] if nest.flat else ["flat"]
-    given = entry.take("to", _ONE_OR_MORE)
-    several = [
-        entry.replacement("to", text, names) for text in given or () if isinstance(given, list)
-    ]
-    to = entry.replacement("to", given, names) if isinstance(given, str) else None
-    each = _each(entry)
-    regroup = None
-    if isinstance(given, list):
-        regroup = Divided("copies", 0, None, tuple(text for text in several if text is not None))
+    to = entry.take("to", _ONE_OR_MORE)
+    several = isinstance(to, tuple)
+    to = [entry.replacement("to", text, names) for text in (to if several else (to,))]
+    each = tuple(step for key in _EACH if (step := _step(entry, key)) is not None)
+    regroup = Step("copies", {"count": len(to)}) if several else None
+    by = None
     if entry.take("equal", _TRUE):
-        regroup = Gathered("equal", 0)
-    for kind in ("split", "unstack"):
-        regroup = _divided(kind, entry, names) or regroup
-    for kind in ("concat", "stack"):
-        regroup = _gathered(kind, entry, names) or regroup
+        regroup = Step("equal", {})
+    for key in _REGROUP[:-1]:
+        if (values := entry.values(key)) is None:
+            continue
+        regroup = Step(key, values)
+        if key in PARTS:
+            to = _parts(entry, regroup, names)
+        else:
+            _check_order(entry, regroup)
+            by = entry.replacement(f"{key}`: `by", values["by"], names)
     entry.nothing_else()
-    return Rule(number, tuple(patterns), to, drop, each, regroup, nest=nest, optional=optional)
+    paths = tuple(path for path in to if path is not None)
+    return Rule(
+        number, tuple(patterns), paths, drop, each, regroup, by, nest=nest, optional=optional
+    )
 
 
 def _filled(number: int, entry: _Table) -> Rule | None:
     """A rule for leaves of a constant."""
-    needed = {"value": _NUMBER, "shape": _SIZES, "dtype": _DTYPE}
-    values = entry.fields("fill", needed, {"count": _COUNT})
+    values = entry.values("fill")
     given = entry.take("to", _ONE_OR_MORE)
     entry.nothing_else()
     if values is None:
         return None
-    places = [given] if isinstance(given, str) else given or []
+    places = (given,) if isinstance(given, str) else given or ()
     if values["count"] is not None:
         pairs = itertools.product(places, range(values["count"]))
-        places = [place.replace("{}", str(n)) for place, n in pairs]
-    fill = Zeros(tuple(values["shape"]), parse_dtype(values["dtype"]), values["value"])
-    return Rule(number, tuple(entry.patterns), fill=fill, places=tuple(places))
+        places = tuple(place.replace("{}", str(n)) for place, n in pairs)
+    fill = Filled(values["shape"], parse_dtype(values["dtype"]), values["value"])
+    return Rule(number, tuple(entry.patterns), fill=fill, places=places)
 
 
 def _check_keys(entry: _Table, several: bool) -> None:
@@ -404,104 +441,64 @@ def _nest(entry: _Table) -> Nest | None:
     if {key for key in groups if values[key] is not None} not in ({"flat"}, {"outer", "inner"}):
         entry.wrong("`nest`: it needs either `flat`, or `outer` and `inner`")
     found = (entry.replacement(f"nest`: `{key}", values[key], parts) for key in groups)
-    return Nest(tuple(values["sizes"]), *found)
+    return Nest(values["sizes"], *found)
 
 
-def _each(entry: _Table) -> tuple[Each, ...]:
-    """The operations of a rule on each leaf."""
-    each: list[Each] = [*_applied(entry)]
-    if isinstance(entry.table.get("scale"), dict):
-        if values := entry.fields("scale", {"by": _FACTOR}, {"rounds": _TRUE}):
-            each.append(ops.Scale(values["by"], values["rounds"] is True))
-    elif (factor := entry.take("scale", _FACTOR)) is not None:
-        each.append(ops.Scale(factor))
-    if (addend := entry.take("add", _FACTOR)) is not None:
-        each.append(ops.Add(addend))
-    for key in ("interleave", "deinterleave"):
-        if values := entry.fields(key, {"axis": _INT, "parts": _INT}, {"block": _INT}):
-            each.append(ops.Interleave(**values, undo=key == "deinterleave"))
-    if values := entry.fields("rope", {"axis": _INT, "head_size": _INT, "to": _ROPE}):
-        undo = values["to"] == "halves"
-        each.append(ops.Interleave(values["axis"], 2, values["head_size"], undo))
-    if (axes := entry.take("transpose", _INTS)) is not None:
-        each.append(ops.Transpose(tuple(axes)))
-    if isinstance(entry.table.get("reshape"), dict):
-        if values := entry.fields("reshape", {"from": _SIZES, "to": _NEW_SHAPE}):
-            each.append(Reshaped(tuple(values["to"]), tuple(values["from"])))
-    elif (shape := entry.take("reshape", _NEW_SHAPE)) is not None:
-        each.append(Reshaped(tuple(shape), None))
-    if any(isinstance(kind, Reshaped) and len(kind.to) > MOST_AXES for kind in each):
-        entry.wrong(f"`reshape`: arrays have {MOST_AXES} axes at most")
-    pad = entry.table.get("pad")
-    if isinstance(pad, dict) and "widths" not in pad:
-        needed = {"axis": _INT, "to": _INT, "value": _NUMBER}
-        if values := entry.fields("pad", needed, {"from": _INT}):
-            each.append(Resized(values["axis"], values["from"], values["to"], values["value"]))
-    elif values := entry.fields("pad", {"widths": _WIDTHS, "fill": _NUMBER}):
-        each.append(ops.Pad(tuple(map(tuple, values["widths"])), values["fill"]))
-    if values := entry.fields("crop", {"widths": _WIDTHS}):
-        each.append(ops.Crop(tuple(map(tuple, values["widths"]))))
-    return tuple(each)
+def _step(entry: _Table, key: str) -> ops.Operation | Step | None:
+    """The operation of a key on each leaf, if the rule has it."""
+    values = entry.values(key)
+    if values is None:
+        return None
+    match key:
+        case "apply":
+            return _applied(entry, **values)
+        case "scale":
+            return ops.Scale(values["by"], values["rounds"] is True)
+        case "add":
+            return ops.Add(values["by"])
+        case "interleave" | "deinterleave":
+            return ops.Interleave(**values, undo=key == "deinterleave")
+        case "rope":
+            return ops.Interleave(values["axis"], 2, values["head_size"], values["to"] == "halves")
+        case "transpose":
+            return ops.Transpose(values["axes"])
+        case "pad" if "widths" in values:
+            return ops.Pad(values["widths"], values["fill"])
+        case "crop":
+            return ops.Crop(values["widths"])
+        case "reshape" if len(values["to"]) > MOST_AXES:
+            entry.wrong(f"`reshape`: arrays have {MOST_AXES} axes at most")
+    return Step(key, values)
 
 
-def _applied(entry: _Table) -> Iterator[ops.Apply]:
+def _applied(entry: _Table, function: str, shape: Any, dtype: str | None) -> ops.Apply | None:
     """The function of a rule, which is imported."""
-    if isinstance(entry.table.get("apply"), dict):
-        others = {"shape": _SIZES, "dtype": _DTYPE}
-        values = entry.fields("apply", {"function": _TEXT}, others) or {}
-    else:
-        values = {"function": entry.take("apply", _TEXT)}
-    name, shape, dtype = (values.get(key) for key in ("function", "shape", "dtype"))
-    if name is None:
-        return
     try:
-        function: Any = load_function(name)
+        loaded: Any = load_function(function)
     except ReshardError as error:
         entry.wrong("; ".join([error.summary, *error.problems]))
-        return
-    if not callable(function.function):
-        entry.wrong(f"`apply`: {name} is not a function")
-    shape = None if shape is None else tuple(shape)
-    yield ops.Apply(function, name, shape, None if dtype is None else parse_dtype(dtype))
-
-
-def _divided(
-    kind: Literal["split", "unstack"], entry: _Table, names: Collection[str]
-) -> Divided | None:
-    others = {"sizes": _SIZES} if kind == "split" else {}
-    values = entry.fields(kind, {"axis": _INT, "into": _ONE_OR_MORE}, others)
-    if values is None:
         return None
-    value, sizes = values["into"], values.get("sizes")
-    texts = value if isinstance(value, list) else [value]
-    into = [entry.replacement(f"{kind}`: `into", text, {"i", *names}) for text in texts]
-    if kind == "split" and isinstance(value, str) and sizes is None:
+    if not callable(loaded.function):
+        entry.wrong(f"`apply`: {function} is not a function")
+    return ops.Apply(loaded, function, shape, None if dtype is None else parse_dtype(dtype))
+
+
+def _parts(entry: _Table, step: Step, names: Collection[str]) -> list[Replacement | None]:
+    """The new paths of the parts of a leaf. Adds their number to the step."""
+    into, sizes = step.values.pop("into"), step.values.get("sizes")
+    one = isinstance(into, str)
+    step.values["count"] = None if one else len(into)
+    if step.key == "split" and one and sizes is None:
         entry.wrong("`split`: `sizes` is missing, as `into` does not give the number of parts")
-    if isinstance(value, list) and sizes is not None and len(sizes) != len(value):
-        entry.wrong(f"`{kind}`: `sizes` has {len(sizes)}, `into` has {len(value)}")
-    parts = tuple(replacement for replacement in into if replacement is not None)
-    one = isinstance(value, str) and len(parts) == 1
-    sizes = None if sizes is None else tuple(sizes)
-    return Divided(kind, values["axis"], sizes, parts[0] if one else parts)
+    if sizes is not None and not one and len(sizes) != len(into):
+        entry.wrong(f"`split`: `sizes` has {len(sizes)}, `into` has {len(into)}")
+    texts = [into] if one else into
+    return [entry.replacement(f"{step.key}`: `into", text, {"i", *names}) for text in texts]
 
 
-def _gathered(
-    kind: Literal["concat", "stack"], entry: _Table, names: Collection[str]
-) -> Gathered | None:
-    others = {"sizes": _SIZES} if kind == "concat" else {"names": _TEXTS}
-    values = entry.fields(kind, {"axis": _INT}, {"by": _GROUP, "order": _TEXTS, **others})
-    if values is None:
-        return None
-    by, order, sizes = values["by"], values["order"], values.get("sizes")
+def _check_order(entry: _Table, step: Step) -> None:
+    order, by = step.values["order"], step.values["by"]
     if order is not None and len(set(order)) < len(order):
-        entry.wrong(f"`{kind}`: `order` has a piece twice")
+        entry.wrong(f"`{step.key}`: `order` has a piece twice")
     if order is not None and by is None:
-        entry.wrong(f"`{kind}`: `order` requires `by`")
-    return Gathered(
-        kind,
-        values["axis"],
-        entry.replacement(f"{kind}`: `by", by, names),
-        None if order is None else tuple(order),
-        None if sizes is None else tuple(sizes),
-        tuple(values.get("names") or ()),
-    )
+        entry.wrong(f"`{step.key}`: `order` requires `by`")

@@ -16,7 +16,7 @@ from reshard.arrays.operations import Transpose
 from reshard.convert.align import Abstention, Alignment, align, listed
 from reshard.convert.layers import DICTS, LISTS
 from reshard.convert.layout import COLLECTIONS, Layout
-from reshard.convert.leafmap import LeafMap, Source, Zeros, renaming
+from reshard.convert.leafmap import Filled, LeafMap, Source, renaming
 from reshard.convert.map_rules import OPPOSITE, Map, MapResult, apply_inverse, apply_map
 from reshard.convert.module_tree import (
     Module,
@@ -386,7 +386,7 @@ def by_map(
         if path not in end.shapes
         and (
             (path[0] in collections) == (end.api == "linen")
-            or isinstance(found.map.values[path], Zeros)
+            or isinstance(found.map.values[path], Filled)
         )
     ]
     problems = []

@@ -19,11 +19,11 @@ from reshard.arrays.handle import array_text
 from reshard.arrays.operations import Apply, Moving, Operation, Pad, Stack, Transpose, Unstack
 from reshard.convert.leafmap import (
     Call,
+    Filled,
     LeafMap,
     Output,
     Source,
     Value,
-    Zeros,
     applied,
     sources_of,
 )
@@ -442,7 +442,7 @@ class _Subtree:
             value = None if shape is None else Source(path, shape)
             self._held[parameter] = _Held((path,), value, dtype, least)
         self._made: dict[int, list[_Held | None]] = {}
-        self._must_be_zero: dict[Path, Zeros] = {}
+        self._must_be_zero: dict[Path, Filled] = {}
 
     def follow(
         self, model: LeafMap, into: LeafMap, placeholders: dict[Path, tuple[Path, ...]]
@@ -514,12 +514,12 @@ class _Subtree:
         first, values = valued[0], [held.value for held in valued if held.value is not None]
         before, moments = [v.shape for v in call.inputs], [value.shape for value in values]
         unused = [
-            isinstance(value, Zeros) or self._is_unused(value.shape, shape)
+            isinstance(value, Filled) or self._is_unused(value.shape, shape)
             for value, shape in zip(values, before, strict=True)
         ]
         if all(unused):
             assert first.dtype is not None
-            zeros = Zeros(_UNUSED, first.dtype)
+            zeros = Filled(_UNUSED, first.dtype)
             self._must_be_zero |= dict.fromkeys(paths, zeros)
             return [_Held((), zeros, first.dtype)] * len(call.shapes)
         if any(unused):

@@ -11,7 +11,7 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
-from reshard.convert.leafmap import LeafMap, Output, Source, Zeros, sources_of
+from reshard.convert.leafmap import Filled, LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.optimizer import followers
 from reshard.convert.ready_maps import find_map
@@ -112,7 +112,7 @@ def _stateful(found: LeafMap) -> Iterator[str]:
 
 
 def _mirrors(
-    changed: Collection[Path], leaves: Mapping[Path, Shape | Zeros]
+    changed: Collection[Path], leaves: Mapping[Path, Shape | Filled]
 ) -> Iterator[tuple[Path, Path]]:
     """Leaves that stay as they are, but follow one that is `changed`, with that one: leaves of its
     shape whose paths end with its path below another top-level key. The top-level key of the
@@ -141,5 +141,5 @@ def _mirrors(
                     yield path, owner
 
 
-def _shape(leaf: Shape | Zeros) -> Shape:
-    return leaf.shape if isinstance(leaf, Zeros) else leaf
+def _shape(leaf: Shape | Filled) -> Shape:
+    return leaf.shape if isinstance(leaf, Filled) else leaf

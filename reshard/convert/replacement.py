@@ -1,4 +1,4 @@
-"""The two texts of a map rule. Pure.
+"""The two texts of a map rule, and expressions. Pure.
 
 A pattern is a regex that is searched for in printed paths. A replacement is one for `re.sub`, with
 back-references. Between braces it may have arithmetic on back-references to whole numbers:
@@ -11,13 +11,16 @@ defines. `{{` and `}}` are the braces themselves.
 
 import ast
 import dataclasses
+import functools
 import itertools
 import json
 import math
-import operator
 import re
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import ml_dtypes
 
 from reshard.tree import format_path, glob_key, split_path
 
@@ -26,20 +29,12 @@ _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _BRACES = re.compile(r"\{\{|\}\}|\{(?P<sum>[^{}]*)\}|[{}]")
 _REFERENCE = re.compile(r"\\(?:g<(\w+)>|(\d+))")
 # The nodes that arithmetic on whole numbers, and on all numbers, may have.
-_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Div: operator.truediv,
-}
 _WHOLE = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _WHOLE += (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub, ast.BinOp)
 _ALL = (*_WHOLE, ast.Div, ast.Pow)
-# Of a whole number that is computed: floats hold all up to it.
+# The largest whole number that can be computed: floats hold all smaller ones.
 _LARGEST = 1 << 53
-# Characters of an expression: as deep as it can be nested.
+# The most characters of an expression, which limit its depth.
 _MAX_EXPRESSION = 200
 # The parts of templates: groups and texts.
 _PATTERN = re.compile(r"(\(\\d\+\))|\\([1-9]\d?)|\\([^a-zA-Z0-9])|([^\\.^$*+?{}\[\]|()])")
@@ -52,7 +47,6 @@ class Arithmetic(NamedTuple):
     and all of its names."""
 
     source: str
-    tree: ast.expr
     names: frozenset[str]
 
     def value(self, match: re.Match[str], names: Names) -> int:
@@ -63,7 +57,7 @@ class Arithmetic(NamedTuple):
             text = "" if name in names else match[int(group) if group.isdigit() else group] or ""
             known[name] = names[name] if name in names else number(text)
         try:
-            return _evaluated(self.tree, known)
+            return evaluated(self.source, known)
         except ZeroDivisionError as error:
             raise ValueError("a division by zero") from error
 
@@ -185,16 +179,44 @@ def parse_replacement(
 def evaluate(text: str, numbers: Mapping[str, float]) -> float:
     """The value of an expression over named numbers, such as `head_dim ** -0.5`. Raises ValueError:
     it is no such expression, or it has no value."""
-    tree, names = _expression(text, text.strip(), _ALL, (int, float))
+    names = _checked(text, text.strip(), _ALL, (int, float))
     if unknown := sorted(names - {*numbers}):
         raise ValueError(f"`{text}`: neither `[vars]` nor the config has `{unknown[0]}`")
     try:
-        value = _evaluated(tree, numbers)
+        value = evaluated(text.strip(), numbers)
     except ArithmeticError as error:
         raise ValueError(f"`{text}` has no value: {error}") from error
     if not abs(value) <= _LARGEST:
         raise ValueError(f"`{text}` has no value")
     return value
+
+
+def evaluated(source: str, names: Mapping[str, Any]) -> Any:
+    """The value of a Python expression that is part of this package or was checked."""
+    functions = {"**": _power, "bfloat16": lambda x: float(ml_dtypes.bfloat16(x))}
+    return eval(_compiled(source), {"__builtins__": {}, **functions}, dict(names))
+
+
+@functools.lru_cache(1 << 12)
+def _compiled(source: str) -> types.CodeType:
+    tree = _Powers().visit(ast.parse(source, mode="eval"))
+    return compile(ast.fix_missing_locations(tree), source, "eval")
+
+
+class _Powers(ast.NodeTransformer):
+    """Turns `a ** b` into a call of `_power`, whose results are not larger than a float."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Pow):
+            return node
+        return ast.Call(ast.Name("**", ast.Load()), [node.left, node.right], [])
+
+
+def _power(base: float, exponent: float) -> float:
+    value = math.pow(base, exponent)
+    whole = isinstance(base, int) and isinstance(exponent, int) and exponent >= 0
+    return int(value) if whole and abs(value) < _LARGEST else value
 
 
 def literal_replacement(text: str) -> Replacement:
@@ -230,7 +252,7 @@ def _arithmetic(
 ) -> Arithmetic:
     """The arithmetic in braces. Raises ValueError if it is not arithmetic on groups and names."""
     source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
-    tree, used = _expression(f"{{{text}}}", source, _WHOLE, (int,))
+    used = _checked(f"{{{text}}}", source, _WHOLE, (int,))
     for name in sorted(used - {*names}):
         group = name.removeprefix("_")
         if name == group:
@@ -241,14 +263,13 @@ def _arithmetic(
             numbered = group.isdigit() and int(group) <= regex.groups
             if not numbered and group not in regex.groupindex:
                 raise ValueError(f"`{{{text}}}`: the regex has no group `{group}`")
-    return Arithmetic(source, tree, used)
+    return Arithmetic(source, used)
 
 
-def _expression(
+def _checked(
     text: str, source: str, nodes: tuple[type, ...], constants: tuple[type, ...]
-) -> tuple[ast.expr, frozenset[str]]:
-    """The tree of an expression that has only these nodes, and its names. Raises ValueError for any
-    other text."""
+) -> frozenset[str]:
+    """The names of an expression that has only these nodes. Raises ValueError for any other."""
     if len(text) > _MAX_EXPRESSION:
         raise ValueError(f"`{text[:40]}...` is longer than {_MAX_EXPRESSION} characters")
     try:
@@ -260,25 +281,7 @@ def _expression(
     if not all(isinstance(node, nodes) for node in found) or {*map(type, values)} - {*constants}:
         more = "/ ** " if ast.Pow in nodes else ""
         raise ValueError(f"`{text}` is not arithmetic: `+ - * {more}// %` and parentheses are all")
-    return tree, frozenset(node.id for node in found if isinstance(node, ast.Name))
-
-
-def _evaluated(node: ast.AST, names: Mapping[str, Any]) -> Any:
-    match node:
-        case ast.BinOp(left, operation, right):
-            one, other = _evaluated(left, names), _evaluated(right, names)
-            if isinstance(operation, ast.Pow):
-                value = math.pow(one, other)
-                whole = isinstance(one, int) and isinstance(other, int) and other >= 0
-                return int(value) if whole and abs(value) < _LARGEST else value
-            return _OPERATORS[type(operation)](one, other)
-        case ast.UnaryOp():
-            return -_evaluated(node.operand, names)
-        case ast.Name():
-            return names[node.id]
-        case ast.Constant():
-            return node.value
-    raise ValueError(f"`{ast.unparse(node)}` is not arithmetic")
+    return frozenset(node.id for node in found if isinstance(node, ast.Name))
 
 
 # Patterns and replacements that can be exchanged, for the opposite direction.
@@ -295,20 +298,15 @@ class Group(NamedTuple):
 class PathTemplate(NamedTuple):
     """A printed path, or its beginning, with groups in the place of numbers.
 
-        ^params/layer_(\\d+)/w$   ('params/layer_', Group(1), '/w')
-        ^params/layer_(\\d+)/     for all that is in a module: ('params/layer_', Group(1), '/')
-        layers/\1/w              ('layers/', Group(1), '/w')
-
-    Attributes:
-      pieces: texts and groups.
-      whole: whether it is a whole path, and not a module's path with a slash at its end.
+    ^params/layer_(\\d+)/w$   ('params/layer_', Group(1), '/w')
+    ^params/layer_(\\d+)/     for all leaves of a module: ('params/layer_', Group(1), '/')
+    layers/\\1/w              ('layers/', Group(1), '/w')
     """
 
     pieces: tuple[str | Group, ...]
-    whole: bool = True
 
     @classmethod
-    def of(cls, pieces: Iterable[str | Group], whole: bool) -> "PathTemplate":
+    def of(cls, pieces: Iterable[str | Group]) -> "PathTemplate":
         """A template of pieces. Neighbouring texts are joined."""
         found: list[str | Group] = []
         for piece in pieces:
@@ -316,7 +314,12 @@ class PathTemplate(NamedTuple):
                 found[-1] += piece
             elif piece != "":
                 found.append(piece)
-        return cls(tuple(found), whole)
+        return cls(tuple(found))
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a whole path, and not a module's path with a slash at its end."""
+        return bool(self.pieces) and not str(self.pieces[-1]).endswith("/")
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -372,26 +375,28 @@ class PathTemplate(NamedTuple):
 
     def numbered(self, group: int) -> "PathTemplate":
         """The template with the position of a part in the place of a group."""
-        pieces = tuple(Group(0) if piece == Group(group) else piece for piece in self.pieces)
-        return PathTemplate(pieces, self.whole)
+        return PathTemplate(
+            tuple(Group(0) if piece == Group(group) else piece for piece in self.pieces)
+        )
 
 
 def pattern_template(pattern: Pattern) -> PathTemplate:
     """The template of a pattern. Raises ValueError: the pattern has other wildcards."""
-    if pattern.literal is not None:
+    if pattern.literal and not pattern.literal.endswith("/"):
         return PathTemplate((pattern.literal,))
     whole = pattern.text.endswith("$")
     body = pattern.text[1 : -1 if whole else None]
     tokens = _tokens(_PATTERN, body) if pattern.text.startswith("^") else None
-    if tokens is None or not (whole or body.endswith("/") or not body):
-        raise ValueError(r"it is not `^...$` or `^.../` without wildcards but `(\d+)`")
     pieces: list[str | Group] = []
     count = 0
-    for group, again, *texts in tokens:
+    for group, again, *texts in tokens or ():
         count += group is not None
         number = count if group is not None else int(again or 0)
         pieces.append(Group(number) if number else "".join(filter(None, texts)))
-    return PathTemplate.of(pieces, whole)
+    template = PathTemplate.of(pieces)
+    if tokens is None or template.whole != whole:
+        raise ValueError(r"it is not `^...$` or `^.../` without wildcards but `(\d+)`")
+    return template
 
 
 def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
@@ -409,9 +414,10 @@ def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
         for named, group, slash, text in tokens:
             number = named or group
             pieces.append(Group(int(number)) if number else slash or text or "")
-    template = PathTemplate.of(pieces, whole)
-    if not whole and template.pieces and not str(template.pieces[-1]).endswith("/"):
-        raise ValueError(f"`{replacement.text}` does not end as the regex does, with a slash")
+    template = PathTemplate.of(pieces)
+    if template.whole != whole:
+        kind = "`^...$`" if whole else "`^.../`"
+        raise ValueError(f"`{replacement.text}` is not for a regex {kind}: only one ends with `/`")
     return template
 
 

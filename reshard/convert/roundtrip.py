@@ -24,7 +24,7 @@ from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
 from reshard.convert.by_order import ByOrder, order_in, order_json, order_of, with_order
 from reshard.convert.layout import KINDS
-from reshard.convert.leafmap import LeafMap, Output, Row, Source, Zeros, from_rows, renaming
+from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, from_rows, renaming
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
 from reshard.loader.json_documents import parse_json
 from reshard.sharding.mesh import SingleDeviceSharding, replicated
@@ -42,7 +42,7 @@ def map_json(found: LeafMap) -> dict[str, Any]:
     values = found.values.items()
     moved = [(value.path, path) for path, value in values if isinstance(value, Source)]
     made = LeafMap({path: value for path, value in values if isinstance(value, Output)})
-    zeros = {path: value for path, value in values if isinstance(value, Zeros)}
+    zeros = {path: value for path, value in values if isinstance(value, Filled)}
     pairs = {
         "moved": moved,
         "enter": [(path, path) for path in made.sources()],
@@ -56,7 +56,7 @@ def map_json(found: LeafMap) -> dict[str, Any]:
     }
 
 
-def _zeros_json(found: Mapping[Path, Zeros]) -> list[Any]:
+def _zeros_json(found: Mapping[Path, Filled]) -> list[Any]:
     return [
         [list(path), list(z.shape), z.dtype.name, *[z.fill] * (z.fill is not None)]
         for path, z in found.items()
@@ -96,9 +96,9 @@ def map_of(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap
     return LeafMap(values, {}, (), vanish)
 
 
-def _zeros(entries: list[Any]) -> dict[Path, Zeros]:
+def _zeros(entries: list[Any]) -> dict[Path, Filled]:
     return {
-        path_of(path): Zeros(
+        path_of(path): Filled(
             shape_of(shape), dtype_of(dtype), *(_field("fill", value, float) for value in fill)
         )
         for path, shape, dtype, *fill in entries
@@ -385,7 +385,7 @@ def _check_zeros(found: LeafMap, ckpt: Checkpoint) -> None:
     """Raises ValueError for zeros with more elements than any array of the checkpoint."""
     largest = max((math.prod(array.shape) for array in ckpt.arrays), default=0)
     for path, value in (*found.must_be_zero.items(), *found.values.items()):
-        if isinstance(value, Zeros) and math.prod(value.shape) > largest:
+        if isinstance(value, Filled) and math.prod(value.shape) > largest:
             raise ValueError(f"{format_path(path)}: {list(value.shape)} is larger than all arrays")
 
 
