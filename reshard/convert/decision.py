@@ -22,7 +22,7 @@ from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
-from reshard.convert.layout import Layout
+from reshard.convert.layout import API_NAMES, Layout
 from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, Value, renaming
 from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
@@ -475,8 +475,7 @@ class Ledger:
         self, problems: Sequence[str], hints: Sequence[str], found: Sequence[Outcome] = ()
     ) -> TreeMismatchError:
         """The error, with the outcomes that are decided."""
-        name = {"nnx": "NNX", "linen": "Linen"}[self._to]
-        summary = f"`{self._ckpt.source.root}` does not become the {name} model"
+        summary = f"`{self._ckpt.source.root}` does not become the {API_NAMES[self._to]} model"
         return TreeMismatchError(summary, problems, hints, found)
 
     def _check(self, names: Mapping[Path, Path], initial: set[Path]) -> None:

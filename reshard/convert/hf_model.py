@@ -17,15 +17,11 @@ from reshard.errors import ArgumentError
 
 
 class _Model(NamedTuple):
-    """A model that a library has loaded.
+    """A model that a library has loaded."""
 
-    Attributes:
-      change: replaces each array of weights by a function of it, in float32.
-      logits: a function of token ids.
-    """
-
+    # Replaces each array of weights by a function of it, in float32.
     change: Callable[[Callable[[np.ndarray], np.ndarray]], None]
-    logits: Callable[[np.ndarray], np.ndarray]
+    logits: Callable[[np.ndarray], np.ndarray]  # of token ids
 
 
 def run(

@@ -40,7 +40,7 @@ _BOOKKEEPING = "_pytree__state"
 # Names of arrays in the layers of both APIs; in NNX these are always variables.
 _STANDARD = frozenset(("kernel", "bias", "scale", "embedding", "mean", "var", "key", "count"))
 _WHOLE = ("linen-params", "nnx-state", "nnx-pure-dict")  # the tree is the model
-_NAMES = {"linen": "Linen", "nnx": "NNX"}
+API_NAMES = {"linen": "Linen", "nnx": "NNX"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,19 +111,13 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None 
 
 
 class _SavedLeaf(NamedTuple):
-    """A leaf.
+    """A leaf."""
 
-    Attributes:
-      keys: its path, with keys as text.
-      path: its saved path.
-      value: the leaf; an array is what has a dtype.
-      lone: the depth of the last level that is named `value` and alone in its container. Orbax
-        writes one for each of Linen's boxes and of NNX's variables; a parameter may have that name.
-    """
-
-    keys: tuple[str, ...]
-    path: Path
-    value: Any
+    keys: tuple[str, ...]  # its path, as text
+    path: Path  # its saved path
+    value: Any  # an array is what has a dtype
+    # The depth of the last level that is named `value` and alone in its container. Orbax writes one
+    # for each of Linen's boxes and of NNX's variables; a parameter may have that name.
     lone: int | None
 
     @property
@@ -226,21 +220,13 @@ def _named(*paths: Sequence[str | int]) -> str:
 
 
 class _Training(NamedTuple):
-    """Optimizer state and step counter in a tree.
+    """Optimizer state and step counter in a tree."""
 
-    Attributes:
-      root: where the optimizer state is saved, if there is any.
-      state: that state.
-      step: the step counter.
-      names: the keys at the top of both.
-      wrapped: both are below one key, as those of an `nnx.Optimizer`.
-    """
-
-    root: Path | None = None
+    root: Path | None = None  # where the optimizer state is saved
     state: Any = None
     step: _SavedLeaf | None = None
-    names: tuple[str, ...] = ()
-    wrapped: bool = False
+    names: tuple[str, ...] = ()  # the keys at the top of both
+    wrapped: bool = False  # both are below one key, as those of an `nnx.Optimizer`
 
 
 def _training(top: _Node) -> _Training:
@@ -394,7 +380,9 @@ def _chosen(
     what selects it."""
     proved = [name for name, reasons in proofs.items() if reasons]
     apis = proved or ([api] if api else [])
-    fitting = {kind: hint for kind, hint in readings.items() if _api_of(kind) in (apis or _NAMES)}
+    fitting = {
+        kind: hint for kind, hint in readings.items() if _api_of(kind) in (apis or API_NAMES)
+    }
     if len(fitting) != 1 or len(proved) > 1:
         of_direction = {kind: h for kind, h in fitting.items() if _api_of(kind) == api}
         raise _ambiguous(fitting, proofs, of_direction)
@@ -403,7 +391,7 @@ def _chosen(
     if kind not in KINDS:
         raise TreeMismatchError(f"no supported layout has {kind}", why, [hint])
     if not proved and api:
-        why.append(f"the conversion is from {_NAMES[api]}, and nothing contradicts it")
+        why.append(f"the conversion is from {API_NAMES[api]}, and nothing contradicts it")
     return kind, why or ["no other layout fits"]
 
 
@@ -416,7 +404,7 @@ def _ambiguous(
     all."""
     return TreeMismatchError(
         f"the tree can be read as {' or as '.join(readings)}",
-        [f"{_NAMES[api]}: {reason}" for api, found in proofs.items() for reason in found],
+        [f"{API_NAMES[api]}: {reason}" for api, found in proofs.items() for reason in found],
         list((hinted or readings).values()),
     )
 

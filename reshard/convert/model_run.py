@@ -24,6 +24,7 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Leaf
 from reshard.convert.align import listed
 from reshard.convert.by_order import Modules, leaves_in
+from reshard.convert.layout import API_NAMES
 from reshard.convert.leafmap import LeafMap
 from reshard.convert.map_rules import OPPOSITE
 from reshard.convert.model import nnx_outline
@@ -33,7 +34,6 @@ from reshard.restore.target import maker, state_of
 from reshard.storage.location import checked
 from reshard.tree import Path, format_path
 
-_NAMES = {"linen": "Linen", "nnx": "NNX"}
 HUGGING_FACE = "Hugging Face"
 # How far elements of equal outputs may be apart, in units of the noise.
 _LIMIT = 10.0
@@ -136,12 +136,12 @@ def arguments_of(inputs: Any) -> dict[str, Arguments]:
     pairs = inputs if isinstance(inputs, dict) else {"linen": inputs, "nnx": inputs}
     for side, pair in pairs.items():
         match pair:
-            case [[*args], {**kwargs}] if side in _NAMES and all(
+            case [[*args], {**kwargs}] if side in API_NAMES and all(
                 isinstance(k, str) for k in kwargs
             ):
                 found[side] = tuple(args), kwargs
             case _:
-                known = side in _NAMES
+                known = side in API_NAMES
                 problems.append(f"{side}: {pair!r:.80}" if known else f"unknown side {side!r}")
     if problems:
         raise ArgumentError(
@@ -312,7 +312,7 @@ def runs(
         raise ArgumentError(
             "comparing outputs needs both models", hints=["model=... and source=..."]
         )
-    return {api: functools.partial(run, api, models[api], leaves(api)) for api in _NAMES}
+    return {api: functools.partial(run, api, models[api], leaves(api)) for api in API_NAMES}
 
 
 def run(
@@ -344,7 +344,7 @@ def run(
 
     find = _linen_model if api == "linen" else _nnx_model
     call, held, arguments = find(model, leaves, arguments, more)
-    api, paths = _NAMES[api], list(held)
+    api, paths = API_NAMES[api], list(held)
     with jax.default_matmul_precision("highest"):
         values = [_value(leaf) for leaf in held.values()]
         floats = [number for number, value in enumerate(values) if is_floating(value.dtype)]
@@ -672,11 +672,7 @@ def moved(values: np.ndarray) -> np.ndarray:
 def _times_noise(one: np.ndarray, other: np.ndarray, again: np.ndarray) -> np.ndarray:
     """The difference of each element of two arrays, in units of the largest noise among elements of
     its magnitude. Infinite if one of them is NaN, if only one is infinite, or if integers differ.
-
-    Args:
-      one, other: the arrays, of one shape.
-      again: the first of them with every weight moved.
-    """
+    `again`: the first array with every weight moved."""
     exact = not np.issubdtype(one.dtype, np.floating)
     with np.errstate(invalid="ignore", over="ignore"):  # of infinity, and of the largest numbers
         unit = np.zeros(one.shape) if exact else np.nan_to_num(np.spacing(np.abs(one)))

@@ -175,21 +175,13 @@ class _Array(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """A record.
+    """A record."""
 
-    Attributes:
-      map: the map to NNX.
-      own: NNX's own leaves.
-      leaves: the leaves of the Linen checkpoint: arrays, and names of empty leaves.
-      containers: Orbax's record of its container types, if it had one.
-      order: what rested on the order of modules before this conversion.
-    """
-
-    map: LeafMap
-    own: list[Path]
-    leaves: dict[Path, _Array | str]
-    containers: str | None
-    order: ByOrder | None
+    map: LeafMap  # to NNX
+    own: list[Path]  # NNX's own leaves
+    leaves: dict[Path, _Array | str]  # of the Linen checkpoint: arrays, and names of empty leaves
+    containers: str | None  # Orbax's record of its container types
+    order: ByOrder | None  # what order matched before this conversion
 
 
 def recorded(
