@@ -343,7 +343,7 @@ def test_a_refused_conversion_tells_what_is_decided_all_the_same(run, folder):
     ran, rows, found = rows_of(run, "convert", "saved", "out", *options)
     assert ran.status == 2
     which = "Dense_0, perhaps one and other: 1 in Linen, 2 in NNX"
-    shape = "head/kernel: [4, 5] in the checkpoint, [4, 3] in the model"
+    shape = "params/head/kernel and head/kernel: [4, 5] in Linen, [4, 3] in NNX"
     open_, differs = ("ambiguous", which), ("mismatch", shape)
     expected = {
         ("params/head/bias", "->", "model/head/bias/value"): ("path", None),

@@ -105,23 +105,23 @@ def test_other_heads_are_told_as_such(tmp_path):
     params = params_of(linen, jnp.zeros((1, 3, 32)))
     path = saved(tmp_path / "linen", {"params": params, "opt_state": optax.adam(0.1).init(params)})
     error = refused(reshard.to_nnx, path, model)
-    order = "its axes are in another order"
-    kernels = f"[32, 4, 8] in the checkpoint, [32, 8, 4] in the model: {order}"
-    biases = "[4, 8] in the checkpoint, [8, 4] in the model: transposed"
+    kernels = "[32, 4, 8] in Linen, [32, 8, 4] in NNX"
+    biases = "[4, 8] in Linen, [8, 4] in NNX"
     assert error.problems == (
         *(
-            f"attention/{name}/{leaf}: {told}"
+            f"params/attention/{name}/{leaf} and attention/{name}/{leaf}: {told}"
             for name in ("query", "key", "value")
             for leaf, told in (("kernel", kernels), ("bias", biases))
         ),
-        f"attention/out/kernel: [4, 8, 32] in the checkpoint, [8, 4, 32] in the model: {order}",
+        "params/attention/out/kernel and attention/out/kernel: [4, 8, 32] in Linen, "
+        "[8, 4, 32] in NNX",
     )
     assert error.hints == ()
     # The other way round the model is Linen's.
     path = saved(tmp_path / "nnx", zeros(model))
     error = refused(reshard.to_linen, path, lambda: {"params": params}, source=model)
     assert error.problems[0] == (
-        f"attention/query/kernel: [32, 8, 4] in the checkpoint, [32, 4, 8] in the model: {order}"
+        f"params/attention/query/kernel and attention/query/kernel: {kernels}"
     )
     assert (len(error.problems), error.hints) == (7, ())
 
@@ -134,8 +134,8 @@ def test_modules_of_one_class_with_other_shapes_are_a_mismatch(tmp_path):
     path = saved(tmp_path / "linen", {"params": params})
     error = refused(reshard.to_nnx, path, lambda: Of(one=attention(4), two=attention(4)))
     assert error.problems[0] == (
-        "params/MultiHeadDotProductAttention_0/query/kernel and one/query/kernel: [8, 2, 4] in the "
-        "checkpoint, [8, 4, 2] in the model: its axes are in another order"
+        "params/MultiHeadDotProductAttention_0/query/kernel and one/query/kernel: [8, 2, 4] in "
+        "Linen, [8, 4, 2] in NNX"
     )
     assert (len(error.problems), error.hints) == (14, ())
 
@@ -163,7 +163,7 @@ def test_what_is_a_mismatch_is_no_candidate_for_anything_else(tmp_path):
     tree = {"params": {"table": np.ones((4, 3), "float32"), "odd": np.ones(3, "float32")}}
     error = refused(reshard.to_nnx, saved(tmp_path / "linen", tree), model)
     assert error.problems == (
-        "table: [4, 3] in the checkpoint, [3, 4] in the model: transposed",
+        "params/table and table: [4, 3] in Linen, [3, 4] in NNX",
         f"params/odd, perhaps other: {NONE}",
     )
 

@@ -250,7 +250,7 @@ class Ledger:
     ) -> None:
         """Adds what structure does not decide of leaves beside what a map says, which may be one
         for the other direction."""
-        self._problems += shown_once(entry.told(self._to) for entry in found.mismatches)
+        self._problems += shown_once(map(str, found.mismatches))
         self._problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
             if entry.rule is not None:
@@ -261,8 +261,8 @@ class Ledger:
             why = (kind, str(entry))
             self._open |= dict.fromkeys((*entry.linen, *entry.nnx), why)
         for entry in found.mismatches:
-            why = ("mismatch", entry.told(self._to))
-            self._open |= dict.fromkeys((*(leaf.path for leaf in entry.linen), entry.nnx.path), why)
+            why = ("mismatch", str(entry))
+            self._open |= {leaf.path: why for leaf in (*entry.inputs, entry.output)}
         known, saved = self._other is not None, self._layout.model
         if found.abstentions:
             self._hints += hints_for(found.abstentions, said, source, target, known, saved)
@@ -303,17 +303,14 @@ class Ledger:
 
     def _start_anew(self) -> str:
         """The hint that leaves out or resets optimizer state that cannot be converted."""
-        there, leaves = self._state_there, {} if self._target is None else self._target.leaves
-        step = [] if there or self._layout.step is None else [self._layout.step]
-        state = [*self._layout.optimizer.values(), *step]
-        globs = covering_globs(state, {path: path for path in self._ckpt})
-        given = [f"drop={as_python([glob])}" for glob, _ in globs]
-        if self._target is not None:
-            wanted = [at for at in there.values() if isinstance(leaves[at], TargetLeaf)]
-            globs = covering_globs(wanted, self._target.names())
-            given += [f"init={as_python([glob])}" for glob, _ in globs]
-        end = " resets that state" if there else " leaves that state out"
-        return " with ".join(given) + end
+        layout, there = self._layout, None
+        if self._target is not None and self._state_there:
+            there = self._target.layout.optimizer_root
+        gone = (layout.optimizer_root, layout.step if there is None else None)
+        given = [f"drop={as_python([format_glob(path)])}" for path in gone if path]
+        if there is None:
+            return f"{' with '.join(given)} leaves that state out"
+        return f"{given[0]} with init={as_python([format_glob(there)])} resets that state"
 
     def _copied(self) -> Followed:
         """The map of copies of the parameters, which follow the model's leaves."""
@@ -721,35 +718,32 @@ def differences(
                 yield None, f"{pair}: {both} cannot be combined", ""
     for place, value in whole.values.items():
         wanted = targets.get(place)
-        if isinstance(value, Filled) and place in names and isinstance(wanted, TargetLeaf):
+        if place not in names or not isinstance(wanted, TargetLeaf):
+            continue
+        if isinstance(value, Filled):
             filled = f"{value.dtype.name}{list(value.shape)}"
             expected = f"{wanted.dtype}{list(wanted.shape)}"
             if filled != expected:
                 text = f"filled as {filled}, the model has {expected}"
                 yield place, f"{format_path(names[place])}: {text}", ""
-        if isinstance(value, Filled) or place not in names or not isinstance(wanted, TargetLeaf):
             continue
         source, function = made_of(value)
-        both = f"{format_path(source.path)} -> {format_path(names[place])}"
-        text, key, says, hint = "", "", None, ""
+        text, key, wants, hint = "", "", None, ""
         if wanted.kind == "key":
-            if source.key_impl != wanted.key_impl:
-                keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
-                text = f"{keys}, the model has {wanted}"
-            elif value.shape[:-1] != wanted.shape:
-                keys = f"{source.key_impl} keys{list(value.shape[:-1])}"
-                text = f"{keys}, the model has {wanted}"
-        elif wanted.kind != "array":
-            continue
-        elif tuple(value.shape) != wanted.shape:
+            shape = value.shape[:-1] if source.key_impl else value.shape
+            if (source.key_impl, shape) != (wanted.key_impl, wanted.shape):
+                given = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
+                text = f"{given}{list(shape)}, the model has {wanted}"
+        elif wanted.kind == "array" and tuple(value.shape) != wanted.shape:
             text = f"shape {list(value.shape)}, the model has {list(wanted.shape)}"
-            key, says = "shape", list(wanted.shape)
-        elif source.dtype != wanted.dtype:
+            key, wants = "shape", list(wanted.shape)
+        elif wanted.kind == "array" and source.dtype != wanted.dtype:
             text = f"dtype {source.dtype.name}, the model has {wanted.dtype}"
-            key, says = "dtype", str(wanted.dtype)
-            hint = f'reshard.cast(ckpt, "{says}", {as_python(format_glob(source.path))})'
+            key, wants = "dtype", str(wanted.dtype)
+            hint = f'reshard.cast(ckpt, "{wants}", {as_python(format_glob(source.path))})'
         if function is not None and key:  # how a rule says what it makes, if not what it is given
-            call = f"{{ function = '{function.name}', {key} = {says!r} }}"
+            call = f"{{ function = '{function.name}', {key} = {wants!r} }}"
             hint = f"apply = {call}, if that is what it makes"
         if text:
+            both = f"{format_path(source.path)} -> {format_path(names[place])}"
             yield place, f"{both}: {text}", hint

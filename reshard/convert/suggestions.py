@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.boxes import Shape
-from reshard.convert.align import Abstention
+from reshard.convert.align import STACKED, Abstention
 from reshard.convert.layout import COLLECTIONS
 from reshard.convert.map_rules import MapResult
 from reshard.convert.map_writer import renaming_rules, rules_of, unstacking_rules
@@ -59,7 +59,9 @@ def hints_for(
     if rows := [entry.rule for entry in abstentions if entry.rule]:
         rules = [f"{rule.rstrip()}  # or in another order\n" for rule in rules_of(rows, linen)]
         hints.append(_shown([*ahead, *rules]))
-    rest = [entry for entry in abstentions if not (entry.rule or (entry.stacked and forth))]
+    rest = [
+        entry for entry in abstentions if not (entry.rule or (forth and entry.reason == STACKED))
+    ]
     if not known and any(COLLECTIONS.isdisjoint(p[:1]) for entry in rest for p in entry.linen):
         api = "Linen" if forth else "NNX"
         hints.append(f"source=..., the {api} model, supplies the classes")
