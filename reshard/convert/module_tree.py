@@ -8,7 +8,7 @@ from the model itself (see `reshard.convert.model`).
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from reshard.arrays.boxes import Shape
@@ -154,29 +154,10 @@ def path_outline(leaves: Mapping[Any, Any], above: Names = ()) -> Module:
     return _module(above, entries, lambda path: {})
 
 
-<<<<<<< HEAD
-def outline(
-    api: str, leaves: Mapping[Path, Any], classes: Mapping[tuple[str, ...], str] | None = None
-) -> Module:
-    """The outline of a model of an API; `classes` are all that are known."""
-    return linen_outline(leaves, classes) if api == "linen" else path_outline(leaves)
-
-
-def outline_below(path: tuple[str, ...], leaves: Mapping[tuple[str, ...], Leaf]) -> Module:
-    """The outline of a part of an NNX model of which only the paths are known."""
-    return _module(path, {inner: [leaf] for inner, leaf in leaves.items()}, lambda path: {})
-
-
-def by_path(module: Module) -> dict[tuple[str, ...], Module]:
-    """All modules in a module, by path; a shared one has several."""
-    found: dict[tuple[str, ...], Module] = {}
-    pending: list[tuple[tuple[str, ...], Module]] = [((), module)]
-=======
 def by_path(module: Module) -> dict[Any, Module]:
     """All modules in a module, in the order of definition, by path; a shared one has several."""
     found: dict[Names, Module] = {}
     pending: list[tuple[Names, Module]] = [((), module)]
->>>>>>> main
     while pending:
         path, at = pending.pop()
         found[path] = at
@@ -256,20 +237,6 @@ def unlifted(kind: str) -> tuple[tuple[str, Names], ...]:
     return tuple(found)
 
 
-<<<<<<< HEAD
-def _module(
-    path: tuple[str, ...], entries: Mapping[tuple[str, ...], Sequence[Leaf]], describe: Any
-) -> Module:
-    """A module, from the paths of leaves in it. A leaf may have the name of a module."""
-    inside: dict[str, dict[tuple[str, ...], Sequence[Leaf]]] = {}
-    leaves: dict[str, tuple[Leaf, ...]] = {}
-    for keys, held in entries.items():
-        if len(keys) > 1:
-            inside.setdefault(keys[0], {})[keys[1:]] = held
-        else:
-            leaves["".join(keys)] = tuple(held)
-    children = {name: _module((*path, name), below, describe) for name, below in inside.items()}
-=======
 def _module(path: Names, entries: Mapping[Names, list[Leaf]], describe: Any) -> Module:
     """The outline of leaves by their paths below a path. A name may be a module's and a leaf's."""
     leaves: dict[str, tuple[Leaf, ...]] = {}
@@ -280,5 +247,4 @@ def _module(path: Names, entries: Mapping[Names, list[Leaf]], describe: Any) -> 
         else:
             inside.setdefault(keys[0], {})[keys[1:]] = held
     children = {name: _module((*path, name), part, describe) for name, part in inside.items()}
->>>>>>> main
     return Module(path=path, children=children, leaves=leaves, **describe(path))
