@@ -342,7 +342,7 @@ def test_a_manager_that_cleans_up_beside_a_job(one, tmp_path, step):
     listed = []
 
     def manage(*_):
-        replaced = root / f"{step}{REPLACED}"
+        replaced = root / f"{step}{REPLACED}.0123456789abcdef"
         shutil.copytree(out, replaced, dirs_exist_ok=True)
         swept.mkdir(exist_ok=True)
         with ocp.CheckpointManager(root, options=options) as manager:
@@ -497,9 +497,10 @@ def test_a_checkpoint_that_another_job_puts_aside_meanwhile_stays(one, tmp_path,
     assert before in [hashes(path) for path in tmp_path.iterdir()]
 
 
-def test_killed_between_two_renames_or_after_them(one, tmp_path):
+@pytest.mark.parametrize("token", ["", ".0123456789abcdef"])
+def test_killed_between_two_renames_or_after_them(one, tmp_path, token):
     """Where the system cannot exchange names: the old one gets its name back, or is deleted."""
-    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
+    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}{token}"
     reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
     out.rename(replaced)
