@@ -88,9 +88,7 @@ def plan(
         concurrent.futures.ThreadPoolExecutor(1) as pool,  # both places may be far away
         checkpoints[0].source.root.cached_listing(),
     ):
-        checked = None
-        if place is not None:
-            checked = pool.submit(check_destination, place, checkpoints, overwrite)
+        checked = place and pool.submit(check_destination, place, checkpoints, overwrite)
         for each in checkpoints:
             each.source.directory.prefetch(below=place is not None, unseen=[FILE])
         items = tuple(
@@ -113,16 +111,9 @@ def plan(
             notes += [] if checked is None else checked.result()
         except errors.ReshardError as error:
             problems.insert(0, error)
+    notes = list(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))
     planned = Plan(
-        items,
-        tuple(found),
-        place,
-        limit,
-        overwrite,
-        verify,
-        digest,
-        state,
-        notes=tuple(dict.fromkeys([*(note for i in items for note in _notes(i)), *notes])),
+        items, tuple(found), place, limit, overwrite, verify, digest, state, notes=tuple(notes)
     )
     return with_cost_errors(planned, problems)
 
