@@ -116,13 +116,6 @@ class ItemPlan:
         sizes = [(h, np.array([v.size for v in self.values(h)], np.int64)) for h in handles]
         return [ValueRange(number, h, sums(each), 0, len(each)) for h, each in sizes]
 
-    def pieces(self, number: int) -> list[BoxRange | ValueRange]:
-        """The work that shares divide."""
-        if files := self.format.files:
-            sizes = np.array([file.nbytes for file in files], np.int64)
-            return [ValueRange(number, None, sums(sizes), 0, len(files))]
-        return [*self.value_ranges(number), *self.groups(number)]
-
     def share(self, number: int, pieces: Sequence[BoxRange | ValueRange], first: bool) -> ItemShare:
         """The share that has these pieces. The first share has the metadata of all arrays, too."""
         metadata = self.metadata() if first else {}
@@ -243,8 +236,15 @@ class Plan:
 
     @functools.cached_property
     def _pieces(self) -> list[BoxRange | ValueRange]:
-        """The work of all shares."""
-        return [piece for number, item in enumerate(self.items) for piece in item.pieces(number)]
+        """The work of all shares. Of an export, the files."""
+        pieces: list[BoxRange | ValueRange] = []
+        for number, item in enumerate(self.items):
+            if files := item.format.files:
+                sizes = np.array([file.nbytes for file in files], np.int64)
+                pieces.append(ValueRange(number, None, sums(sizes), 0, len(files)))
+            else:
+                pieces += [*item.value_ranges(number), *item.groups(number)]
+        return pieces
 
     def share_count(self, workers: int | None = None) -> int:
         """The number of shares: of about 1 GiB of stored bytes each, or smaller ones to have one
