@@ -655,7 +655,7 @@ def test_initial_values_of_linen_are_those_of_an_eager_init(tmp_path):
     layouts.assert_same_tree(restored(ckpt, tmp_path), expected)
 
 
-def test_what_initial_values_take_is_told_and_limited(tmp_path):
+def test_the_memory_of_initial_values_is_limited(tmp_path):
     class Large(nnx.Module):
         def __init__(self):
             self.a = nnx.Param(jnp.zeros(3))
@@ -673,8 +673,7 @@ def test_what_initial_values_take_is_told_and_limited(tmp_path):
         f"initial values of 2 leaves take {format_bytes(least)} to compute, more than 1.00 MiB\n\n"
         f'hint: max_memory="{-(-least // 2**20)}MiB"'
     )
-    notes = make(max_memory=least).checkpoint.notes
-    assert f"computing initial values takes at most {format_bytes(least)}" in notes
+    make(max_memory=least)
 
 
 def test_initial_values_that_there_are_not(tmp_path):

@@ -22,7 +22,7 @@ from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
-from reshard.convert.layout import Layout
+from reshard.convert.layout import API_NAMES, Layout
 from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, Value, renaming
 from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
@@ -41,7 +41,6 @@ from reshard.convert.ready_maps import find_map
 from reshard.convert.suggestions import (
     covering_globs,
     hints_for,
-    level_above,
     shown_once,
 )
 from reshard.errors import ArgumentError, TreeMismatchError
@@ -218,12 +217,6 @@ class Ledger:
             return initial
         own = [path for path, saved in target.layout.model.items() if saved in initial]
         self.model, found = model_map(said, source_side, target_side, own)
-        if found.abstentions and rules is None:
-            placed = len(self.model.values.keys() & target_side.shapes.keys())
-            level = level_above(source_side, target_side, own, placed)
-            if level is not None:
-                problem, hints = level
-                raise self._error([problem], hints)
         self.notes += shown_once(
             f"{listed(one)} were matched to {listed(other)} by number"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
@@ -472,8 +465,7 @@ class Ledger:
         self, problems: Sequence[str], hints: Sequence[str], found: Sequence[Outcome] = ()
     ) -> TreeMismatchError:
         """The error, with the outcomes that are decided."""
-        name = {"nnx": "NNX", "linen": "Linen"}[self._to]
-        summary = f"`{self._ckpt.source.root}` does not become the {name} model"
+        summary = f"`{self._ckpt.source.root}` does not become the {API_NAMES[self._to]} model"
         return TreeMismatchError(summary, problems, hints, found)
 
     def _check(self, names: Mapping[Path, Path], initial: set[Path]) -> None:
