@@ -3,6 +3,7 @@ plain reading of them, by `re.sub` and numpy."""
 
 import contextlib
 import json
+import random
 import re
 import tomllib
 
@@ -603,7 +604,13 @@ def test_values_that_were_given_have_no_place_in_a_map():
     assert refusal(write_map, found) == "no map can hold the values of scale"
 
 
+TODO_LEAVES = {("TODO",): (2,), ('TODO"',): (2,)}
+TODO_ROWS = [Row((path,), (("x", str(n)),)) for n, path in enumerate(TODO_LEAVES)]
+TODO_ROWS += [Row((("x", str(n)),), (path,)) for n, path in enumerate(TODO_LEAVES)]
+
+
 @settings(deadline=None, max_examples=examples(300))
+@example((TODO_LEAVES, TODO_ROWS), ["TODO/*"], random.Random(0))
 @given(
     random_rows(),
     st.lists(PATHS.map(lambda path: format_path(("rngs", *path))), max_size=2),
@@ -1076,10 +1083,11 @@ def test_files_that_cannot_be_read():
     for name, why in (
         ("broken.toml", "Invalid value (at end of document)"),
         ("binary.toml", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
-        ("none.toml", "[Errno 2] No such file or directory: 'none.toml'"),
     ):
         message = f"{name}: it cannot be read\n  {why}{EXAMPLE}"
         assert refusal(read_map, name, of=ArgumentError) == message
+    told = "none.toml: it cannot be read\n  [Errno 2] No such file or directory: 'none.toml'"
+    assert refusal(read_map, "none.toml", of=ArgumentError) == told  # without an example of a rule
 
 
 WRONG = {

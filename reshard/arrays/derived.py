@@ -113,8 +113,8 @@ def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
             )
     if isinstance(operation, ops.Apply):
         dtype = stored = dtype if operation.dtype is None else operation.dtype
-    elif isinstance(operation, ops.Computed):
-        stored = operation.made_dtype(dtype, stored)
+    elif isinstance(operation, ops.Scale | ops.Add):
+        stored = ops.AFFINE
     return dataclasses.replace(handle, dtype=dtype, stored_dtype=stored)
 
 

@@ -11,7 +11,7 @@ order, so leaves may change places. The inverse map is the graph read from its o
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from reshard.arrays.operations import (
     Concat,
     Crop,
     Operation,
+    Pad,
     Reshape,
     Split,
     Stack,
@@ -77,27 +78,33 @@ class Output:
         found: dict[int, Call] = {}
         _add_calls(self.call, found)
         used = [self, *(x for c in found.values() for x in c.inputs if isinstance(x, Output))]
-        words = []
-        for call in found.values():
-            parts = format_runs(sorted({each.part for each in used if each.call is call}))
-            match call.operation:
-                case Unstack(axis, count):
-                    words.append(
-                        f"slice {parts} of {count}" + (f" along axis {axis}" if axis else "")
-                    )
-                case Split(axis, sizes):
-                    words.append(f"part {parts} of {len(sizes)} along axis {axis}")
-                case Stack(axis):
-                    words.append(f"{len(call.inputs)} stacked along axis {axis}")
-                case Concat(axis):
-                    words.append(f"{len(call.inputs)} joined along axis {axis}")
-                case Transpose(axes):
-                    words.append(f"axes in the order {', '.join(map(str, axes))}")
-                case Reshape():
-                    words.append(f"reshaped to {list(call.shapes[0])}")
-                case operation:
-                    words.append(str(operation))
-        return ", ".join(words)
+        return ", ".join(
+            _words(call.operation, len(call.inputs), {x.part for x in used if x.call is call})
+            for call in found.values()
+        )
+
+
+def _words(operation: Operation, inputs: int, parts: Collection[int]) -> str:
+    """An operation on some inputs, of whose outputs these parts are used."""
+    runs = format_runs(sorted(parts))
+    match operation:
+        case Unstack(axis, count):
+            return f"slice {runs} of {count}" + (f" along axis {axis}" if axis else "")
+        case Split(axis, sizes):
+            return f"part {runs} of {len(sizes)} along axis {axis}"
+        case Stack(axis):
+            return f"{inputs} stacked along axis {axis}"
+        case Concat(axis):
+            return f"{inputs} joined along axis {axis}"
+        case Transpose(axes):
+            return f"axes in the order {', '.join(map(str, axes))}"
+        case Reshape(shape):
+            return f"reshaped to {list(shape)}"
+        case Pad(widths, fill):
+            return f"padded by {list(map(list, widths))} with {fill}"
+        case Crop(widths):
+            return f"cropped by {list(map(list, widths))}"
+    return str(operation)
 
 
 Value = Source | Filled | Output
@@ -130,7 +137,10 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         before, after = (" + ".join(map(format_path, p)) for p in (self.inputs, self.outputs))
-        return f"{before} -> {after}" + ("" if self.operation is None else f"  {self.operation}")
+        if self.operation is None:
+            return f"{before} -> {after}"
+        words = _words(self.operation, len(self.inputs), range(len(self.outputs)))
+        return f"{before} -> {after}  {words}"
 
 
 @dataclasses.dataclass(frozen=True)

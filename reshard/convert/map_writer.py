@@ -23,9 +23,11 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Operation
 from reshard.convert.leafmap import Filled, LeafMap, Row, Source, Value
 from reshard.convert.map_rules import apply_map, inverse
-from reshard.convert.mapfile import TODO, map_of
+from reshard.convert.mapfile import map_of
 from reshard.convert.replacement import (
+    TODO,
     Group,
+    Mark,
     PathTemplate,
     literal_replacement,
     toml_text,
@@ -141,7 +143,7 @@ def draft_map(
       missing: other target leaves without a source.
     """
     others = {*missing, *(path for row in open_rows for path in (*row.inputs, *row.outputs))}
-    resets = [f"{TODO} {format_glob(path)}" for path in missing]
+    resets = [Mark(f"{TODO} {format_glob(path)}") for path in missing]
     rules = [write_map(decided, resets, to, own, others)]
     for row in open_rows:
         texts = [literal_replacement(format_path(path)).text for path in row.outputs]

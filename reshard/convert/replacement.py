@@ -42,6 +42,13 @@ _REPLACEMENT = re.compile(r"\\(?:g<([1-9]\d?)>|([1-9]\d?))|(\\)\\|([^\\]+)")
 Names = Mapping[str, int]
 
 
+class Mark(str):
+    """A text that stands for an open leaf in the draft map of a refused conversion."""
+
+
+TODO = Mark("TODO")
+
+
 class Arithmetic(NamedTuple):
     """The content of braces: a Python expression, with names (`_1`, `_layer`) for back-references,
     and all of its names."""
@@ -225,11 +232,18 @@ def literal_replacement(text: str) -> Replacement:
     return Replacement(escaped, (text.replace("\\", "\\\\"),), text)
 
 
+def open_places(toml: str) -> bool:
+    """Whether a line of TOML has a `TODO` of a draft map."""
+    return bool(re.search(rf"""["']{TODO}\b""", toml))
+
+
 def toml_text(text: str) -> str:
-    """A text as TOML, unescaped if possible."""
-    if text.isprintable() and "'''" not in text:
+    """A text as TOML, unescaped if possible. The `TODO` of a leaf's name is escaped."""
+    plain = text.isprintable() and "'''" not in text
+    if plain and (isinstance(text, Mark) or not open_places(f"'{text}")):
         return f"'''{text}'''" if "'" in text else f"'{text}'"
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    escaped = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return escaped if isinstance(text, Mark) else escaped.replace(TODO, r"\u0054ODO")
 
 
 def number(text: str) -> int:
