@@ -1071,7 +1071,6 @@ map.toml: its rules cannot be read
   rule 36, `(a)`: `nest`: it needs either `flat`, or `outer` and `inner`
   rule 36, `(a)`: `nest`: `inner`: invalid group reference 2 at position 3
 """.strip("\n")
-        + EXAMPLE
     )
 
 

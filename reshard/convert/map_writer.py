@@ -13,6 +13,7 @@ that exist before or after any rule.
 """
 
 import collections
+import dataclasses
 import re
 import tomllib
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -288,19 +289,12 @@ def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
             return "transpose", axes
         case operations.Reshape(shape=shape):
             return "reshape", {"from": inputs[0], "to": shape}
-        case operations.Pad(widths=widths, fill=fill):
-            return "pad", {"widths": widths, "fill": fill}
         case operations.Crop(widths=widths):
             return "crop", {"widths": widths}
-        case operations.Split(axis=axis, sizes=sizes):
-            return "split", {"axis": axis, "sizes": sizes}
         case operations.Unstack(axis=axis):
             return "unstack", {"axis": axis}
         case operations.Concat(axis=axis):
             return "concat", {"axis": axis, "sizes": [shape[axis] for shape in inputs]}
-        case operations.Stack():
-            names = {"names": operation.names} if operation.names else {}
-            return "stack", {"axis": operation.axis} | names
         case operations.Copies():
             return "to", []
         case operations.Equal():
@@ -309,20 +303,17 @@ def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
             return "scale", {"by": factor, "rounds": True} if rounds else factor
         case operations.Add(constant=addend):
             return "add", addend
-        case operations.Interleave(axis, 2, int(block), undo):
-            return "rope", {
-                "axis": axis,
-                "head_size": block,
-                "to": "halves" if undo else "pairs",
-            }
-        case operations.Interleave(axis, parts, block, undo):
-            size = {} if block is None else {"block": block}
-            key = "deinterleave" if undo else "interleave"
-            return key, {"axis": axis, "parts": parts, **size}
         case operations.Apply(name=name, shape=shape, dtype=dtype):
-            sizes = {} if shape is None else {"shape": shape}
-            kind = {} if dtype is None else {"dtype": dtype.name}
-            return "apply", {"function": name, **sizes, **kind} if sizes or kind else name
+            fields = {} if shape is None else {"shape": shape}
+            fields |= {} if dtype is None else {"dtype": dtype.name}
+            return "apply", {"function": name, **fields} if fields else name
+        case operations.Interleave(undo=undo):
+            key = "deinterleave" if undo else "interleave"
+        case _:
+            key = type(operation).__name__.lower()
+    fields = dataclasses.asdict(operation).items()
+    plain = [("block", None), ("names", ())]  # the defaults
+    return key, {k: v for k, v in fields if k != "undo" and (k, v) not in plain}
 
 
 def _assigned(key: str, value: Any) -> str:

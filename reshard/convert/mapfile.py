@@ -103,13 +103,10 @@ def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) ->
 
 
 def config_numbers(config: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a Hugging Face `config.json`, by name; true is 1. Those of its `text_config`
-    are among them."""
-    inner = config.get("text_config")
-    every = {**(inner if isinstance(inner, dict) else {}), **config}
+    """The numbers of a Hugging Face `config.json`, by name; true is 1."""
     return {
         key: int(value) if isinstance(value, bool) else value
-        for key, value in every.items()
+        for key, value in config.items()
         if isinstance(value, int | float)
     }
 
@@ -139,7 +136,7 @@ def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {
     top.nothing_else()
     rules = [_rule(number, table, problems, known) for number, table in enumerate(tables, 1)]
     if problems:
-        raise ArgumentError(f"{name}: its rules cannot be read", problems, [_EXAMPLE])
+        raise ArgumentError(f"{name}: its rules cannot be read", problems)
     made = tuple(rule for rule in rules if rule is not None)
     return Map(name, made, initial, may, ignored, to=to)
 
