@@ -124,18 +124,6 @@ CASES = {
         {"a": (2, 3), "c": (2, 3)},
         [step("a", "b", Pad(((0, 0), (1, 64)), -0.5)), step("c", "c", Crop(((0, 0), (1, 1))))],
     ),
-    "split": (
-        r"{ from = '^(.*)/qkv$', split = { axis = -1, into = ['\1/q', '\1/k', '\1/v'] } },"
-        "{ from = 'kv$', split = { axis = 0, sizes = [4, 1], into = ['k', 'v'] } },"
-        "{ from = 'experts$', split = { axis = 0, sizes = [1, 2], into = 'expert_{}' } }",
-        {"a/qkv": (2, 6), "b/qkv": (9,), "c/kv": (5, 6), "d/experts": (3, 6)},
-        [
-            step("a/qkv", ["a/q", "a/k", "a/v"], Split(-1, (2, 2, 2))),
-            step("b/qkv", ["b/q", "b/k", "b/v"], Split(-1, (3, 3, 3))),
-            step("c/kv", ["c/k", "c/v"], Split(0, (4, 1))),
-            step("d/experts", ["d/expert_0", "d/expert_1"], Split(0, (1, 2))),
-        ],
-    ),
     "unstack, with arithmetic, into uneven groups": (
         r"{ from = '^blocks/(.*)$', unstack = { axis = 1, into = 'layers/{}/\1' } },"
         "{ from = '^w$', unstack = { axis = 0, into = '{i // 2}/{i % 2}/w' } },"
@@ -147,17 +135,6 @@ CASES = {
             step("blocks/v", ["layers/0/v", "layers/1/v", "layers/2/v"], Unstack(1, 3)),
             step("w", ["0/0/w", "0/1/w", "1/0/w"], Unstack(0, 3)),
             step("u", ["0/0/u", "1/0/u", "1/1/u"], Unstack(0, 3)),
-        ],
-    ),
-    "stack": (
-        r"{ from = '^layer_(\d+)/(.*)$', stack = { axis = 0, by = 1 }, to = 'layers/\2' }",
-        {
-            **{f"layer_{n}/w": (2, 3) for n in (10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)},
-            **{f"layer_{n}/b": (3,) for n in range(2)},
-        },
-        [
-            step([f"layer_{n}/w" for n in range(11)], "layers/w", Stack(0)),
-            step(["layer_0/b", "layer_1/b"], "layers/b", Stack(0)),
         ],
     ),
     "stack by arithmetic over a mesh axis, of uneven groups, in a stated order": (
@@ -175,7 +152,6 @@ CASES = {
             step(["u_8", "u_2", "u_x"], "u", Stack(0)),
         ],
     ),
-    "drop": ("{ from = '^cache/', drop = true }", {"cache/a": (), "cache/b": (2,), "a": ()}, []),
     "paths": (
         "{ from = '^stays$', to = 'stays' }, { from = '(?i)DENSE', to = 'x' },"
         r"{ from = '^a$', to = '{{\\1}}' }, { from = '^"

@@ -121,19 +121,12 @@ def applied(operation: Operation, inputs: Sequence[Value]) -> tuple[Output, ...]
 
 
 class Row(NamedTuple):
-    """Some leaves become others: a line of a map in written form.
-
-    Attributes:
-      inputs: paths before.
-      outputs: paths after.
-      operation: the operation; None for a leaf that only changes its path.
-      origin: what decided it.
-    """
+    """Some leaves become others: a line of a map in written form."""
 
     inputs: tuple[Path, ...]
     outputs: tuple[Path, ...]
-    operation: Operation | None = None
-    origin: str = "map"
+    operation: Operation | None = None  # None for a leaf that only changes its path
+    origin: str = "map"  # what decided it
 
     def __str__(self) -> str:
         before, after = (" + ".join(map(format_path, p)) for p in (self.inputs, self.outputs))

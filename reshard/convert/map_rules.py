@@ -104,14 +104,8 @@ def _pad(shape: Shape, values: Mapping[str, Any]) -> ops.Pad | ops.Crop:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nest:
-    """Converts between one numbering of all members of groups, and group and member numbers.
-
-    Attributes:
-      sizes: the sizes of the groups.
-      flat: the number among all members. It defines the names `outer` and `inner`.
-      outer: the number of the group. With `inner`, it defines the name `flat`.
-      inner: the number within the group.
-    """
+    """Groups of these sizes. The number of a member among all, `flat`, defines the names `outer`,
+    its group, and `inner`, its number there; or these two define `flat`."""
 
     sizes: tuple[int, ...]
     flat: Replacement | None
@@ -454,19 +448,12 @@ def _names(paths: Sequence[Path]) -> str:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Leaf:
-    """A source leaf or the result of an operation, at the path that rules gave it.
+    """A source leaf or the result of an operation, at the path that rules gave it."""
 
-    Attributes:
-      text: the printed path.
-      value: its value; None after an operation that did not fit.
-      place: its position in the tree, for sorting.
-      last: the last rule that applied to it.
-    """
-
-    text: str
-    value: Value | None
-    place: tuple[int, ...]
-    last: Rule | None = None
+    text: str  # the printed path
+    value: Value | None  # None after an operation that did not fit
+    place: tuple[int, ...]  # in the tree, for sorting
+    last: Rule | None = None  # the last rule that applied to it
 
     @property
     def source(self) -> Path | None:
@@ -705,9 +692,9 @@ class _Tree:
             if leaf.last and leaf.text != source and pattern.regex.search(source):
                 self.hints.append(f"`{source}` is `{leaf.text}` by rule {leaf.last.number}")
                 return
-        plain = "".join(c for c in pattern.literal or pattern.text if c not in r"\^$*+?()|[]{}")
-        near = tree.nearest(plain, (tuple(text.split("/")) for text in self.here))
-        self.hints += [f"the nearest leaf to `{pattern.text}` is `{name}`" for name in near[:1]]
+        paths = (tuple(text.split("/")) for text in self.here)
+        near = tree.nearest_to_regex(pattern.literal or pattern.text, paths)
+        self.hints += [f"the nearest leaf to `{pattern.text}` is `{name}`" for name in near]
 
     def problem(self, rule: Rule, where: str, text: str) -> None:
         self.problems.append(f"{rule}: {where}: {text}")

@@ -356,14 +356,8 @@ class _Line(NamedTuple):
 def _blocks(
     rows: Sequence[Row], settings: Sequence[Setting], others: Collection[Path]
 ) -> list[Block]:
-    """Rows as few blocks, in an order in which they can be carried out.
-
-    Args:
-      rows: the rows. Each applies to the result of earlier rows. A row without outputs drops a
-        leaf.
-      settings: the rest of each row's rule, without its paths.
-      others: paths of leaves, on either side, that are in no row.
-    """
+    """Rows as few blocks, in an order in which they can be carried out. `others`: paths of leaves,
+    on either side, that are in no row. A row without outputs drops a leaf."""
     ever = {*others, *(path for row in rows for path in (*row.inputs, *row.outputs))}
     levels: list[int] = []  # rows of one level share no path
     at: dict[Path, int] = {}

@@ -71,13 +71,8 @@ class Arithmetic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regex on printed paths.
-
-    Attributes:
-      text: the regex.
-      literal: the only path that it matches, if it is a whole path: `^params/w$`. Such a pattern
-        is looked up and never compiled. Compiling 100,000 patterns would take too long.
-    """
+    """A regex on printed paths. `literal` is the only path that it matches, if it is a whole path:
+    `^params/w$`. Such a pattern is looked up, because compiling 100,000 takes too long."""
 
     text: str
     literal: str | None
@@ -107,17 +102,11 @@ def whole_path(text: str) -> Pattern:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replacement:
-    """The replacement of a match.
+    """The replacement of a match."""
 
-    Attributes:
-      text: its text in the file.
-      parts: templates of `re.sub`, and arithmetic.
-      constant: the replacement of every match, if it is the same.
-    """
-
-    text: str
-    parts: tuple[str | Arithmetic, ...]
-    constant: str | None
+    text: str  # in the file
+    parts: tuple[str | Arithmetic, ...]  # templates of `re.sub`, and arithmetic
+    constant: str | None  # the replacement of every match, if it is the same
 
     def expanded(self, match: re.Match[str], names: Names) -> str:
         """The replacement of this match. Raises ValueError: its arithmetic has no value."""
@@ -146,16 +135,8 @@ class Replacement:
 def parse_replacement(
     text: str, patterns: Sequence[Pattern], names: Collection[str] = ()
 ) -> Replacement:
-    """A replacement from its text.
-
-    Args:
-      text: the text.
-      patterns: whose groups it may refer to.
-      names: the names that arithmetic may use.
-
-    Raises:
-      ValueError: it refers to a missing group or name, or braces do not hold arithmetic.
-    """
+    """A replacement that may refer to groups of the patterns and, in arithmetic, to the names.
+    Raises ValueError: one of these is missing, or braces do not hold arithmetic."""
     if not set(text) & set("\\{}"):
         return Replacement(text, (text,), text)
     regexes = [pattern.regex for pattern in patterns]
