@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import sys
 from importlib.metadata import version
 
 import layouts
@@ -133,6 +134,33 @@ def test_an_uncommitted_step(copy):
             "next     use an earlier step: the writer stopped before this one was complete",
         ],
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("ckpt 3 out", "reshard ckpt 3 out --resume"),
+        ("export 3 out --workers 2", "reshard export 3 out --workers 2 --resume"),
+        ("ckpt 3 out --shard 0/2", "reshard commit out"),
+    ],
+)
+def test_an_unfinished_job(copy, monkeypatch, words, command):
+    monkeypatch.setattr(sys, "argv", ["reshard", *words.split()])
+    write = reshard.export if words.startswith("export") else reshard.save
+    write(reshard.open(copy / "3"), copy / "out", share=(0, 2))
+    monkeypatch.undo()
+    status, lines = doctor(copy, "out")
+    [directory] = copy.glob(".reshard-out.*")
+    assert (status, lines[:3], lines[4:]) == (
+        1,
+        [
+            "out: uncommitted",
+            "problem  nothing exists at `out`",
+            f"problem  1 of 2 shares of an unfinished job are complete, in `{directory}`",
+        ],
+        [f"next     {command}"],
+    )
+    assert lines[3].endswith(f": reshard {words}")
 
 
 def test_missing_and_truncated_data_files(copy):

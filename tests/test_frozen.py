@@ -560,7 +560,7 @@ PROSE = (
 
 
 # Hints with which a command is done.
-DONE = ("any array", "write the axes out", "did you mean", "is the least", "comes first", "--from")
+DONE = ("any array", "name the axes", "did you mean", "is the least", "comes first", "--from")
 OPTION = r"--[a-z-]+ (?:'[^']*'|[^'\s]\S*)"
 
 
@@ -574,7 +574,7 @@ def typed(command: list[str], said: str, hint: str) -> list[list[str]]:
     if left_out := re.match(r"leave out (--\w+)", hint):
         place = command.index(left_out[1])
         return [command[:place] + command[place + 2 :]]
-    if mesh := re.search(r"(?:write the axes out:|did you mean) `(.*?)`", hint):
+    if mesh := re.search(r"(?:name the axes:|did you mean) `(.*?)`", hint):
         return [with_option(command, "--to", mesh[1])]
     if entries := in_file(hint):
         return [with_option(command, *entries)]

@@ -76,7 +76,7 @@ def test_a_jax_mesh_keeps_its_types_and_the_order_of_its_devices():
 
 
 TEXT = "\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short"
-TAKES, WRITE = "takes its axis names from the saved meshes", "hint: write the axes out: "
+TAKES, WRITE = "takes its axis names from the saved meshes", "hint: name the axes: "
 FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh"
 
 
@@ -98,7 +98,7 @@ FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or A
         ({}, [MANY], "every axis of the mesh `` needs at least one device"),
         (Mesh(("a",), (0,)), [], "every axis of the mesh `a=0` needs at least one device"),
         ("data=1,data=2", [], "the mesh `data=1,data=2` names an axis twice"),
-        ("1x8", [], f"`1x8` {TAKES}, and none was saved\n\n{WRITE}`axis0=1,axis1=8`"),
+        ("1x8", [], f"`1x8` {TAKES}, and none was saved\n\n{WRITE}`data=1,model=8`"),
         (
             "8",
             [SAVED],

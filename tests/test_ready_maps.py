@@ -111,8 +111,48 @@ def test_the_commands(tmp_path, llama):
     shown(tmp_path, "ckpt", "out/0", "back.0", *words, "--config", "hf")
     assert_same(load_file(tmp_path / "back" / "model.safetensors"), tensors)
     assert reshard.diff(tmp_path / "back.0", llama, values=True).equal
+    verified = ["--map", "hf:llama-tunix", "--vocab", 64]
+    shown(tmp_path, "verify", "out/0", "--against", "hf", *verified)
+    shown(tmp_path, "verify", "back", "--against", "out/0", *verified)
+    told = refused(tmp_path, "verify", "out/0", "--against", "hf", *verified, "--init", "a")
+    assert "with --map hf:NAME, --init requires --model" in told
+    told = refused(tmp_path, "export", "out/0", "more", *words[:-2], "--like", "hf")
+    assert told.endswith("\n\nhint: --vocab 64, if the embedding of the JAX model has 64 rows\n")
     told = refused(tmp_path, "export", "out/0", "more", *words)
     assert told.endswith("config.json`\n\nhint: --config HF_DIR\n")
+
+
+def test_leaves_that_a_map_does_not_have(tmp_path, llama):
+    made = reshard.remap(reshard.open(llama), "hf:llama-maxtext")
+    step = next(iter(made.arrays))
+    more = {("opt_state", "count"): step, ("step",): step}
+    more = {path: leaf.at(path) for path, leaf in more.items()}
+    reshard.save(made.replace({**made, **more}), tmp_path / "out")
+    words = ["export", "out", "back", "--map", "hf:llama-maxtext", "--reverse", "--like", "hf"]
+    told = refused(tmp_path, *words)
+    assert told.endswith("\n\nhint: --select 'params/**' leaves out the other leaves\n")
+    shown(tmp_path, *words, "--select", "params/**")
+    config, more = hf_models.CONFIGS["llama"], {"vision.x": np.zeros(3, "float32")}
+    hf_models.write(tmp_path / "more", config, hf_models.tensors(config) | more)
+    words = ["ckpt", "more", "out/1", "--map", "hf:llama-tunix"]
+    told = refused(tmp_path, *words)
+    assert told.endswith("\n\nhint: --drop 'vision/**' leaves these leaves out\n")
+    shown(tmp_path, *words, "--drop", "vision/**")
+
+
+def test_doctor_proposes_maps(tmp_path, llama):
+    next_steps = [
+        f"next     reshard ckpt {llama} DST {option}"
+        for option in (
+            "--map hf:llama-tunix",
+            "--map hf:llama-maxtext",
+            "--map hf:llama-maxtext-unscanned",
+            "--to data=1,model=8",
+        )
+    ]
+    assert shown(tmp_path, "doctor", "hf").splitlines()[-4:] == next_steps
+    (llama / "config.json").write_text("{}")
+    assert shown(tmp_path, "doctor", "hf").splitlines()[-1:] == next_steps[-1:]
 
 
 def test_a_smaller_vocabulary_has_no_way_back(llama):

@@ -1,5 +1,6 @@
 """`reshard doctor`: what is at a path, whether it is complete, and what to run next."""
 
+import contextlib
 import shlex
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,11 @@ from reshard.errors import (
     printable,
 )
 from reshard.loader import open as open_checkpoint
+from reshard.storage.location import parse_location
 from reshard.tree import format_path
 from reshard.units import count_of, format_bytes
 from reshard.verify.digest_record import FILE, read_record
+from reshard.writer import commit, job
 
 # The exit status of each state of a checkpoint.
 _STATUS = {"complete": 0, "damaged": 1, "uncommitted": 1, "not a checkpoint": 2}
@@ -81,10 +84,28 @@ def _refused(path: str, error: ReshardError) -> dict[str, Any]:
     elif isinstance(error, CorruptCheckpointError):
         state = "damaged"
     document = options.refusal(error, None)
+    for directory, found in commit.jobs(parse_location(path)).items() if state != "damaged" else ():
+        if found.documents:
+            state = "uncommitted"
+            done = sum(part != job.UNSHARED for part in found.parts)
+            text = f"{done} of {found.count} shares of an unfinished job are complete"
+            document["problems"] += [f"{text}, in `{directory}`", *job.writers(found.documents)]
+            document["hints"] = _ways_to_finish(shlex.quote(path), found)
     if any("unknown value type" in problem for problem in error.problems):
         hint = "a newer Orbax may have written it: pip install -U orbax-checkpoint reshard"
         document["hints"].append(hint)
     return {"path": path, "state": state, **document, "trees": []}
+
+
+def _ways_to_finish(path: str, found: job.Found) -> list[str]:
+    """The commands that finish a job."""
+    commands = {document["command"] for document in found.documents}
+    parted = any("--shard" in command for command in commands)
+    if parted or len(found.parts) > (found.count or 0):  # all shares, and the unshared part
+        return [f"reshard commit {path}"]
+    return [
+        f"{c} --resume" if c.startswith("reshard ") else f"{c}, with resume=True" for c in commands
+    ]
 
 
 def _tree(ckpt: Checkpoint) -> dict[str, Any]:
@@ -142,7 +163,7 @@ def _orbax(ckpt: Checkpoint) -> str:
     if str(ckpt.source.root).startswith("s3://"):
         return "it cannot read s3://: copy the checkpoint to a disk or to gs://"
     devices = max((mesh.size for mesh in ckpt.meshes), default=1)
-    return f"{installed}to restore without a target, it needs {devices} devices"
+    return f"{installed}to restore without a target, it needs {count_of(devices, 'device')}"
 
 
 def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> list[str]:
@@ -154,13 +175,25 @@ def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> l
         return [f"reshard verify {path}"] + [
             f"reshard doctor {root} --step {step}" for step in earlier[-1:]
         ]
-    hints = [f"reshard ckpt {path} DST --to MESH"]
+    hints = [f"reshard ckpt {path} DST --to {'MESH' if ckpt.meshes else 'data=1,model=8'}"]
+    if source.kind == "safetensors":
+        hints = [f"reshard ckpt {path} DST --map {name}" for name in _ready_maps(ckpt)] + hints
     if recorded < len(ckpt.arrays) and not source.is_foreign:
         hints.insert(0, f"reshard digest {path} --write")
     if api:
         other = "linen" if api == "nnx" else "nnx"
         hints.append(f"reshard convert {path} DST --to {other} --model MODULE:NAME")
     return hints
+
+
+def _ready_maps(ckpt: Checkpoint) -> Iterator[str]:
+    """The ready maps that take a Hugging Face directory."""
+    from reshard.convert.ready_maps import PREFIX, maps_for, read_config, ready_map
+
+    with contextlib.suppress(ReshardError):  # no configuration, or one that no map takes
+        for name in maps_for(read_config(ckpt.source.root)):
+            ready_map(PREFIX + name, ckpt.source.root)
+            yield PREFIX + name
 
 
 def _lines(tree: dict[str, Any]) -> Iterator[str]:

@@ -24,7 +24,8 @@ from reshard.writer.export import export, plan_export
 @options.value("--file-size", "SIZE", "Bytes of a file.", default="5GB")
 @CHANGES
 @MAP
-@options.PLACE
+@options.value("--step", "N", "Step of a root to export; the latest by default.")
+@options.ITEM
 @options.WORK
 @OVERWRITE
 @RESUME

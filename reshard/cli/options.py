@@ -78,9 +78,10 @@ COUNT = click.IntRange(1)
 CONCURRENCY = value(
     "--concurrency", "N", "Requests to a bucket at once.", type=COUNT, default=REQUESTS
 )
+ITEM = value("--item", None, "Item of a step that has several items.")
 PLACE = all_of(
     value("--step", None, "Steps of a root to read: N, N,M, N..M or all; the latest by default."),
-    value("--item", None, "Item of a step that has several items."),
+    ITEM,
 )
 SELECTION = all_of(
     values("--select", "GLOB", "Keep only these leaves."),

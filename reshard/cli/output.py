@@ -44,7 +44,7 @@ _BEFORE = {
 }
 _SAME = ("check", "chunks", "codec", "drop", "file_size", "format", "init", "item", "layout")
 _SAME += ("max_memory", "ocdbt", "overwrite", "resume", "select", "stack", "step", "unstack")
-_SAME += ("values", "workers")
+_SAME += ("values", "vocab", "workers")
 _BEFORE |= {name: f"--{name.replace('_', '-')}" for name in _SAME}
 # Python's text, and brackets with up to three levels of others inside.
 _TEXT = r"""(?:"(?:[^"\\\n]|\\.)*"|(?<!\w)'(?:[^'\\\n]|\\.)*')"""

@@ -10,6 +10,7 @@ from reshard import tree
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options, output
+from reshard.cli.changes import chosen_map
 from reshard.cli.conversion_options import conversion_options, converter
 from reshard.cli.working import working
 from reshard.errors import (
@@ -51,6 +52,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     Example:
       reshard verify out/1000 --against run/1000
       reshard verify nnx/1000 --against linen/1000 --map map.toml
+      reshard verify out/0 --against hf --map hf:llama-tunix
     """
     asked = any(flags[name] for name in _CONVERSION)
     if asked and against is None:
@@ -101,6 +103,8 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     of the two; unchanged if there is neither."""
     from reshard.convert import roundtrip  # its import takes as long as a small job
 
+    if flags is not None and (flags["map_file"] or "").startswith("hf:") and not flags["model"]:
+        return _by_ready_map(ckpt, other, flags)
     if flags is not None:
         try:
             api = _layout(ckpt).api
@@ -135,6 +139,18 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     if alike or kinds[0].api != "linen":
         return other
     return roundtrip.like_recorded(other, ckpt) if recorded else roundtrip.from_record(other)[0]
+
+
+def _by_ready_map(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any]) -> Checkpoint:
+    """The other checkpoint in the names of this one, by a ready map: `ckpt` is the one with Hugging
+    Face's names if it is in their format."""
+    from reshard.convert.remap import remap
+
+    if unused := [name for name in ("source_model", "init", "layout") if flags[name]]:
+        option = "--" + unused[0].replace("_", "-")
+        raise click.UsageError(f"with --map hf:NAME, {option} requires --model")
+    reverse = ckpt.source.kind == "safetensors"
+    return remap(other, chosen_map(ckpt if reverse else other, flags), reverse=reverse)
 
 
 def _layout(ckpt: Checkpoint) -> Any:

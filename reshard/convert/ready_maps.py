@@ -30,11 +30,12 @@ another shape, is an error in both directions.
 
 import importlib.resources
 import itertools
+import json
 import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -45,12 +46,16 @@ from reshard.convert.mapfile import config_numbers, map_of, read_map
 from reshard.errors import ArgumentError, ReshardError
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import parse_location
+from reshard.tree import Path, as_python, format_glob, format_path
 
 PREFIX = "hf:"
 _FILES = importlib.resources.files("reshard.convert") / "maps_hf"
 _CONFIG = "config.json"
 # The most layers of a model.
 _MOST_LAYERS = 4096
+# Problems of `apply_map`.
+_NO_RULE = "no rule applies to "
+_OTHER_SHAPE = re.compile(r"its shape is (\[[\d, ]*\]), not (\[[\d, ]*\])")
 _NO_OPERATIONS = {"hf", "to", "shape", "when", "first", "stack"}
 
 
@@ -89,9 +94,7 @@ def ready_map(
         hint = "dequantize its tensors, and remove `quantization_config` from its `config.json`"
         raise ArgumentError(f"the model of `{config}` is quantized", problems, [hint])
     maps, wanted = ready_maps(), name.removeprefix(PREFIX)
-    kind = values.get("model_type")
-    models = {key: maps[key]["models"][key.partition("-")[0]] for key in maps}
-    fitting = [key for key, model in models.items() if kind in model["model_type"]]
+    kind, fitting = values.get("model_type"), maps_for(values)
     model = (fitting or [""])[0].partition("-")[0]
     key = wanted.replace("auto", model, 1) if wanted.startswith("auto-") else wanted
     if key not in fitting:
@@ -101,8 +104,8 @@ def ready_map(
             [PREFIX + each for each in fitting],
         )
     document = maps[key]
-    variables = _variables(models[key] | values, f"`{config}`")
-    target = key.partition("-")[2]
+    _, _, target = key.partition("-")
+    variables = _variables(document["models"][model] | values, f"`{config}`")
     variables |= document["targets"][target] | {"model": model, "target": target}
     # Of a model of text and images, the tensors of the text model.
     variables["prefix"] = "language_model/" if "text_config" in values else ""
@@ -150,6 +153,39 @@ def ready_maps() -> dict[str, dict[str, Any]]:
         pairs = itertools.product(document["models"], document["targets"])
         found |= {f"{model}-{target}": document for model, target in pairs}
     return found
+
+
+def maps_for(config: Mapping[str, Any]) -> list[str]:
+    """The names of the ready maps for the model of a `config.json`, without their prefix."""
+    kind = config.get("model_type")
+    models = {name: d["models"][name.partition("-")[0]] for name, d in ready_maps().items()}
+    return [name for name, model in models.items() if kind in model["model_type"]]
+
+
+def fitting_arguments(leaves: Collection[Path], problems: Sequence[str]) -> Iterator[str]:
+    """Hints for a ready map whose only problems are more leaves, or more rows of the embedding."""
+    unmatched = {text.removeprefix(_NO_RULE) for text in problems if text.startswith(_NO_RULE)}
+    shapes = [match.groups() for text in problems if (match := _OTHER_SHAPE.search(text))]
+    if len(unmatched) + len(shapes) < len(problems):
+        return
+    left = [path for path in leaves if format_path(path) in unmatched]
+    used = {path[:1] for path in leaves if format_path(path) not in unmatched}
+    if left and len(used) == 1 and used.isdisjoint(path[:1] for path in left):
+        glob = as_python(f"{format_glob(*used)}/**")
+        yield f"reshard.select(ckpt, {glob}) leaves out the other leaves"
+    elif left:
+        whole = (path[:1] for path in left if path[1:] and path[:1] not in used)
+        globs = dict.fromkeys(f"{format_glob(top)}/**" for top in whole)
+        globs |= {format_glob(p): None for p in left if not p[1:] or p[:1] in used}
+        yield f"reshard.select(ckpt, drop={as_python([*globs])}) leaves these leaves out"
+    sizes = {
+        pair
+        for one, other in shapes
+        for pair in zip(json.loads(one), json.loads(other), strict=False)
+        if pair[0] != pair[1]
+    }
+    if len(sizes) == 1 and (rows := sizes.pop())[0] > rows[1]:
+        yield f"vocab={rows[0]}, if the embedding of the JAX model has {rows[0]} rows"
 
 
 def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
 from reshard.convert.leafmap import Filled, LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.optimizer import followers
-from reshard.convert.ready_maps import find_map
+from reshard.convert.ready_maps import PREFIX, find_map, fitting_arguments
 from reshard.convert.stacking import OPTIMIZERS
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, check_lists, format_path, with_positions
@@ -54,7 +54,13 @@ def remap(
     old: dict[Path, Path] = {tuple(map(str, path)): path for path in ckpt}
     leaves: dict[Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
     shapes = {p: x.shape if isinstance(x, ArrayHandle) else () for p, x in leaves.items()}
-    result = (apply_inverse if reverse else apply_map)(rules, shapes)
+    try:
+        result = (apply_inverse if reverse else apply_map)(rules, shapes)
+    except TreeMismatchError as error:
+        if not rules.name.startswith(PREFIX):
+            raise
+        hints = [*fitting_arguments(shapes, error.problems)]
+        raise TreeMismatchError(error.summary, error.problems, hints) from error
     problems = [*_problems(rules, result.map, leaves, reverse)]
     if len(old) < len(ckpt):
         problems += ["a list and a dict in one place have keys of the same text"]

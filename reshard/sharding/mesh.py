@@ -146,7 +146,9 @@ def _short_form(text: str, saved: Sequence[Mesh]) -> Mesh:
         larger = tuple(name for name in each if every[name] > 1)
         axes = larger if len(larger) >= len(sizes) else each
         left = len(sizes) - len(axes)
-        axes = axes[-len(sizes) :] + tuple(f"axis{i}" for i in range(len(axes), len(sizes)))
+        more = () if each else ("data", "model")[: len(sizes)]
+        axes = axes[-len(sizes) :] + more
+        axes += tuple(f"axis{i}" for i in range(len(axes), len(sizes)))
         axes = dict.fromkeys(every, 1) | dict(zip(axes, sizes, strict=True))
         filled.append(Mesh(tuple(axes), tuple(axes.values())))
     if len(names) == 1 and not left:
@@ -157,7 +159,7 @@ def _short_form(text: str, saved: Sequence[Mesh]) -> Mesh:
     raise ShardingError(
         f"`{text}` takes its axis names from the saved meshes, {reason}",
         sorted({str(mesh) for mesh in saved}, key=lambda mesh: natural((mesh,))),
-        [f"write the axes out: `{mesh}`" for mesh in filled],
+        [f"name the axes: `{mesh}`" for mesh in filled],
     )
 
 
