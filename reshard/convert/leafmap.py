@@ -350,16 +350,9 @@ def _check_free(taken: Iterable[Path]) -> None:
 
 
 def from_rows(rows: Iterable[Row], leaves: Mapping[Path, Shape]) -> LeafMap:
-    """The map of rows that are carried out in order.
-
-    Args:
-      rows: the rows.
-      leaves: the leaves before, with their shapes. Leaves that no row takes stay.
-
-    Raises:
-      TreeMismatchError: rows with missing inputs, with outputs that exist, or with operations that
-        do not apply: all of them.
-    """
+    """The map of rows that are carried out in order. Leaves that no row takes stay. Raises
+    TreeMismatchError: rows with missing inputs, with outputs that exist, or with operations that do
+    not apply: all of them."""
     values: dict[Path, Value] = {path: Source(path, tuple(s)) for path, s in leaves.items()}
     origin: dict[Path, str] = {}
     problems = []

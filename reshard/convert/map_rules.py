@@ -232,15 +232,9 @@ class Map:
 
 def inverse(rules: Map) -> Map:
     """The map in the opposite direction. Dropped leaves become initial ones. Initial leaves are
-    dropped if they exist. Optional rules stay optional.
-
-    A rule for several paths may take leaves that it did not make: see
-    `reshard.convert.map_rules.apply_inverse`.
-
-    Raises:
-      TreeMismatchError: rules whose regex and replacement cannot be exchanged, or whose operations
-        do not describe their inverse: all of them.
-    """
+    dropped if they exist. Optional rules stay optional. A rule for several paths may take leaves
+    that it did not make, which `apply_inverse` finds. Raises TreeMismatchError: rules whose regex
+    and replacement cannot be exchanged, or whose operations do not describe their inverse: all."""
     undone: list[Rule] = []
     dropped: list[str] = []
     optional = list(rules.ignored)
@@ -379,17 +373,12 @@ class MapResult:
 def apply_map(
     rules: Map, leaves: Mapping[Path, Shape], left_out: Collection[Path] = ()
 ) -> MapResult:
-    """The leaf map that rules make.
-
-    Args:
-      rules: from `read_map` or `inverse`.
-      leaves: the source leaves with their shapes. All keys are text.
-      left_out: leaves that were dropped before. A rule that only drops these may match nothing.
+    """The leaf map that rules make of the source leaves, whose keys are all text. A rule that only
+    drops leaves which were `left_out` before may match nothing.
 
     Raises:
       TreeMismatchError: rules that match nothing, leaves with one new path or below another leaf,
-        missing pieces, operations that do not fit, texts that should be numbers: all of them, by
-        rule.
+        missing pieces, operations that do not fit, texts that should be numbers: all of them.
     """
     leaves_now = _Tree(leaves, list(map(format_path, left_out)), rules.keeps)
     for rule in rules.rules:
@@ -399,16 +388,9 @@ def apply_map(
 
 
 def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
-    """The leaf map that rules make in the opposite direction.
-
-    Args:
-      rules: from `read_map`.
-      leaves: as for `apply_map`, but of the rules' results.
-
-    Raises:
-      TreeMismatchError: as for `inverse` and `apply_map`; or the rules would not make these leaves
-        again; or several optional rules may have made a leaf.
-    """
+    """The leaf map that rules make in the opposite direction, of their results. Raises
+    TreeMismatchError: as `inverse` and `apply_map`; or the rules would not make these leaves again;
+    or several optional rules may have made a leaf."""
     back = apply_map(inverse(rules), leaves)
     literal = all(pattern.literal is not None for rule in rules.rules for pattern in rule.patterns)
     if literal and not any(rule.optional for rule in rules.rules):

@@ -84,9 +84,8 @@ def write_map(
 
     Args:
       found: the map.
-      initial: globs of target leaves that keep the model's own initial value.
+      initial, own: globs and paths of target leaves that keep the model's own initial value.
       to: the API that it converts to, `"nnx"` or `"linen"`.
-      own: more such leaves of the target.
       others: leaves of either side that are not in the map.
 
     Raises:
@@ -135,14 +134,9 @@ def draft_map(
     open_rows: Sequence[Row],
     missing: Collection[Path],
 ) -> str:
-    """The text of a map file for the decided leaves, with a `TODO` for each open leaf.
-
-    Args:
-      decided, to, own: as for `write_map`.
-      open_rows: open leaves of the source, each with the target leaves that it may become, perhaps
-        by an operation.
-      missing: other target leaves without a source.
-    """
+    """The text of a map file for the decided leaves, as `write_map` has it, with a `TODO` for each
+    open leaf: for the source leaves of `open_rows`, whose outputs are the target leaves that they
+    may become, and for `missing` target leaves."""
     others = {*missing, *(path for row in open_rows for path in (*row.inputs, *row.outputs))}
     resets = [Mark(f"{TODO} {format_glob(path)}") for path in missing]
     rules = [write_map(decided, resets, to, own, others)]
