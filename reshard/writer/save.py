@@ -176,7 +176,7 @@ def execute(
     report = counted(whole, progress)
     writes_unshared = functools.partial(write_unshared, plan, attempt) if unshared else None
     tasks = [ShareTask(job, attempt.begun, each) for each in shares]
-    with _source_errors(plan, job):
+    with _source_errors(plan, job, alone=share is None):
         if by_tasks:
             check_tasks(tasks, executor)
         with committing.attempted(attempt, whole=share is None):
@@ -232,8 +232,9 @@ def _begun(
 
 
 @contextlib.contextmanager
-def _source_errors(plan: Plan, job: Job) -> Iterator[None]:
-    """Raises CorruptCheckpointError instead if the source has changed since the plan was made."""
+def _source_errors(plan: Plan, job: Job, alone: bool) -> Iterator[None]:
+    """Raises CorruptCheckpointError instead if the source has changed since the plan was made. Then
+    it deletes the directory that a job of this process alone has written on a disk."""
     try:
         yield
     except (errors.ReshardError, OSError) as error:
@@ -241,7 +242,7 @@ def _source_errors(plan: Plan, job: Job) -> Iterator[None]:
         missing = Location(str(cause.filename)) if isinstance(cause, FileNotFoundError) else None
         if missing is not None and not missing.below(plan.checkpoints[0].source.root):
             missing = None
-        check_source(plan.source_state, job, plan.checkpoints, error, missing)
+        check_source(plan.source_state, job, plan.checkpoints, error, missing, alone)
         raise
 
 
@@ -251,11 +252,15 @@ def check_source(
     checkpoints: Sequence[Checkpoint],
     error: Exception | None = None,
     missing: Location | None = None,
+    alone: bool = False,
 ) -> None:
     """Raises CorruptCheckpointError if the source is not as `before`, or a file is `missing`."""
     now = siblings.source_state(checkpoints, paths=before)
     changed = [path for path in {**before, **now} if before.get(path) != now.get(path)]
     if changed or missing is not None:
+        if alone and job.directory.is_local:
+            with contextlib.suppress(OSError):
+                committing.remove_aside(job.destination, job.directory)
         raise errors.CorruptCheckpointError(
             "the source changed during the job",
             [f"`{path}`" for path in changed or [missing]],
