@@ -108,7 +108,7 @@ def test_an_existing_directory_and_file(one, tmp_path):
     ("name", "reason"),
     [
         ("best", "it is not a checkpoint"),
-        ("10", "it is a manager's root, the new one a single checkpoint"),
+        ("10", "it is a manager's root, but the new one is a single checkpoint"),
     ],
 )
 def test_overwrite_deletes_nothing_but_what_it_replaces(one, tmp_path, name, reason):

@@ -930,7 +930,7 @@ def test_what_it_cannot_be(case):
 def test_leaves_that_would_have_one_path():
     ckpt = made_up("a/value/value/x a/value/x/value b/kernel/value")
     assert refused(ckpt, "nnx-state") == (
-        "several leaves would have one path\n  a/value/x: `a/value/value/x`, `a/value/x/value`"
+        "several leaves would have the same path\n  a/value/x: `a/value/value/x`, `a/value/x/value`"
     )
 
 

@@ -707,18 +707,18 @@ def test_rules_that_have_no_opposite_direction():
     message = r"""
 map.toml: the map cannot be used in the opposite direction
   rule 1, `^[a-z]+/`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
-  rule 3, `^a$`: `\g<0>/b` has more in it than text and `\1`
+  rule 3, `^a$`: `\g<0>/b` contains more than text and `\1`
   rule 4, `^cache/.*$`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
   rule 5, `^a$`: `reshape` lacks `from`, the shape before it
   rule 6, `^a$`: a crop cannot be inverted: the cut elements are lost
-  rule 7, `^a$`: axes [1, 1] are not an order of the axes
+  rule 7, `^a$`: axes [1, 1] are not a permutation of the axes
   rule 8, `^a$` + `^b$`: `concat` lacks the `sizes` of the pieces
   rule 9, `^a$`: its pieces are neither numbers nor a list of regexes
-  rule 10, `^a$`: `{1 + 1}` has more in it than text and `\1`
+  rule 10, `^a$`: `{1 + 1}` contains more than text and `\1`
   rule 11, `^x_(\d+)/w$`: the match of group 1 is lost
   rule 12, `^x_(\d+)/(\d+)$`: two numbers are adjacent, so the end of the first is ambiguous
   rule 13, `^x_(\d+)/`: `x\1` is not for a regex `^.../`: only one ends with `/`
-  rule 14, `^x_(\d+)$`: the paths of its parts do not have the same numbers in them
+  rule 14, `^x_(\d+)$`: the paths of its parts contain different numbers
   rule 15, `^x_(\d+)/w$`: `a\1` in `by` must be a number and nothing else
   rule 16, `^x_(\d+)$` + `^y/`: some of its regexes are for whole paths, and some for modules
 
@@ -1045,11 +1045,11 @@ map.toml: its rules cannot be read
   rule 27, `a`: `unstack`: `sizes` is not known
   rule 27, `a`: `unstack`: `into`: `{j}`: there is no name `j` here; there is `i`
   rule 27, `a`: `unstack`: `into`: `{` has no partner; doubled it is the character
-  rule 28, `(a)`: `stack`: `by` is missing, the group that says which piece a leaf is
+  rule 28, `(a)`: `stack`: `by` is missing, the group with the number of the piece
   rule 29, `(a)`: `to` is missing, the path of the whole
   rule 29, `(a)`: `stack`: `order` has a piece twice
   rule 29, `(a)`: `stack`: `by`: invalid group reference 2 at position 3
-  rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`: it orders them
+  rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`: the list is its order
   rule 30, `a` + `b`: `to`: invalid group reference 1 at position 1
   rule 30, `a` + `b`: `concat`: `axis` is missing
   rule 30, `a` + `b`: `concat`: `sizes` is not a list of sizes: [-1]
@@ -1203,7 +1203,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """,
         {"a": (2, 3), "b": (2, 4), "c": (6,), "e": (2, 3), "f": (0, 3)},
         """
-  rule 1, `^a$`: a: axis 1 of [2, 3] has no 2 equal parts; give `sizes`
+  rule 1, `^a$`: a: axis 1 of [2, 3] does not have 2 equal parts; give `sizes`
   rule 2, `^b$`: b: axis 1 of [2, 4] cannot be split into [1, 2]
   rule 3, `^c$`: c: [6] has no axis 1
   rule 4, `^e$`: e: axis 1 of [2, 3] does not have 2 parts

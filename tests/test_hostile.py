@@ -1156,5 +1156,6 @@ def test_a_flipped_bit_in_a_staged_document(tmp_path, base):
     flip(file)
     told = ours(lambda: fuzz_jobs.go_on(base("recorded"), tmp_path / "out"), Corrupt)
     assert told == (
-        f"written values differ when read back\n  `{file}`\n\nhint: overwrite=True starts again"
+        f"the values read back differ from those written\n  `{file}`\n\n"
+        "hint: overwrite=True starts again"
     )

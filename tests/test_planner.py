@@ -313,7 +313,7 @@ def test_a_chunk_that_cannot_fit_names_the_minimum():
     # 4 MiB encoded and decoded, a target chunk of 64 KiB encoded and decoded, and 16 KiB.
     text = (
         "params/w: one stored chunk does not fit in 1.00 MiB\n"
-        "  a chunk of [1048576] has 4.00 MiB decoded, and it takes 8.14 MiB to rewrite one\n\n"
+        "  a chunk of [1048576] has 4.00 MiB decoded, and rewriting it takes 8.14 MiB\n\n"
         'hint: max_memory="8336KiB" is the least that rewrites it\n'
         'hint: max_memory="12304KiB" reads each chunk once'
     )

@@ -58,7 +58,10 @@ job_options = options.all_of(
     CHANGES,
     options.PLACE,
     options.value(
-        "--chunks", "shard|keep|SIZE", "One per shard, as in SRC, or at most SIZE.", default="shard"
+        "--chunks",
+        "shard|keep|SIZE",
+        "A chunk per shard, chunks as in SRC, or at most SIZE.",
+        default="shard",
     ),
     options.value("--format", "zarr2|zarr3", "Version of zarr; as in SRC by default."),
     click.option(

@@ -134,7 +134,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
         raise TreeMismatchError(
             "one is from Linen, the other from NNX, and no leaf has the same path in both",
             [f"`{c.source.path}` is {k.kind}" for c, k in zip(unknown, kinds, strict=True)],
-            ["--model MODULE:NAME, the model of PATH; --map FILE, if its names are ambiguous"],
+            ["--model MODULE:NAME, the model of PATH; --map FILE, if names are ambiguous"],
         )
     if alike or kinds[0].api != "linen":
         return other

@@ -305,7 +305,7 @@ def conversion(
         if not has_record(ckpt):
             raise TreeMismatchError(
                 f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
-                "by one, or was trained on since then",
+                "by one, or was trained and saved since then",
                 hints=[
                     "model=..., the Linen model; source=... supplies the classes of the NNX model",
                     "map_file=..., the map of the conversion to NNX",

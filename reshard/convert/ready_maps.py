@@ -117,9 +117,9 @@ def ready_map(
     untrue = [rule for rule in document.get("require", ()) if not _value(rule, variables)]
     if untrue:
         problems = [f"it requires that {rule}" for rule in untrue]
-        raise ArgumentError(f"{name} is not for the model of `{config}`", problems)
+        raise ArgumentError(f"{name} does not fit the model of `{config}`", problems)
     if to not in (None, variables.get("api")):
-        raise ArgumentError(f"{name} is not for a conversion to {to}: it is for `reshard.remap`")
+        raise ArgumentError(f"{name} is not for a conversion to {to}: use it with `reshard.remap`")
     return map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
 
 

@@ -410,7 +410,7 @@ def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
         else:
             tokens = _tokens(_REPLACEMENT, part)
         if tokens is None:
-            raise ValueError(f"`{replacement.text}` has more in it than text and `\\1`")
+            raise ValueError(f"`{replacement.text}` contains more than text and `\\1`")
         for named, group, slash, text in tokens:
             number = named or group
             pieces.append(Group(int(number)) if number else slash or text or "")

@@ -98,7 +98,7 @@ def level_above(
             hints = [f"reshard.rename(ckpt, {as_python([rename])}) removes it"]
             if rule:
                 one, other = map(toml_text, rule)
-                text = f"does so for the way back, too: from = {one}, to = {other}"
+                text = f"also works in the opposite direction: from = {one}, to = {other}"
                 hints.append(f"map_file=... {text}")
             return problem, hints
     return None

@@ -200,9 +200,9 @@ def _hints(
     if tied := [format_path(problem.copy) for problem in problems if problem.copy]:
         hints.append(f"ckpt = reshard.select({given}, drop={as_python(tied)})")
     if "dtype" in kinds and cast != "lossy":
-        hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
+        hints.append('cast=True allows casts that keep every value, cast="lossy" all float casts')
     texts = {
-        "kept": "a target whose kept leaves are initialised arrays, not abstract ones",
+        "kept": "pass a target whose kept leaves are arrays, not abstract leaves",
         "x64": 'jax.config.update("jax_enable_x64", True)',
         "sharding": "reshard.target(state, mesh=mesh, ...) gives every leaf a sharding",
     }

@@ -228,7 +228,7 @@ def digest(
     directory = ckpt.source.store.directory
     if write and directory.is_file():
         raise DestinationError(
-            f"`{directory}` is a single file, and a record is in a directory",
+            f"`{directory}` is a single file: a record of digests needs a directory",
             hints=[f"reshard.digest({str(directory.parent)!r}, write=True)"],
         )
     file = directory / FILE

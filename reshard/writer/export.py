@@ -244,10 +244,12 @@ def _clashes(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:
     for path in ckpt:
         name = stored_name(path)
         if name == "__metadata__" or not name.isprintable() or not name:
-            problems.append(f"{tree.format_path(path)}: `{name!a}` is no name of a tensor")
+            problems.append(f"{tree.format_path(path)}: `{name!a}` is not a valid name of a tensor")
     if problems:
         hints = ["reshard.rename(ckpt, [(..., ...)])"]
-        yield errors.TreeMismatchError("names of tensors are not one each", problems, hints)
+        yield errors.TreeMismatchError(
+            "names of tensors are not unique or not valid", problems, hints
+        )
 
 
 def _unlike(ckpt: Checkpoint, like: location.Location | None) -> Iterator[errors.ReshardError]:

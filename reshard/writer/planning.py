@@ -302,7 +302,7 @@ def _check_prefix(destination: Location) -> list[str]:
     parent = destination.parent
     if destination == parent:
         raise errors.DestinationError(
-            f"`{destination}` is a bucket, not a path in it",
+            f"`{destination}` is a bucket, not a path in a bucket",
             hints=[f"add a path: {destination}/1000"],
         )
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -311,7 +311,7 @@ def _check_prefix(destination: Location) -> list[str]:
     for place, is_complete in above.items():
         if is_complete:
             raise errors.DestinationError(
-                f"`{destination}` is inside `{place}`, which is complete",
+                f"`{destination}` is inside `{place}`, which is a complete checkpoint",
                 hints=["write to another prefix"],
             )
     if destination.is_file():
