@@ -794,8 +794,8 @@ def test_placeholders_that_are_not_zero(tmp_path):
     state = {name: {f"l{i}": {"w": np.full(1, i, "f4")} for i in range(2)} for name in ("a", "b")}
     state["c"] = {f"l{i}": {"w": np.zeros(1, "f4")} for i in range(2)}
     ckpt = put(tmp_path / "a", tree_of(ALIKE) | {"opt_state": state})
-    message = "the optimizer's placeholders of layers are not zero\n"
-        "  opt_state/a/l1/w\n  opt_state/b/l1/w"
+    message = "the optimizer's placeholders of layers are not zero"
+    message += "\n  opt_state/a/l1/w\n  opt_state/b/l1/w"
     assert refused(stack, ckpt, ALL) == message
 
 
