@@ -452,7 +452,8 @@ def _entry(
 def commit(destination: str | os.PathLike, *, progress: Progress | None = None) -> bool:
     """Make a checkpoint of the shares that `save(..., share=(i, n))` has written.
 
-    Merges their databases and digests, then gives the result its name, or in a bucket its markers.
+    Merges the databases and digests of the shares. Then renames the result, or in a bucket writes
+    its markers.
     You can repeat the call, also after it was stopped.
 
     Args:
@@ -461,11 +462,11 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         verifies.
 
     Returns:
-      True if there was something to commit, False if the destination is already complete.
+      True if it committed the shares, False if the destination is already complete.
 
     Raises:
       CheckpointNotFoundError: there are no shares for this destination.
-      DestinationError: shares are missing, or files of theirs.
+      DestinationError: shares are missing, or some of their files.
       CorruptCheckpointError: the source has changed, or values differ from their recorded digests.
 
     Example:
