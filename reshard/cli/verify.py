@@ -44,9 +44,9 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     """Check that a checkpoint is complete, undamaged and unchanged.
 
     Reads every array. Checks that the checkpoint is committed, that every chunk decodes, and that
-    the values equal the recorded digests. --step and --item also apply to OTHER. If OTHER is in
-    Flax's other API, it is converted by the record of `reshard convert` in one of the two, or by
-    the options of `reshard convert`. Exits with 0 if nothing is wrong, else with 1.
+    the values equal the recorded digests. --step and --item also apply to OTHER. If OTHER belongs
+    to Flax's other API, it is converted first, by the record that `reshard convert` wrote, or by
+    the options below. Exits with 0 if nothing is wrong, else with 1.
 
     \b
     Example:
