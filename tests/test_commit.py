@@ -95,7 +95,7 @@ def test_an_existing_directory_and_file(one, tmp_path):
     file.write_text("kept")
     text = f"`{out}` exists\n\nhint: overwrite=True replaces it once the new one is complete"
     not_saved(reshard.DestinationExistsError, text, open_on(one), out)
-    text = f"`{file}` is a file or a symbolic link"
+    text = f"`{file}` is a file or a symbolic link, not a directory"
     for overwrite in (False, True):
         not_saved(reshard.DestinationExistsError, text, open_on(one), file, overwrite=overwrite)
     for out in (file / "out", file / "deep" / "out"):

@@ -276,7 +276,7 @@ def test_a_taken_destination(source, tmp_path, taken):
     else:
         out.symlink_to(tmp_path / "nowhere")
     text = refused(DestinationExistsError, reshard.export, reshard.open(source), out)
-    words = "exists" if taken == "directory" else "is a file or a symbolic link"
+    words = "exists" if taken == "directory" else "is a file or a symbolic link, not a directory"
     assert text.startswith(f"`{out}` {words}")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 

@@ -408,7 +408,7 @@ FAULTS = [
         "more than can exist",
         shape=[2**40, 2**40],
     ),
-    sharding("a mesh `data=2,model=4` of 4 devices", shape=[2, 4]),
+    sharding("its mesh `data=2,model=4` has 8 devices, but 4 device ids", shape=[2, 4]),
     sharding("the list of devices is 'abc'", device_mesh={"mesh": "abc"}),
     sharding(f"not a partition spec: 'P{'(' * 78}", partition_spec=f"P{'(' * 100_000})"),
     sharding("not the name of a mesh axis: '\\x1b[2J'", axis_names=["data", "\x1b[2J"]),
@@ -451,10 +451,10 @@ FAULTS = [
     ),
     # A node that is its own child, and nodes that share their children.
     nodes(
-        "several nodes refer to node btreenode::d/nodes:0:38",
+        "several nodes of its B-tree refer to node btreenode::d/nodes:0:38",
         *(1, lambda: [inner(1, "d/nodes", (b"", 0, 38))]),
     ),
-    nodes("several nodes refer to node btreenode::d/nodes:1879:50", 39, shared_node),
+    nodes("several nodes of its B-tree refer to node btreenode::d/nodes:1879:50", 39, shared_node),
     nodes("the data file `d/none` is missing", 1, lambda: [inner(1, "d/none", (b"", 7, 500))]),
     nodes("its B-tree is larger than any checkpoint's", 0, lambda: [long_keys(20_000)]),
     nodes(

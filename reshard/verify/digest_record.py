@@ -184,7 +184,7 @@ def _array(entry: Any) -> ArrayRecord:
     if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"an array of {dtype!r} {shape!r}")
     if digest is not None and not _DIGEST.fullmatch(digest):
-        raise ValueError(f"the digest {digest!r}")
+        raise ValueError(f"not a digest: {digest!r}")
     return ArrayRecord(dtype, tuple(shape), digest)
 
 
@@ -200,7 +200,7 @@ def _hashes(entries: Any) -> dict[str, str]:
 
 def _hash(text: Any) -> str:
     if not _SHA256.fullmatch(text):
-        raise ValueError(f"the hash {text!r}")
+        raise ValueError(f"not a hash: {text!r}")
     return text
 
 

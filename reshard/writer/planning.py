@@ -272,7 +272,9 @@ def _check_directory(destination: Location, steps: Sequence[Source], overwrite: 
     """Notes about a destination on a disk. Raises DestinationError if it may not be written."""
     exists = destination.exists()
     if destination.is_symlink() or (exists and not destination.is_dir()):
-        raise errors.DestinationExistsError(f"`{destination}` is a file or a symbolic link")
+        raise errors.DestinationExistsError(
+            f"`{destination}` is a file or a symbolic link, not a directory"
+        )
     suffix = committing.REPLACED_SUFFIX
     if destination.name.startswith(UNFINISHED_PREFIX) or destination.name.endswith(suffix):
         text = f"`{destination}` has a name that is reserved for unfinished jobs"
