@@ -1097,7 +1097,7 @@ WRONG = {
   rule 2, `nowhere/w$`: matches no leaf
   rule 3, `^params/a/w$`: matches no leaf
   rule 4, `^a/w$` + `^a/w2$`: `^a/w2$`: matches no leaf
-  rule 5, `v$`: every path stays as it is
+  rule 5, `v$`: it changes no path
 
 hint: `params/a/w` is `a/w` by rule 1
 hint: the nearest leaf to `^a/w2$` is `a/w`
@@ -1144,7 +1144,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         r"""{ from = '^a/w$', to = '"b"/w' },""",
         {"a/w": (2,), "b/w": (2,)},
         """
-  rule 1, `^a/w$`: "b"/w and b/w are one path
+  rule 1, `^a/w$`: "b"/w and b/w are the same path
 """,
     ),
     "numbers": (
@@ -1167,7 +1167,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 5, `^(x)?f`: f: `` is not a number
   rule 6, `^g$`: g: `{1 - i}` makes a number below zero, -1
   rule 6, `^g$`: g -> 0: that leaf exists already
-  rule 7, `^(\\d)$`: 5: number 5 is in none of groups of [1, 2]
+  rule 7, `^(\\d)$`: 5: number 5 is beyond the groups of the sizes [1, 2]
   rule 8, `^(\\d)/(\\d)$`: 0/1: groups of [1, 2] have no number 1 in 0
   rule 8, `^(\\d)/(\\d)$`: 2/0: groups of [1, 2] have no number 0 in 2
 """,
@@ -1189,7 +1189,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 3, `^c$`: c: its shape is [6], not [5]
   rule 4, `d`: d: [0] cannot be reshaped to [0, -1]
   rule 5, `e`: e: [(1, 0)] cannot pad [2, 2]
-  rule 7, `g`: g: [2, 2] is not padded by [(0, 0), (2, 2)]
+  rule 7, `g`: g: [2, 2] is not a result of padding by [(0, 0), (2, 2)]
 """,
     ),
     "parts": (
@@ -1255,7 +1255,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 2, `^c` + `c$`: c: more than one of the regexes match it
   rule 2, `^c` + `c$`: v: there is no piece for `c$`
   rule 3, `^g/(.)` + `^h/(.)`: 2: there is no piece for `^g/(.)`
-  rule 4, `^i$` + `^j$`: ij: its pieces have the sizes [2, 3], not [1, 4]
+  rule 4, `^i$` + `^j$`: ij: the sizes of its pieces are [2, 3], not [1, 4]
   rule 5, `^ij$`: ij: an operation made it; drop its inputs
 """,
     ),
@@ -1266,8 +1266,8 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """,
         {"a/w": (2,), "c": (2,), "d/v": (2,)},
         """
-  rule 1, `a`: b/w: `init` has `*/w`, but it is made here
-  rule 2, `^c$`: c: `init` has `c`, but it is made here
+  rule 1, `a`: b/w: this rule makes it, but `init` has `*/w`
+  rule 2, `^c$`: c: this rule makes it, but `init` has `c`
 """,
     ),
 }

@@ -383,8 +383,8 @@ ERRORS = [
     (Equal(2), [(2,)], "[2] cannot be equal"),
     (Scale(0.0), [(2,)], "scaled by 0.0: the number must be finite, and not 0"),
     (Add(math.inf), [(2,)], "increased by inf: the number must be finite, and not 0"),
-    (Crop(((1, 2),)), [(2,)], "[2] is not padded by [(1, 2)]"),
-    (Crop(((1, 0),)), [(2, 3)], "[2, 3] is not padded by [(1, 0)]"),
+    (Crop(((1, 2),)), [(2,)], "[2] is not a result of padding by [(1, 2)]"),
+    (Crop(((1, 0),)), [(2, 3)], "[2, 3] is not a result of padding by [(1, 0)]"),
 ]
 
 

@@ -137,7 +137,7 @@ def named_minimum(error):
     hinted = re.fullmatch(rf'max_memory="(\d+)KiB"{hint}', error.hints[0])
     assert hinted is not None
     least = int(hinted[1]) * 1024
-    named = re.search(r"it takes (.*) to rewrite one", error.problems[0])
+    named = re.search(r"rewriting it takes (.*)", error.problems[0])
     assert named is not None
     assert least - 1024 < parse_bytes(named[1]) * 1.01
     return least

@@ -241,7 +241,7 @@ WRONG = {
     "negative": (header({"a": entry(-8, 0)}), "`a`: a shape or an offset is not a whole number"),
     "fraction": (
         header({"a": entry(0, 8, (2.0,))}, bytes(8)),
-        "`a`: a shape and offsets are whole",
+        "`a`: a shape or an offset is not a whole",
     ),
     "size": (
         header({"a": entry(0, 8, (3,))}, bytes(8)),

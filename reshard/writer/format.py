@@ -296,7 +296,7 @@ def target_format(
     of an array."""
     if format not in (None, "zarr2", "zarr3"):
         hints = ['format="zarr2"', 'format="zarr3"']
-        raise errors.ArgumentError(f"unknown format `{format}`", hints=hints)
+        raise errors.ArgumentError(f"`{format}` is not a format", hints=hints)
     if ocdbt is not None and type(ocdbt) is not bool:
         raise errors.ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
     store = ckpt.source.store
