@@ -293,8 +293,8 @@ def test_all_that_stands_against_nnx_is_told_at_once_and_before_anything_is_read
 
     message = f"""\
 `{tmp_path}/linen` does not become the NNX model
-  c: [3, 2] in the checkpoint, [2, 3] in the model: transposed
-  d: params in the checkpoint, BatchStat in the model
+  params/c and c: [3, 2] in Linen, [2, 3] in NNX
+  params/d and d: params in Linen, BatchStat in NNX
   params/e, perhaps f: ambiguous by name and class
   opt_state/0/trace/a/bias  float32[5]: unexpected
   opt_state/0/trace/a/kernel  float32[4,5]: unexpected
@@ -339,7 +339,7 @@ def test_all_that_stands_against_linen_is_told_at_once_and_before_anything_is_re
 
     message = f"""\
 `{tmp_path}/nnx` does not become the Linen model
-  a/bias: [5] in the checkpoint, [6] in the model
+  params/a/bias and a/bias: [6] in Linen, [5] in NNX
   params/e, perhaps d and f: ambiguous by name and class
   drop/rngs/count  uint32[]: unexpected
   drop/rngs/key  uint32[2]: unexpected
@@ -451,7 +451,7 @@ def test_state_that_cannot_follow_starts_anew_as_the_hint_says(with_model, tmp_p
         return named(qk=(4, 12))
 
     (hint,) = refused(reshard.to_nnx, path, model, map_file=file).hints
-    anew = 'drop=["opt_state"] with init=["**/opt_state"] resets that state'
+    anew = 'drop=["opt_state"] with init=["optimizer/opt_state"] resets that state'
     assert hint == (anew if with_model else LEFT_OUT)
     told = {"drop": [], "init": []}
     for option, value in re.findall(r"(drop|init)=(\[.*?\])", hint):
@@ -655,7 +655,7 @@ def test_initial_values_of_linen_are_those_of_an_eager_init(tmp_path):
     layouts.assert_same_tree(restored(ckpt, tmp_path), expected)
 
 
-def test_what_initial_values_take_is_told_and_limited(tmp_path):
+def test_the_memory_of_initial_values_is_limited(tmp_path):
     class Large(nnx.Module):
         def __init__(self):
             self.a = nnx.Param(jnp.zeros(3))
@@ -673,8 +673,7 @@ def test_what_initial_values_take_is_told_and_limited(tmp_path):
         f"initial values of 2 leaves take {format_bytes(least)} to compute, more than 1.00 MiB\n\n"
         f'hint: max_memory="{-(-least // 2**20)}MiB"'
     )
-    notes = make(max_memory=least).checkpoint.notes
-    assert f"computing initial values takes at most {format_bytes(least)}" in notes
+    make(max_memory=least)
 
 
 def test_initial_values_that_there_are_not(tmp_path):
@@ -958,7 +957,7 @@ def test_a_moment_with_a_source_does_not_keep_its_initial_value(tmp_path):
   opt_state/0/trace/x: float32[2] mirrors no parameter, and parameters change their order, shape \
 or number
 
-hint: drop=["opt_state"] with init=["**/trace"] resets that state"""
+hint: drop=["opt_state"] with init=["optimizer/opt_state"] resets that state"""
     model = functools.partial(beside_optimizer, MOMENTUM, a=(3,), x=(2,))
     assert refusal(reshard.to_nnx, source, model, init="x") == message
 
@@ -1052,7 +1051,7 @@ def test_numbers_that_may_be_of_parameters_or_not_are_told(tmp_path):
   opt_state/trust/a: it may be a number of parameter a, or one of the optimizer's own
   opt_state/trust/b: it may be a number of parameter b, or one of the optimizer's own
 
-hint: drop=["**/trust"] with init=["**/trust"] resets that state"""
+hint: drop=["optimizer/opt_state"] with init=["opt_state"] resets that state"""
     assert refusal(reshard.to_linen, source, linen, map_file=file) == message
 
 
@@ -1075,14 +1074,14 @@ def test_moments_in_one_vector_are_refused_where_parameters_change_their_order(t
         (twin, LEFT_OUT),
         (
             lambda: training(FLAT),
-            'drop=["opt_state"] with init=["**/opt_state"] resets that state',
+            'drop=["opt_state"] with init=["optimizer/opt_state"] resets that state',
         ),
     ):
         told = refusal(reshard.to_nnx, source, model, init=RANDOM)
         assert told == flat_refusal(source, 56, hint=hint)
     source = save(tmp_path / "nnx", saved_by_nnx(training(FLAT)))
     told = refusal(reshard.to_linen, source, train(FLAT), **BACK)
-    hint = 'drop=["**/opt_state"] with init=["opt_state"] resets that state'
+    hint = 'drop=["optimizer/opt_state"] with init=["opt_state"] resets that state'
     assert told == flat_refusal(source, 56, "Linen", hint)
     # NNX sorts positions in a list as numbers, and Linen sorts names.
     linen = train_state_of({f"layers_{i}": some(3, seed=i) for i in range(11)}, FLAT)
@@ -1165,13 +1164,13 @@ def test_parameters_called_as_random_state_are_parameters(tmp_path):
     make = functools.partial(streams, "rngs", lambda seed: Of(count=nnx.Param(jnp.zeros(5))))
     source = save(tmp_path / "nnx", saved_by_nnx(make()))
     linen = train_state_of({"x": some(3), "y": some(4, 6)}, FLAT)
-    hint = 'drop=["**/opt_state"] with init=["opt_state"] resets that state'
+    hint = 'drop=["optimizer/opt_state"] with init=["opt_state"] resets that state'
     told = flat_refusal(source, 32, "Linen", hint)
     for known in ({}, {"source": make}):
         drop = "model/rngs/**"
         assert refusal(reshard.to_linen, source, linen, drop=drop, **known) == told
     source = save(tmp_path / "linen", linen)
-    anew = 'drop=["opt_state"] with init=["**/opt_state"] resets that state'
+    anew = 'drop=["opt_state"] with init=["optimizer/opt_state"] resets that state'
     for model, hint in ((make, anew), (functools.partial(make, optimizer=False), LEFT_OUT)):
         told = flat_refusal(source, 27, hint=hint)
         assert refusal(reshard.to_nnx, source, model, init="**/rngs/**") == told
@@ -1286,7 +1285,8 @@ def test_another_kind_of_keys_is_told_with_all_else(tmp_path):
     told = refused(reshard.to_nnx, source, lambda: training(ADAM))
     assert told.problems == (
         "more  float32[2]: unexpected",
-        "nnx_aux/model/drop/rngs/key -> drop/rngs/key: uint32, the model has threefry2x32 keys[]",
+        "nnx_aux/model/drop/rngs/key -> drop/rngs/key: uint32[2], the model has "
+        "threefry2x32 keys[]",
     )
 
 
@@ -1815,11 +1815,10 @@ def test_a_checkpoint_of_the_other_api_is_told_in_a_restore(tmp_path):
         typed = f"reshard convert SRC DST --to {api} --model MODULE:NAME"
         assert (hint, as_flags(hint)) == (f"reshard.to_{api}(path, model)", typed)
     # Trees of one API, boxed or not, are renamed.
-    below, weights = save(tmp_path / "below", {"params": nnx.state(modules)}), params["params"]
+    below = save(tmp_path / "below", {"params": nnx.state(modules)})
     for path, target, rule in (
         (of_nnx, {"params": Of(hidden=modules.hidden, out=modules.out)}, ("^", "params/")),
         (below, modules, ("^params/", "")),
-        (save(tmp_path / "weights", {"weights": weights}), params, ("^weights/", "params/")),
     ):
         hint = f"hint: reshard.rename(reshard.open(path), {as_python([rule])})"
         assert hint in refusal(reshard.restore, path, target).splitlines()

@@ -631,7 +631,7 @@ UNDECIDED = {
         dense("Dense_0", 4, 7, bias=False) | dense("Dense_1", 7, 4, bias=False),
         {"b": lambda: linear(7, 4, use_bias=False), "a": lambda: linear(4, 7, use_bias=False)},
         "Dense_0 and Dense_1, perhaps b and a: params/Dense_0/kernel and b/kernel: [4, 7] in "
-        "Linen, [7, 4] in NNX: transposed",
+        "Linen, [7, 4] in NNX",
     ),
     "a bias more": (
         *(dense("Dense_0") | dense("Dense_1", bias=False), {"b": bare, "a": square}),
@@ -731,8 +731,7 @@ UNDECIDED = {
         {"layers__kernel": (3, 5, 4), "layers__bias": (3, 5)},
         {"layers": lambda: stack_of(functools.partial(nnx.Linear, 4, 5), 3)},
         "layers, perhaps layers: no axis of the layers fits all leaves in params\n"
-        "params/layers/kernel and layers/kernel: [3, 5, 4] in Linen, [3, 4, 5] in NNX: its axes "
-        "are in another order",
+        "params/layers/kernel and layers/kernel: [3, 5, 4] in Linen, [3, 4, 5] in NNX",
     ),
     "all shapes differ in the only module of a class": (
         dense("Net_0__one", 4, 5) | dense("Net_0__two", 4, 6, bias=False) | layer_norm("ln"),
@@ -933,26 +932,14 @@ def test_a_stack_on_one_side_only(linen, attributes, text):
     assert printed(found) == ([], [f"{text}: one side is stacked, the other is not"], [])
 
 
-MISMATCHES = {
-    "another size": ((5, 4), (5, 6), ""),
-    "transposed": ((5, 4), (4, 5), ": transposed"),
-    "permuted": ((2, 3, 4), (3, 2, 4), ": its axes are in another order"),
-    "stacked in Linen": ((3, 5, 4), (5, 4), ": Linen has a stack of 3 along axis 0"),
-    "stacked in NNX": ((5, 4), (5, 2, 4), ": NNX has a stack of 2 along axis 1"),
-    "reshaped": ((5, 2, 3), (5, 6), ": reshaped"),
-    "another rank": ((5, 2, 3), (7,), ""),
-}
-
-
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_shapes_that_differ_although_names_agree_are_reported(name):
-    before, after, hint = MISMATCHES[name]
+@pytest.mark.parametrize("before, after", [((5, 4), (5, 6)), ((5, 4), (4, 5)), ((5, 6), (7,))])
+def test_shapes_that_differ_although_names_agree_are_reported(before, after):
     leaves = arrays(a__w=before, a__v=(3,))
     own = made(w=lambda: nnx.Param(jnp.zeros(after)), v=lambda: nnx.Param(jnp.zeros(3)))
     assert printed(aligned(leaves, made(a=own))) == (
         ["params/a/v -> a/v"],
         [],
-        [f"params/a/w and a/w: {list(before)} in Linen, {list(after)} in NNX{hint}"],
+        [f"params/a/w and a/w: {list(before)} in Linen, {list(after)} in NNX"],
     )
 
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import refused
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from test_safetensors import DTYPES, NAMES, random_bits, written
+from test_safetensors import DTYPES, NAMES, assert_tensors, named, random_bits, written
 
 import reshard
 from reshard.errors import (
@@ -67,19 +67,8 @@ def source(tree, tmp_path_factory):
     return layouts.save_pytree(tmp_path_factory.mktemp("source") / "saved", tree)
 
 
-def tensors(tree, above=""):
-    found = {}
-    for key, value in tree.items():
-        name = f"{above}{key}"
-        found |= tensors(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return {name: np.asarray(value) for name, value in found.items()}
-
-
-def assert_tensors(got, expected):
-    assert got.keys() == expected.keys()
-    for name, values in expected.items():
-        assert (got[name].dtype, got[name].shape) == (values.dtype, values.shape), name
-        assert got[name].tobytes() == values.tobytes(), name
+def tensors(tree):
+    return {name: np.asarray(value) for name, value in named(tree).items()}
 
 
 def loaded(directory):
@@ -551,16 +540,16 @@ def test_a_name_that_exists_when_its_file_is_copied(source, bucket, monkeypatch,
     monkeypatch.setattr(commit, "_LARGE", 1 << 12)
     url, ckpt, copy = f"{bucket}/hf", reshard.open(source), listing.copy
 
-    def changed(scheme, name, key, new):
+    def changed(scheme, name, new, key):
         old, place = (parse_location(f"{scheme}://{name}/{path}") for path in (key, new))
-        copy(scheme, name, key, new)
+        copy(scheme, name, new, key)
         if change == "written":
             place.write(bytes(place.file_bytes()))
         if change == "committed by another job":
             place.write(b"other")
         if change.startswith("committed"):
             old.remove()
-            return copy(scheme, name, key, new)
+            return copy(scheme, name, new, key)
         return False
 
     monkeypatch.setattr(listing, "copy", changed)

@@ -182,7 +182,7 @@ MANY_IMPORTS = {
     "reshard.cli.inspect": 31,
     "reshard.convert.conversion": 55,
     "reshard.convert.decision": 51,
-    "reshard.convert.model_map": 35,
+    "reshard.convert.model_map": 29,
     "reshard.convert.roundtrip": 40,
     "reshard.loader.orbax": 30,
     "reshard.restore.device_reads": 27,

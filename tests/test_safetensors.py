@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
-from reshard.storage.btree import Range, range_database
+from reshard.storage.btree import range_database
 
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 DTYPES += ["float16", "bfloat16", "float32", "float64", "complex64"]
@@ -317,8 +317,9 @@ def test_a_database_of_ranges(tmp_path, count):
     data = np.random.default_rng(count).bytes(5000)
     (tmp_path / "one").write_bytes(data)
     (tmp_path / "two").write_bytes(data[::-1])
-    places = {f"a{n % 7}/{n}": Range(("one", "two")[n % 2], n, n % 9 + 1) for n in range(count)}
-    for name, node in range_database(places.items(), "node").items():
+    places = {f"a{n % 7}/{n}": (("one", "two")[n % 2], n, n % 9 + 1) for n in range(count)}
+    values = ((key.encode(), *place) for key, place in places.items())
+    for name, node in range_database(values, "node").items():
         (tmp_path / (name or "manifest.ocdbt")).write_bytes(node)
     spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/"}}
     store = ts.KvStore.open(spec).result()

@@ -36,6 +36,7 @@ from reshard.tree import Path, format_path
 
 # Where one side has an array for each layer, and the other has one for all of them.
 STACKED = "one side is stacked, the other is not"
+NO_ORDER = "their names do not show their order"
 _MAX_LISTED = 4
 
 
@@ -55,56 +56,9 @@ class Abstention:
     reason: str
     rule: Row | None = None
 
-    @property
-    def stacked(self) -> bool:
-        """Whether one side has the layers in one array each."""
-        return self.reason == STACKED
-
     def __str__(self) -> str:
         candidates = f", perhaps {listed(self.nnx)}" if self.nnx else ""
         return f"{listed(self.linen)}{candidates}: {self.reason}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mismatch:
-    """Leaves whose names agree and whose shapes or collections do not.
-
-    Attributes:
-      linen: the leaf in Linen, or those that would be joined.
-      nnx: the leaf in NNX.
-      values: the shape or collection of each.
-      how: how the shapes differ, if that is known.
-    """
-
-    linen: tuple[Leaf, ...]
-    nnx: Leaf
-    values: tuple[str, str]
-    how: str = ""
-
-    def __str__(self) -> str:
-        return f"{' and '.join(self._names)}: {self._differ('Linen', 'NNX')}"
-
-    def told(self, to: str) -> str:
-        """The problem of a conversion to one of the APIs."""
-        one, other = self._names
-        if [leaf.path[1:] for leaf in self.linen] == [self.nnx.path]:
-            return f"{other}: {self._differ('the checkpoint', 'the model', to)}"
-        names = f"{one} and {other}" if to == "nnx" else f"{other} and {one}"
-        return f"{names}: {self._differ('the checkpoint', 'the model', to)}"
-
-    @property
-    def counts(self) -> bool:
-        """Whether it shows that two modules are not the same. Only parameters do: a cache has the
-        size of the batch."""
-        return any(map(layers.is_parameter, (*self.linen, self.nnx)))
-
-    @property
-    def _names(self) -> tuple[str, str]:
-        return " + ".join(format_path(x.path) for x in self.linen), format_path(self.nnx.path)
-
-    def _differ(self, before: str, after: str, to: str = "nnx") -> str:
-        one, other = self.values if to == "nnx" else self.values[::-1]
-        return f"{one} in {before}, {other} in {after}{self.how and f': {self.how}'}"
 
 
 def listed(paths: Sequence[Path]) -> str:
@@ -132,21 +86,6 @@ def apart(leaf: Leaf, leaves: Iterable[Leaf]) -> Abstention | None:
     return Abstention((leaf.path,), parts, reason, rule=rule)
 
 
-def difference(linen: Shape, nnx: Shape) -> str:
-    """How two shapes probably differ; empty if nothing can be said."""
-    if linen == nnx[::-1]:
-        return "transposed"
-    if sorted(linen) == sorted(nnx):
-        return "its axes are in another order"
-    more, less = sorted((linen, nnx), key=len, reverse=True)
-    if len(more) == len(less) + 1:
-        for axis, size in enumerate(more):
-            if more[:axis] + more[axis + 1 :] == less:
-                side = "Linen" if more is linen else "NNX"
-                return f"{side} has a stack of {size} along axis {axis}"
-    return "reshaped" if math.prod(linen) == math.prod(nnx) else ""
-
-
 @dataclasses.dataclass(slots=True)
 class Alignment:
     """The result for a pair of modules; in the end, for two models.
@@ -169,7 +108,7 @@ class Alignment:
 
     map: LeafMap = dataclasses.field(default_factory=lambda: LeafMap({}))
     abstentions: list[Abstention] = dataclasses.field(default_factory=list)
-    mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
+    mismatches: list[Match] = dataclasses.field(default_factory=list)
     modules: list[tuple[Path, Path]] = dataclasses.field(default_factory=list)
     groups: list[Modules] = dataclasses.field(default_factory=list)
     numbered: list[Modules] = dataclasses.field(default_factory=list)
@@ -238,7 +177,7 @@ def place_axes(pairing: Alignment, linen: Module, nnx: Module) -> None:
             reason = f"no axis of the layers fits all leaves in {kind}"
             for found in group:
                 if found.shape != found.output.shape:
-                    pairing.mismatches.append(mismatch_of(found))
+                    pairing.mismatches.append(found)
         pairing.abstentions.append(Abstention(named_paths(linen), named_paths(nnx), reason))
         pairing.mismatch = pairing.mismatch or reason
 
@@ -249,13 +188,6 @@ def named_paths(module: Module) -> tuple[Path, ...]:
         return (module.path,)
     leaves = (leaf.path for held in module.leaves.values() for leaf in held)
     return (*(child.path for child in module.children.values() if child.filled), *leaves)
-
-
-def mismatch_of(match: Match) -> Mismatch:
-    """The mismatch of leaves whose shapes differ."""
-    linen, nnx = match.shape, match.output.shape
-    shapes = str(list(linen)), str(list(nnx))
-    return Mismatch(match.inputs, match.output, shapes, difference(linen, nnx))
 
 
 def unlike(made: Sequence[Alignment]) -> str:
@@ -280,8 +212,8 @@ def other_shapes(made: Sequence[Alignment]) -> bool:
     """Whether modules that class and order pair are the same apart from shapes of parameters, and
     in any other order would be no more alike."""
     clashes = [x for pairing in made for x in pairing.mismatches if x.counts]
-    linen = {(x.linen[0].path[-1], x.values[0]) for x in clashes}
-    nnx = {(x.nnx.path[-1], x.values[1]) for x in clashes}
+    linen = {(x.inputs[0].path[-1], x.values[0]) for x in clashes}
+    nnx = {(x.output.path[-1], x.values[1]) for x in clashes}
     return (
         bool(clashes)
         and not linen & nnx
@@ -303,7 +235,7 @@ def match_norms(pairing: Alignment) -> None:
             if match.shape == match.output.shape:
                 pairing.found.append(dataclasses.replace(match, origin=origin))
             else:
-                pairing.mismatches.append(mismatch_of(match))
+                pairing.mismatches.append(match)
         rest = [
             leaf.path
             for name, held in linen.leaves.items()
@@ -343,15 +275,8 @@ class Group:
     numbered: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Member:
-    """An NNX module that counts, the child that it is in, the list or dict that it is in, and
-    whether its place within the child is known."""
-
-    module: Module
-    child: str
-    container: str = ""
-    known: bool = True
+# An NNX module that counts, after the modules that it is in.
+_Member = tuple[Module, ...]
 
 
 def grouped(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> list[Group]:
@@ -369,10 +294,10 @@ def grouped(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> lis
         member
         for name, child in nnx.children.items()
         if name not in nnx.repeated
-        for member in _members(child, _Member(child, name), whole)
-        if id(member.module) not in taken
+        for member in _members((child,), whole)
+        if id(member[-1]) not in taken
     ]
-    present = {member.module.kind for member in members if member.module.filled}
+    present = {module.kind for *_, module in members if module.filled}
     groups: dict[tuple[str, ...], list[Module]] = {}
     for module in linen:
         for kinds in layers.counterparts(module.kind):
@@ -382,8 +307,8 @@ def grouped(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> lis
     places = {kind: kinds for kinds in groups for kind in kinds}
     found: dict[tuple[str, ...], list[_Member]] = {kinds: [] for kinds in groups}
     for member in members:
-        if member.module.kind in places:
-            found[places[member.module.kind]].append(member)
+        if member[-1].kind in places:
+            found[places[member[-1].kind]].append(member)
     return [_group(kinds, modules, found[kinds], nnx.ordered) for kinds, modules in groups.items()]
 
 
@@ -400,18 +325,16 @@ def numbered(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> li
         if child.kind in layers.LISTS and name not in nnx.repeated
         if any(x.filled and id(x) not in taken for x in child.children.values())
     ]
-    if len(series) != 1 or len(lists) != 1:
+    if len(series) != 1 or len(lists) != 1 or lists[0].repeated:
         return []
-    (here,), (there,) = series.values(), (x.children for x in lists)
+    (here,), there = series.values(), lists[0].children
     numbers = [str(number) for number in range(len(here))]
-    if len(here) < 2 or not here.keys() == there.keys() == {*numbers} or lists[0].repeated:
+    if len(here) < 2 or not here.keys() == there.keys() == {*numbers}:
         return []
-    one, other = ([side[number] for number in numbers] for side in (here, there))
-    if len({x.tree for x in one}) > 1 or len({x.tree for x in other}) > 1 or not other[0].kind:
-        return []
-    if any(id(module) in taken or not module.filled for module in other):
-        return []
-    return [Group((other[0].kind,), tuple(one), tuple(other), numbered=True)]
+    one, other = (tuple(side[number] for number in numbers) for side in (here, there))
+    alike = len({x.tree for x in one}) == len({x.tree for x in other}) == 1 and other[0].kind
+    free = all(module.filled and id(module) not in taken for module in other)
+    return [Group((other[0].kind,), one, other, numbered=True)] if alike and free else []
 
 
 class Unpaired:
@@ -422,12 +345,12 @@ class Unpaired:
         self._parts: dict[frozenset[str], Module] = {}  # by what is in those of unknown class
         for module in linen:
             for kinds in itertools.chain(*map(layers.counterparts, module.kinds)):
-                self._linen.update(dict.fromkeys(set(kinds) - self._linen.keys(), module))
+                self._linen = dict.fromkeys(kinds, module) | self._linen
             for parts in module.unknown:
                 self._parts.setdefault(parts, module)
         self._nnx: dict[str, Module] = {}
         for module in nnx:
-            self._nnx.update(dict.fromkeys(module.kinds - self._nnx.keys(), module))
+            self._nnx = dict.fromkeys(module.kinds, module) | self._nnx
 
     def ambiguity(self, group: Group) -> str:
         """Why the order in a group does not decide; empty if it does."""
@@ -447,52 +370,39 @@ class Unpaired:
         return ""
 
 
-def _members(module: Module, at: _Member, whole: Collection[str]) -> Iterator[_Member]:
+def _members(at: _Member, whole: Collection[str]) -> Iterator[_Member]:
     """The modules that count at a place, in their order."""
-    here = dataclasses.replace(at, module=module)
-    inner = layers.WRAPPERS.get(module.kind, ())
-    if module.kind in layers.LISTS or module.kind in layers.DICTS:
-        # Of the order in which the members of two containers were made nothing is known.
-        container = format_path(module.path) if not at.container else "several"
-        known = at.known and module.ordered
-        here = dataclasses.replace(here, container=container, known=known)
-        inner = tuple(module.children)
-    else:
-        yield here
-        if module.kind in whole:
-            return
-    for name in inner:
+    module = at[-1]
+    names: Iterable[str] = module.children
+    if module.kind not in layers.LISTS + layers.DICTS:
+        yield at
+        names = () if module.kind in whole else layers.WRAPPERS.get(module.kind, ())
+    for name in names:
         child = module.children.get(name)
         if child is None or name in module.repeated:
             continue
+        inside = [child]
         if module.kind == "Sequential":
-            for key, layer in child.children.items():
-                if key not in child.repeated:
-                    yield from _members(layer, here, whole)
-        else:
-            yield from _members(child, here, whole)
+            inside = [x for key, x in child.children.items() if key not in child.repeated]
+        for each in inside:
+            yield from _members((*at, each), whole)
 
 
 def _group(
     kinds: tuple[str, ...], linen: Sequence[Module], members: Sequence[_Member], ordered: bool
 ) -> Group:
-    places = [place for place, member in enumerate(members) if member.module.filled]
-    nnx = [members[place].module for place in places]
+    places = [place for place, member in enumerate(members) if member[-1].filled]
+    nnx = [members[place][-1] for place in places]
     numbers = _numbers(linen)
-    reason = ""
     if isinstance(numbers, str):
-        reason = numbers
-    else:
-        linen = [
-            module
-            for _, module in sorted(zip(numbers, linen, strict=True), key=lambda pair: pair[0])
-        ]
-        reason = _count(sorted(numbers), places)
-        if reason and _in_one_array(linen, nnx):
-            reason = STACKED
-        elif len(linen) > 1 and linen[0].index is None and not members[0].container:
-            reason = "their names do not show their order"
-    if not reason and len(members) > 1:
+        return Group(kinds, tuple(linen), tuple(nnx), numbers)
+    linen = [linen[at] for at in sorted(range(len(linen)), key=numbers.__getitem__)]
+    reason = _count(sorted(numbers), places)
+    if reason and _in_one_array(linen, nnx):
+        reason = STACKED
+    elif len(linen) > 1 and linen[0].index is None and not _containers(members[0]):
+        reason = NO_ORDER
+    elif not reason and len(members) > 1:
         reason = _order(members, ordered)
     return Group(kinds, tuple(linen), tuple(nnx), reason)
 
@@ -509,7 +419,7 @@ def _numbers(linen: Sequence[Module]) -> list[int] | str:
         return [0]
     numbered = [_COUNTED.fullmatch(module.path[-1]) for module in linen]
     if automatic or None in numbered or len({match[1] for match in numbered if match}) > 1:
-        return "their names do not show their order"
+        return NO_ORDER
     return [int(match[2]) for match in numbered if match]
 
 
@@ -522,13 +432,17 @@ def _count(numbers: Sequence[int], places: Sequence[int]) -> str:
     return ""
 
 
+def _containers(member: _Member) -> list[Module]:
+    """The lists and dicts that a member is in."""
+    return [module for module in member[:-1] if module.kind in layers.LISTS + layers.DICTS]
+
+
 def _order(members: Sequence[_Member], ordered: bool) -> str:
-    containers = {member.container for member in members}
-    if len(containers) > 1 or "several" in containers:
+    containers = {tuple(map(id, _containers(member))) for member in members}
+    if len(containers) > 1 or any(len(several) > 1 for several in containers):
         return "which of them was made first is unknown: they are not in one list"
-    if (ordered or len({member.child for member in members}) == 1) and all(
-        member.known for member in members
-    ):
+    ordered = ordered or len({id(first) for first, *_ in members}) == 1
+    if ordered and all(module.ordered for module in _containers(members[0])):
         return ""
     return "the order in which NNX defines them is unknown"
 
@@ -537,9 +451,6 @@ def _in_one_array(linen: Sequence[Module], nnx: Sequence[Module]) -> bool:
     """Whether one of the two sides has the layers in one array each."""
     one, several = sorted((linen, nnx), key=len)
     return len(one) == 1 < len(several) and layers.may_be_stack(one[0])
-
-
-_NUMBERED = re.compile(r"(.+)_(\d+)")
 
 
 def align(linen: Module, nnx: Module) -> Alignment:
@@ -569,13 +480,10 @@ def align(linen: Module, nnx: Module) -> Alignment:
     # As the model defines them, the weights of a layer before its biases.
     order = {leaf.path[:-1]: number for number, leaf in enumerate(nnx.all_leaves())}
 
-    def place(mismatch: Mismatch) -> tuple[int, int]:
-        return order[mismatch.nnx.path[:-1]], -len(mismatch.nnx.shape)
-
     zeros: dict[Path, Filled] = {x.path: Filled(x.shape, x.dtype) for x in pairing.zeros}
     pairing.map = LeafMap(values, origin, (), zeros)
     pairing.abstentions += shared
-    pairing.mismatches.sort(key=place)
+    pairing.mismatches.sort(key=lambda x: (order[x.output.path[:-1]], -len(x.output.shape)))
     return pairing
 
 
@@ -641,7 +549,7 @@ class _Level:
         if same:
             self._made.found.append(match)
         else:
-            self._made.mismatches.append(mismatch_of(match))
+            self._made.mismatches.append(match)
 
     def _abstain(
         self, linen: Sequence[Module | Leaf], nnx: Sequence[Module | Leaf], reason: str
@@ -670,8 +578,7 @@ class _Level:
             if len(candidates) > 1:
                 self._abstain(held, candidates, "the same name for several")
             elif len(held) == 1 and not fitting:
-                kinds = held[0].kind, candidates[0].kind
-                self._made.mismatches.append(Mismatch(held, candidates[0], kinds))
+                self._made.mismatches.append(Match(held, candidates[0]))
             elif len(held) == 1 or (len(fitting) == 1 and candidates[0].kind):
                 self._add(Match((fitting[0],), candidates[0], origin=self._origin))
                 self._open += [leaf for leaf in held if leaf is not fitting[0]]
@@ -680,12 +587,9 @@ class _Level:
         lacking = [x for x in self._open if isinstance(x, Leaf) and layers.is_parameter(x)]
         spare = [x for held in unmatched.values() for x in held if layers.is_parameter(x)]
         self._made.count(spare, -1)
-        for leaf, module in [
-            *((x, self._nnx) for x in lacking),
-            *((x, self._linen) for x in spare),
-        ]:
-            reason = f"{format_path(module.path)} has no {leaf.path[-1]}"
-            self._made.mismatch = self._made.mismatch or reason
+        pairs = [*((x, self._nnx) for x in lacking), *((x, self._linen) for x in spare)]
+        for leaf, module in pairs[:1]:
+            self._made.mismatch = f"{format_path(module.path)} has no {leaf.path[-1]}"
 
     def _pair_names(self) -> None:
         """Pairs modules of the same name."""
@@ -710,24 +614,22 @@ class _Level:
         self._pair_numbered()
 
     def _pair_numbered(self) -> None:
-        """Finds layers with arrays of their own that NNX has in one array each: `blocks_0` and
-        `blocks_1` where it has `blocks`."""
-        numbered: dict[str, list[Module]] = {}
-        for child in self._open if self._nnx.children else ():
-            match = _NUMBERED.fullmatch(child.path[-1])
+        """Abstains on layers that NNX has in one array each: `blocks_0` and `blocks_1` where it has
+        `blocks`."""
+        series: dict[str, list[Module]] = {}
+        for child in self._open:
+            match = _COUNTED.fullmatch(child.path[-1])
             if match and isinstance(child, Module):
-                numbered.setdefault(match[1], []).append(child)
-        for name, modules in numbered.items():
+                series.setdefault(match[1].removesuffix("_"), []).append(child)
+        for name, modules in series.items():
             stack = self._nnx.children.get(name)
             if stack is None or id(stack) in self._taken or len(modules) < 2:
                 continue
-            if not layers.may_be_stack(stack):
-                continue
-            self._taken.add(id(stack))
-            self._made.count(stack.all_leaves(), -1)
-            gone = {id(module) for module in modules}
-            self._open = [held for held in self._open if id(held) not in gone]
-            self._abstain(modules, [stack], STACKED)
+            if layers.may_be_stack(stack):
+                self._taken.add(id(stack))
+                self._made.count(stack.all_leaves(), -1)
+                self._open = [held for held in self._open if held not in modules]
+                self._abstain(modules, [stack], STACKED)
 
     def _pair_classes(self) -> None:
         """Pairs modules by class and order, as far as that decides."""
@@ -753,16 +655,12 @@ class _Level:
         # What is not decided may hold the counterparts of what is.
         while True:
             unpaired = Unpaired(*self._unpaired([group for group, _ in decided]))
-            ambiguities = [unpaired.ambiguity(group) for group, _ in decided]
-            if not any(ambiguities):
+            doubts = [unpaired.ambiguity(group) for group, _ in decided]
+            if not any(doubts):
                 break
-            pairs = list(zip(decided, ambiguities, strict=True))
-            decided = [entry for entry, ambiguity in pairs if not ambiguity]
-            self._undecided += [
-                dataclasses.replace(group, reason=ambiguity)
-                for (group, _), ambiguity in pairs
-                if ambiguity
-            ]
+            for (group, _), why in zip(decided, doubts, strict=True):
+                self._undecided += [dataclasses.replace(group, reason=why)] if why else []
+            decided = [entry for entry, why in zip(decided, doubts, strict=True) if not why]
         paired = {id(module) for group, _ in decided for module in group.linen}
         self._open = [held for held in self._open if id(held) not in paired]
         for group, made in decided:
@@ -799,7 +697,7 @@ class _Level:
             self._abstain(group.linen, group.nnx, group.reason)
         remaining = [*_remaining(self._nnx, self._taken)]
         matched = {found.output.path for found in self._made.found}
-        matched |= {mismatch.nnx.path for mismatch in self._made.mismatches}
+        matched |= {mismatch.output.path for mismatch in self._made.mismatches}
         for module in remaining:
             self._made.count((x for x in module.all_leaves() if x.path not in matched), -1)
         linen = [held for held in self._open if id(held) not in grouped_linen]

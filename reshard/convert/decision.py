@@ -22,7 +22,7 @@ from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
-from reshard.convert.layout import Layout
+from reshard.convert.layout import API_NAMES, Layout
 from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, Value, renaming
 from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
@@ -41,7 +41,6 @@ from reshard.convert.ready_maps import find_map
 from reshard.convert.suggestions import (
     covering_globs,
     hints_for,
-    level_above,
     shown_once,
 )
 from reshard.errors import ArgumentError, TreeMismatchError
@@ -221,12 +220,6 @@ class Ledger:
             return initial
         own = [path for path, saved in target.layout.model.items() if saved in initial]
         self.model, found = model_map(said, source_side, target_side, own)
-        if found.abstentions and rules is None:
-            placed = len(self.model.values.keys() & target_side.shapes.keys())
-            level = level_above(source_side, target_side, own, placed)
-            if level is not None:
-                problem, hints = level
-                raise self._error([problem], hints)
         self.notes += shown_once(
             f"{listed(one)} were matched to {listed(other)} by number"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
@@ -257,7 +250,7 @@ class Ledger:
     ) -> None:
         """Adds what structure does not decide of leaves beside what a map says, which may be one
         for the other direction."""
-        self._problems += shown_once(entry.told(self._to) for entry in found.mismatches)
+        self._problems += shown_once(map(str, found.mismatches))
         self._problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
             if entry.rule is not None:
@@ -268,8 +261,8 @@ class Ledger:
             why = (kind, str(entry))
             self._open |= dict.fromkeys((*entry.linen, *entry.nnx), why)
         for entry in found.mismatches:
-            why = ("mismatch", entry.told(self._to))
-            self._open |= dict.fromkeys((*(leaf.path for leaf in entry.linen), entry.nnx.path), why)
+            why = ("mismatch", str(entry))
+            self._open |= {leaf.path: why for leaf in (*entry.inputs, entry.output)}
         known, saved = self._other is not None, self._layout.model
         if found.abstentions:
             self._hints += hints_for(found.abstentions, said, source, target, known, saved)
@@ -310,17 +303,14 @@ class Ledger:
 
     def _start_anew(self) -> str:
         """The hint that leaves out or resets optimizer state that cannot be converted."""
-        there, leaves = self._state_there, {} if self._target is None else self._target.leaves
-        step = [] if there or self._layout.step is None else [self._layout.step]
-        state = [*self._layout.optimizer.values(), *step]
-        globs = covering_globs(state, {path: path for path in self._ckpt})
-        given = [f"drop={as_python([glob])}" for glob, _ in globs]
-        if self._target is not None:
-            wanted = [at for at in there.values() if isinstance(leaves[at], TargetLeaf)]
-            globs = covering_globs(wanted, self._target.names())
-            given += [f"init={as_python([glob])}" for glob, _ in globs]
-        end = " resets that state" if there else " leaves that state out"
-        return " with ".join(given) + end
+        layout, there = self._layout, None
+        if self._target is not None and self._state_there:
+            there = self._target.layout.optimizer_root
+        gone = (layout.optimizer_root, layout.step if there is None else None)
+        given = [f"drop={as_python([format_glob(path)])}" for path in gone if path]
+        if there is None:
+            return f"{' with '.join(given)} leaves that state out"
+        return f"{given[0]} with init={as_python([format_glob(there)])} resets that state"
 
     def _copied(self) -> Followed:
         """The map of copies of the parameters, which follow the model's leaves."""
@@ -482,8 +472,7 @@ class Ledger:
         self, problems: Sequence[str], hints: Sequence[str], found: Sequence[Outcome] = ()
     ) -> TreeMismatchError:
         """The error, with the outcomes that are decided."""
-        name = {"nnx": "NNX", "linen": "Linen"}[self._to]
-        summary = f"`{self._ckpt.source.root}` does not become the {name} model"
+        summary = f"`{self._ckpt.source.root}` does not become the {API_NAMES[self._to]} model"
         return TreeMismatchError(summary, problems, hints, found)
 
     def _check(self, names: Mapping[Path, Path], initial: set[Path]) -> None:
@@ -729,35 +718,32 @@ def differences(
                 yield None, f"{pair}: {both} cannot be combined", ""
     for place, value in whole.values.items():
         wanted = targets.get(place)
-        if isinstance(value, Filled) and place in names and isinstance(wanted, TargetLeaf):
+        if place not in names or not isinstance(wanted, TargetLeaf):
+            continue
+        if isinstance(value, Filled):
             filled = f"{value.dtype.name}{list(value.shape)}"
             expected = f"{wanted.dtype}{list(wanted.shape)}"
             if filled != expected:
                 text = f"filled as {filled}, the model has {expected}"
                 yield place, f"{format_path(names[place])}: {text}", ""
-        if isinstance(value, Filled) or place not in names or not isinstance(wanted, TargetLeaf):
             continue
         source, function = made_of(value)
-        both = f"{format_path(source.path)} -> {format_path(names[place])}"
-        text, key, says, hint = "", "", None, ""
+        text, key, wants, hint = "", "", None, ""
         if wanted.kind == "key":
-            if source.key_impl != wanted.key_impl:
-                keys = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
-                text = f"{keys}, the model has {wanted}"
-            elif value.shape[:-1] != wanted.shape:
-                keys = f"{source.key_impl} keys{list(value.shape[:-1])}"
-                text = f"{keys}, the model has {wanted}"
-        elif wanted.kind != "array":
-            continue
-        elif tuple(value.shape) != wanted.shape:
+            shape = value.shape[:-1] if source.key_impl else value.shape
+            if (source.key_impl, shape) != (wanted.key_impl, wanted.shape):
+                given = f"{source.key_impl} keys" if source.key_impl else source.dtype.name
+                text = f"{given}{list(shape)}, the model has {wanted}"
+        elif wanted.kind == "array" and tuple(value.shape) != wanted.shape:
             text = f"shape {list(value.shape)}, the model has {list(wanted.shape)}"
-            key, says = "shape", list(wanted.shape)
-        elif source.dtype != wanted.dtype:
+            key, wants = "shape", list(wanted.shape)
+        elif wanted.kind == "array" and source.dtype != wanted.dtype:
             text = f"dtype {source.dtype.name}, the model has {wanted.dtype}"
-            key, says = "dtype", str(wanted.dtype)
-            hint = f'reshard.cast(ckpt, "{says}", {as_python(format_glob(source.path))})'
+            key, wants = "dtype", str(wanted.dtype)
+            hint = f'reshard.cast(ckpt, "{wants}", {as_python(format_glob(source.path))})'
         if function is not None and key:  # how a rule says what it makes, if not what it is given
-            call = f"{{ function = '{function.name}', {key} = {says!r} }}"
+            call = f"{{ function = '{function.name}', {key} = {wants!r} }}"
             hint = f"apply = {call}, if that is what it makes"
         if text:
+            both = f"{format_path(source.path)} -> {format_path(names[place])}"
             yield place, f"{both}: {text}", hint

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Concat
 from reshard.convert.module_tree import OWN, Leaf, Module, unlifted
-from reshard.tree import Path
+from reshard.tree import Path, format_path
 
 _LSTM = ("LSTMCell", "OptimizedLSTMCell")
 # Class in Linen -> classes in NNX, where they are not called the same.
@@ -176,6 +176,24 @@ class Match:
         """The shape of the joined inputs."""
         shapes = [leaf.shape for leaf in self.inputs]
         return shapes[0] if self.join is None else self.join.shapes(shapes)[0]
+
+    @property
+    def counts(self) -> bool:
+        """Whether its shapes show that two modules are not the same. Only those of parameters do: a
+        cache has the size of the batch."""
+        return any(map(is_parameter, (*self.inputs, self.output)))
+
+    @property
+    def values(self) -> tuple[str, str]:
+        """The collections of both sides if they do not agree; else the shapes."""
+        if all(in_collection(leaf, self.output) for leaf in self.inputs):
+            return str(list(self.shape)), str(list(self.output.shape))
+        return self.inputs[0].kind, self.output.kind
+
+    def __str__(self) -> str:
+        one, other = self.values
+        names = " + ".join(format_path(leaf.path) for leaf in self.inputs)
+        return f"{names} and {format_path(self.output.path)}: {one} in Linen, {other} in NNX"
 
 
 # A recurrent cell: the matches of its leaves, and the Linen leaves without a place in NNX, which

@@ -27,7 +27,6 @@ from reshard.convert.module_tree import (
     Leaf,
     Module,
     linen_outline,
-    outline_below,
     path_outline,
 )
 from reshard.convert.optimizer import random_state
@@ -267,7 +266,7 @@ def nnx_outline(
     places = _modules(state)
     leaves = flatten_state(state).leaves if leaves is None else leaves
     if not places:
-        return (), path_outline({leaf.path: leaf.value for leaf in leaves if leaf.is_array})
+        return (), path_outline({tuple(map(str, x.path)): x.value for x in leaves if x.is_array})
     found = []
     for path, module in places:
         if not isinstance(module, nnx.Optimizer):
@@ -392,7 +391,7 @@ class _Walk:
         leaves = {
             keys: self._leaves[*path, *keys] for keys in inner if (*path, *keys) in self._leaves
         }
-        return outline_below(path, leaves) if leaves else None
+        return path_outline(leaves, path) if leaves else None
 
 
 def _class(kind: type) -> str:

@@ -28,6 +28,8 @@ GIVEN = "="
 AUXILIARY = "nnx_aux"
 # Variables that hold random numbers.
 RNG_KINDS = ("RngState", "RngKey", "RngCount")
+# A path of which all keys are text.
+Names = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Leaf:
         variable and where only paths are known.
     """
 
-    path: tuple[str, ...]
+    path: Names
     shape: Shape
     dtype: Any
     kind: str
@@ -65,7 +67,7 @@ class Module:
       repeated: names of children that are also elsewhere, and were defined there first.
     """
 
-    path: tuple[str, ...]
+    path: Names
     kind: str = ""
     index: int | None = None
     children: Mapping[str, "Module"] = dataclasses.field(default_factory=dict)
@@ -113,9 +115,7 @@ class Module:
             yield from child.all_leaves()
 
 
-def linen_outline(
-    leaves: Mapping[Path, Any], classes: Mapping[tuple[str, ...], str] | None = None
-) -> Module:
+def linen_outline(leaves: Mapping[Any, Any], classes: Mapping[Names, str] | None = None) -> Module:
     """The outline of a Linen model.
 
     Args:
@@ -125,13 +125,12 @@ def linen_outline(
         needed only for modules with names of their own.
     """
     classes = classes or {}
-    entries: dict[tuple[str, ...], list[Leaf]] = {}
+    entries: dict[Names, list[Leaf]] = {}
     for path in sorted(leaves, key=natural):
-        keys, value = tuple(map(str, path)), leaves[path]
-        leaf = Leaf(keys, tuple(value.shape), value.dtype, keys[0])
-        entries.setdefault(keys[1:], []).append(leaf)
+        leaf = Leaf(path, tuple(leaves[path].shape), leaves[path].dtype, path[0])
+        entries.setdefault(path[1:], []).append(leaf)
 
-    def describe(path: tuple[str, ...]) -> dict[str, Any]:
+    def describe(path: Names) -> dict[str, Any]:
         automatic = AUTOMATIC.fullmatch(path[-1]) if path else None
         named = classes.get(path, "")
         if automatic is not None and not named.startswith(GIVEN):
@@ -140,52 +139,33 @@ def linen_outline(
                 return {"kind": kind, "index": int(automatic[2])}
         return {"kind": named.removeprefix(GIVEN)}
 
-    return _module((), _nested(entries), describe)
+    return _module((), entries, describe)
 
 
-def bare_leaves(shapes: Mapping[Path, Shape], dtypes: Mapping[Path, Any]) -> dict[Path, Leaf]:
-    """Leaves of which only paths, shapes and dtypes are known."""
-    return {
-        path: Leaf(tuple(map(str, path)), shape, dtypes[path], "") for path, shape in shapes.items()
-    }
-
-
-def path_outline(leaves: Mapping[Path, Any]) -> Module:
-    """The outline of an NNX model of which only the paths are known."""
-    found = {}
+def path_outline(leaves: Mapping[Any, Any], above: Names = ()) -> Module:
+    """The outline of an NNX model, or of the part of one that is at a path, of which only the paths
+    are known. `leaves`: `Leaf`s, or anything with a shape and a dtype."""
+    entries = {}
     for path in sorted(leaves, key=natural):
-        keys, value = tuple(map(str, path)), leaves[path]
-        found[keys] = Leaf(keys, tuple(value.shape), value.dtype, "")
-    return outline_below((), found)
+        leaf = leaves[path]
+        if not isinstance(leaf, Leaf):
+            leaf = Leaf(path, tuple(leaf.shape), leaf.dtype, "")
+        entries[path] = [leaf]
+    return _module(above, entries, lambda path: {})
 
 
-def outline(
-    api: str, leaves: Mapping[Path, Any], classes: Mapping[tuple[str, ...], str] | None = None
-) -> Module:
-    """The outline of a model of an API; `classes` are all that are known."""
-    return linen_outline(leaves, classes) if api == "linen" else path_outline(leaves)
-
-
-def outline_below(path: tuple[str, ...], leaves: Mapping[tuple[str, ...], Leaf]) -> Module:
-    """The outline of a part of an NNX model of which only the paths are known."""
-    entries = {inner: [leaf] for inner, leaf in leaves.items()}
-    return _module(path, _nested(entries), lambda path: {})
-
-
-def by_path(module: Module) -> dict[tuple[str, ...], Module]:
-    """All modules in a module, by path; a shared one has several."""
-    found: dict[tuple[str, ...], Module] = {}
-    pending: list[tuple[tuple[str, ...], Module]] = [((), module)]
+def by_path(module: Module) -> dict[Any, Module]:
+    """All modules in a module, in the order of definition, by path; a shared one has several."""
+    found: dict[Names, Module] = {}
+    pending: list[tuple[Names, Module]] = [((), module)]
     while pending:
         path, at = pending.pop()
         found[path] = at
-        pending += [((*path, name), child) for name, child in at.children.items()]
+        pending += reversed([((*path, name), child) for name, child in at.children.items()])
     return found
 
 
-def modules_before(
-    leaves: Mapping[Path, Collection[Path]], begin: int
-) -> dict[tuple[str, ...], dict[tuple[str, ...], None]]:
+def modules_before(leaves: Mapping[Any, Collection[Any]], begin: int) -> dict[Any, dict[Any, None]]:
     """The paths of modules after a map has renamed leaves -> their paths before. A module is the
     same if its leaves have the same names in it.
 
@@ -193,19 +173,17 @@ def modules_before(
       leaves: path of a leaf -> the paths of its sources.
       begin: the number of keys before the module in the path of a leaf: in Linen 1, the collection.
     """
-    found: dict[tuple[str, ...], dict[tuple[str, ...], None]] = {}
+    found: dict[Names, dict[Names, None]] = {}
     for path, sources in leaves.items():
         for source in sources:
-            here, there = tuple(map(str, path[begin:])), tuple(map(str, source[begin:]))
+            here, there = path[begin:], source[begin:]
             while here and there and here[-1] == there[-1]:
                 here, there = here[:-1], there[:-1]
                 found.setdefault(here, {})[there] = None
     return found
 
 
-def classes_after(
-    module: Module, leaves: Mapping[Path, Collection[Path]]
-) -> dict[tuple[str, ...], str]:
+def classes_after(module: Module, leaves: Mapping[Any, Collection[Any]]) -> dict[Names, str]:
     """The classes of Linen modules after a map has renamed leaves, as `linen_outline` takes them.
     Arguments: the outline before; the leaves as `modules_before` takes them."""
     known, found = by_path(module), {}
@@ -232,55 +210,41 @@ def joined(module: Module, other: Module) -> Module:
 
 def without(module: Module, paths: Collection[Path]) -> Module:
     """An outline without some leaves. Modules stay, and count, even if they are empty then."""
-    if not paths:
-        return module
-    gone = {tuple(map(str, path)) for path in paths}
-    made: dict[int, Module] = {}
+    gone, made = {*paths}, dict[int, Module]()
 
     def less(module: Module) -> Module:
         if id(module) not in made:
-            held = {
-                name: tuple(leaf for leaf in leaves if leaf.path not in gone)
+            leaves = {
+                name: held
                 for name, leaves in module.leaves.items()
+                if (held := tuple(leaf for leaf in leaves if leaf.path not in gone))
             }
-            made[id(module)] = dataclasses.replace(
-                module,
-                children={name: less(child) for name, child in module.children.items()},
-                leaves={name: leaves for name, leaves in held.items() if leaves},
-            )
+            children = {name: less(child) for name, child in module.children.items()}
+            made[id(module)] = dataclasses.replace(module, children=children, leaves=leaves)
         return made[id(module)]
 
-    return less(module)
+    return less(module) if gone else module
 
 
 @functools.lru_cache(maxsize=1024)
-def unlifted(kind: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def unlifted(kind: str) -> tuple[tuple[str, Names], ...]:
     """The classes that a Linen name may stand for: the name itself, and the rest of it without the
     names of transforms; each with those transforms."""
-    found: list[tuple[str, tuple[str, ...]]] = [(kind, ())]
+    found: list[tuple[str, Names]] = [(kind, ())]
     while match := _LIFT.match(found[-1][0]):
         kind, lifts = found[-1]
         found.append((kind[match.end() :], (*lifts, match[1])))
     return tuple(found)
 
 
-def _nested(entries: Mapping[tuple[str, ...], list[Leaf]]) -> dict[tuple[str, str], Any]:
-    """Nested dicts with lists of leaves at the ends. A key is "module" or "leaves" and the name: a
-    name may be both."""
-    root: dict[tuple[str, str], Any] = {}
-    for path, leaves in entries.items():
-        node = root
-        for key in path[:-1]:
-            node = node.setdefault(("module", key), {})
-        node[("leaves", path[-1] if path else "")] = leaves
-    return root
-
-
-def _module(path: tuple[str, ...], node: dict[Any, Any], describe: Any) -> Module:
-    children, leaves = {}, {}
-    for (what, name), value in node.items():
-        if what == "leaves":
-            leaves[name] = tuple(value)
+def _module(path: Names, entries: Mapping[Names, list[Leaf]], describe: Any) -> Module:
+    """The outline of leaves by their paths below a path. A name may be a module's and a leaf's."""
+    leaves: dict[str, tuple[Leaf, ...]] = {}
+    inside: dict[str, dict[Names, list[Leaf]]] = {}
+    for keys, held in entries.items():
+        if len(keys) < 2:
+            leaves["".join(keys)] = tuple(held)
         else:
-            children[name] = _module((*path, name), value, describe)
+            inside.setdefault(keys[0], {})[keys[1:]] = held
+    children = {name: _module((*path, name), part, describe) for name, part in inside.items()}
     return Module(path=path, children=children, leaves=leaves, **describe(path))

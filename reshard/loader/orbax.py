@@ -22,7 +22,7 @@ from reshard.storage.array_store import ArrayStore, name_problem
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.disk import UNKNOWN, Location, not_a_file
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
-from reshard.tree import MAX_KEYS, Path, format_path
+from reshard.tree import MAX_KEYS, Path, format_path, overlaps
 from reshard.units import format_bytes
 
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
@@ -220,26 +220,19 @@ def _parse_key(key: Any, key_type: Any) -> str | int:
 
 def tree_problems(paths: Iterable[Path]) -> list[str]:
     """The reasons why paths are not the leaves of one tree."""
-    containers: dict[tuple[str, ...], Path] = {}
-    seen: dict[tuple[str, ...], Path] = {}
-    problems = []
+    problems, texts, kept = [], [], []
     for path in paths:
         if len(path) > MAX_KEYS:
             problems.append(f"{format_path(path)[:80]}...: it is {len(path)} levels deep")
             continue
         if problem := name_problem(stored_name(path)):
             problems.append(f"{format_path(path):.80}: {problem}")
-        texts = tuple(map(str, path))
-        if texts in seen:
-            problems.append(f"{format_path(path):.80}: it occurs twice")
-        seen[texts] = path
-        while texts and (texts := texts[:-1]) not in containers:
-            containers[texts] = path
-    return problems + [
-        f"{format_path(path):.80}: it is a leaf, and {format_path(containers[texts]):.80} below it"
-        for texts, path in seen.items()
-        if texts in containers
-    ]
+        texts.append(format_path(path)[:80])
+        kept.append(path)
+    for one, other, above in overlaps(enumerate(kept)):
+        text = f"it is a leaf, and {texts[other]} below it" if above else "it occurs twice"
+        problems.append(f"{texts[one]}: {text}")
+    return problems
 
 
 def array(

@@ -171,17 +171,13 @@ class ArrayStore(ZarrVersion):
     def truncated_file(self, name: str) -> str | None:
         """The first truncated file of an array, in words; None if all are long enough. Reads
         nothing."""
-        truncated: dict[str, tuple[int, int]] = {}
-        for value in self.values[name].values():
-            if value.truncated is not None and value.file is not None:
-                truncated[value.file] = max(truncated.get(value.file, (0, 0)), value.truncated)
-        if not truncated:
+        values = (value for value in self.values[name].values() if value.truncated is not None)
+        first = min(values, key=lambda value: (value.file or "", -value.offset), default=None)
+        if first is None:
             return None
-        file, (nbytes, needed) = min(truncated.items())
+        nbytes, needed = first.truncated or (0, 0)
         expected = f"at least {needed}" if nbytes < needed else str(needed)
-        text = f"`{self.directory / file}` has {nbytes} bytes, expected {expected}"
-        others = len(truncated) - 1
-        return f"{text}; {others} more of its files are damaged" if others else text
+        return f"`{self.directory / (first.file or '')}` has {nbytes} bytes, expected {expected}"
 
     def check_blosc(self, name: str, nbytes: int) -> None:
         """Raises CorruptCheckpointError unless the headers of all blosc chunks of an array say that

@@ -13,7 +13,6 @@ import functools
 import itertools
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,14 +31,6 @@ _CRC = [
     functools.reduce(lambda byte, _: byte >> 1 ^ (0x82F63B78 if byte & 1 else 0), range(8), byte)
     for byte in range(256)
 ]
-
-
-class Range(NamedTuple):
-    """A part of a file, whose path is relative to the database; empty for the database itself."""
-
-    file: str
-    offset: int
-    size: int
 
 
 def decoded_bytes(data: bytes) -> int:
@@ -129,21 +120,19 @@ def _decompressed(frame: bytes) -> tuple[bytes, int]:
     return bytes(start), nbytes
 
 
-def range_database(values: Iterable[tuple[str, Range]], node: str) -> dict[str, bytes]:
+def range_database(values: Iterable[tuple[bytes, str, int, int]], node: str) -> dict[str, bytes]:
     """The two files of a database of one or more values: its only B-tree node, in a file of the
-    name `node`, and its manifest, under the empty name."""
-    ordered = sorted((key.encode(errors="surrogateescape"), place) for key, place in values)
-    places, count = [place for _, place in ordered], len(ordered)
-    table, ids = _file_table([place.file for place in places])
-    body = b"\0" + table + _numbers([count]) + _keys([key for key, _ in ordered], 0)
-    body += _numbers(place.size for place in places) + b"\1" * count
-    body += _numbers(ids) + _numbers(place.offset for place in places)
+    name `node`, and its manifest, under the empty name. Each value has a key, a file relative to
+    the database (empty for the database itself), an offset and a size."""
+    keys, files, offsets, sizes = zip(*sorted(values), strict=True)
+    table, ids = _file_table(files)
+    body = b"\0" + table + _numbers([len(keys)]) + _keys(keys, 0)
+    body += _numbers(sizes) + b"\1" * len(keys) + _numbers(ids) + _numbers(offsets)
     data = _sealed(_NODE, body)
     table, ids = _file_table([node])
     config = bytes(16) + _numbers([0, 0, 1 << 23]) + b"\4\0"
-    nbytes = sum(place.size for place in places)
     # Of one version: its number, its height, and its root with the statistics of the tree.
-    version = _numbers([1, 1, 0, *ids, 0, len(data), count, len(data), nbytes])
+    version = _numbers([1, 1, 0, *ids, 0, len(data), len(keys), len(data), sum(sizes)])
     return {node: data, "": _sealed(_MANIFEST, config + table + version + bytes(9))}
 
 

@@ -101,18 +101,6 @@ def _add(names: dict[str, Entry], entry: Entry) -> None:
     names[entry.path] = entry
 
 
-@contextlib.contextmanager
-def _large_writes(place: "BucketLocation") -> Iterator[None]:
-    """Raises StoreError if a large object cannot be written."""
-    with translated_errors(f"`{place}`", "written"):
-        try:
-            yield
-        except OnlyTensorStoreError as error:
-            hint = "pip install google-auth, or boto3 for s3, which find credentials"
-            text = "uploads in parts need credentials that obstore accepts"
-            raise StoreError(f"`{place}` cannot be written", [text], [hint]) from error
-
-
 class BucketLocation(Location):
     """An object, or a prefix of the keys of objects."""
 
@@ -291,11 +279,9 @@ class BucketLocation(Location):
                     result = self._store.read(self._key, byte_range=part).result()
                 generations.add(result.stamp.generation)
                 block = result.value if result.state == "value" else None
-            if block is None or len(generations) > 1:
+            changed = size <= _BLOCK and block is not None and nbytes not in (UNKNOWN, len(block))
+            if block is None or changed or len(generations) > 1:
                 reason = "it changed or was removed while it was read"
-                raise StoreError(f"`{self}` cannot be read", [reason])
-            if size <= _BLOCK and nbytes not in (UNKNOWN, len(block)):
-                reason = f"it has {len(block)} bytes, but had {nbytes} when it was listed"
                 raise StoreError(f"`{self}` cannot be read", [reason])
             yield block
 
@@ -306,15 +292,9 @@ class BucketLocation(Location):
 
     # Writing.
 
-    @contextlib.contextmanager
-    def new_file(self) -> Iterator[Callable[[bytes], object]]:
-        blocks: list[bytes] = []
-        yield blocks.append
-        self.write(b"".join(blocks))
-
-    def write(self, data: bytes | None) -> None:
-        """Writes an object, durably. None deletes it, if it exists."""
-        with translated_errors(f"`{self}`", "deleted" if data is None else "written"):
+    def write(self, data: bytes | Iterable[bytes]) -> None:
+        data = data if isinstance(data, bytes) else b"".join(data)
+        with translated_errors(f"`{self}`", "written"):
             self._store.write(self._key, data).result()
 
     def replace(self, data: bytes, temporary: str) -> None:
@@ -331,23 +311,31 @@ class BucketLocation(Location):
 
     def upload(self, file: Location) -> None:
         """Writes a file of a disk as an object, however large, in parts."""
-        with _large_writes(self):
-            listing.upload(*self._parts, file)
+        self._write_large(listing.upload, file)
 
     def copy_on_server(self, new: "BucketLocation") -> bool:
         """Gives an object a second name in its bucket. On gs, returns False if something has that
         name, perhaps by an earlier try of this request. Raises StoreError if there is no object."""
-        with _large_writes(new):
+        try:
+            return new._write_large(listing.copy, self._key)
+        except FileNotFoundError as error:
+            raise StoreError(f"`{self}` cannot be read", ["it was removed"]) from error
+
+    def _write_large(self, write: Callable[..., bool], source: Any) -> bool:
+        with translated_errors(f"`{self}`", "written"):
             try:
-                return listing.copy(*self._parts, new._key)
-            except FileNotFoundError as error:
-                raise StoreError(f"`{self}` cannot be read", ["it was removed"]) from error
+                return write(*self._parts, source)
+            except OnlyTensorStoreError as error:
+                hint = "pip install google-auth, or boto3 for s3, which find credentials"
+                text = "uploads in parts need credentials that obstore accepts"
+                raise StoreError(f"`{self}` cannot be written", [text], [hint]) from error
 
     def make_directory(self) -> None:
         pass
 
     def remove(self) -> None:
-        self.write(None)
+        with translated_errors(f"`{self}`", "deleted"):
+            self._store.write(self._key, None).result()
 
     def remove_files(self, names: Sequence[str]) -> None:
         for deletion in [self._store.write(f"{self._key}/{name}", None) for name in names]:

@@ -292,19 +292,12 @@ class Location:
 
     # Writing.
 
-    @contextlib.contextmanager
-    def new_file(self) -> Iterator[Callable[[bytes], object]]:
-        """Yields a function that appends to a new file, which replaces what had its name. Nothing
-        is written through a link or into a pipe. In a bucket, the bytes are kept in memory, and
-        written at the end."""
+    def write(self, data: bytes | Iterable[bytes]) -> None:
+        """Writes a file, which replaces what had its name: nothing is written through a link or
+        into a pipe. On a disk, `sync` makes it durable."""
         self.remove()
         with open(self, "xb") as file:
-            yield file.write
-
-    def write(self, data: bytes) -> None:
-        """Writes a file, which replaces what had its name. On a disk, `sync` makes it durable."""
-        with self.new_file() as add:
-            add(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
 
     def create(self, data: bytes) -> bool:
         """Creates a file if it is absent, with all of its bytes or not at all. Returns False if it
@@ -359,10 +352,13 @@ class Location:
     ) -> None:
         """Copies the first bytes of a file, as of `blocks`: a training may still append to a log.
         Replaces the destination instead of writing to it: it may be a link to the source."""
-        with destination.new_file() as add, contextlib.closing(self.blocks(nbytes)) as blocks:
-            for block in blocks:
-                add(block)
+
+        def reported() -> Iterator[bytes]:
+            for block in self.blocks(nbytes):
+                yield block
                 report(len(block))
+
+        destination.write(reported())
 
     def make_directory(self) -> None:
         """Makes a directory. In a bucket, directories exist through their contents alone."""

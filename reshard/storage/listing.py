@@ -27,6 +27,8 @@ RETRIES: dict[str, Any] = {"max_retries": 5, "initial_delay": "300ms", "max_dela
 _ANSWER, _COPIED = "30s", "3600s"
 # Seconds without an answer until a warning is logged.
 _PATIENCE = 1.8
+# The answer to a request to create an object that exists.
+_EXISTS = object()
 _log = logging.getLogger("reshard")
 _importing = threading.Lock()
 # Bytes of a part of an upload, the most parts, and the parts that are sent at once.
@@ -84,18 +86,11 @@ def _entry(meta: Any, begin: int) -> Entry:
 
 def create(bucket: str, key: str, data: bytes) -> bool:
     """Creates an object of s3 if it is absent, in one request. Returns whether it did."""
-
-    def ask(store: Any) -> bool:
-        try:
-            _obstore().put(store, key, data, mode="create")
-        except _obstore().exceptions.AlreadyExistsError:
-            return False
-        return True
-
-    return _asked("s3", bucket, key, ask)
+    ask = functools.partial(_obstore().put, path=key, file=data, mode="create")
+    return _asked("s3", bucket, key, ask) is not _EXISTS
 
 
-def upload(scheme: str, bucket: str, key: str, file: Location) -> None:
+def upload(scheme: str, bucket: str, key: str, file: Location) -> bool:
     """Writes a file of a disk as an object, in parts: with all of its bytes or not at all."""
     size = max(_PART, (file.file_bytes() or 0) // _PARTS)
 
@@ -103,33 +98,29 @@ def upload(scheme: str, bucket: str, key: str, file: Location) -> None:
         with reader(file) as data:
             _obstore().put(store, key, data, chunk_size=size, max_concurrency=_AT_ONCE)
 
-    _asked(scheme, bucket, key, ask)
+    return _asked(scheme, bucket, key, ask) is not _EXISTS
 
 
-def copy(scheme: str, bucket: str, key: str, new: str) -> bool:
+def copy(scheme: str, bucket: str, new: str, key: str) -> bool:
     """Copies an object on the server. On gs, only if the new one is absent. Returns whether it
     did."""
-
-    def ask(store: Any) -> bool:
-        try:
-            _obstore().copy(store, key, new, overwrite=scheme == "s3")
-        except _obstore().exceptions.AlreadyExistsError:
-            return False
-        return True
-
-    return _asked(scheme, bucket, new, ask, _COPIED)
+    ask = functools.partial(_obstore().copy, from_=key, to=new, overwrite=scheme == "s3")
+    return _asked(scheme, bucket, new, ask, _COPIED) is not _EXISTS
 
 
 def _asked(
     scheme: str, bucket: str, key: str, ask: Callable[[Any], Any], timeout: str = _ANSWER
 ) -> Any:
-    """The answer of a bucket about a key. Raises ValueError or FileNotFoundError for an error."""
+    """The answer of a bucket about a key, or `_EXISTS`. Raises ValueError or FileNotFoundError for
+    an error."""
     exceptions = _obstore().exceptions
     for tries_left in reversed(range(RETRIES["max_retries"] + 1)):
         store = _store(scheme, bucket, timeout)
         try:
             with patience(f"`{scheme}://{bucket}/{key}`"):
                 return ask(store)
+        except exceptions.AlreadyExistsError:
+            return _EXISTS
         except (exceptions.InvalidPathError, ValueError) as error:
             raise OnlyTensorStoreError from error
         except exceptions.BaseError as error:

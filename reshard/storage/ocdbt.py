@@ -13,7 +13,7 @@ from tensorstore import ocdbt
 
 from reshard.errors import CorruptCheckpointError, DestinationError, first_line
 from reshard.storage import bucket, disk
-from reshard.storage.btree import MAX_BTREE, Range, decoded_bytes, range_database
+from reshard.storage.btree import MAX_BTREE, decoded_bytes, range_database
 from reshard.storage.disk import MAX_DOCUMENT, Location, not_a_file
 from reshard.storage.location import checked
 from reshard.storage.machine import thread_limits
@@ -188,7 +188,7 @@ def ranges_spec(
             memory.write(file, value.inline).result()
         elif not file:  # the directory is the file itself
             files["path"] = files["path"].removesuffix("/")
-        places.append((key, Range(file, value.offset, value.size)))
+        places.append((key.encode(errors="surrogateescape"), file, value.offset, value.size))
     database = range_database(places, f"{_NODES}ranges") if places else {}
     for name, data in database.items():
         memory.write(name or f"{_NODES}{MANIFEST}", data).result()
