@@ -713,9 +713,9 @@ map.toml: the map cannot be used in the opposite direction
   rule 6, `^a$`: a crop cannot be inverted: the cut elements are lost
   rule 7, `^a$`: axes [1, 1] are not a permutation of the axes
   rule 8, `^a$` + `^b$`: `concat` lacks the `sizes` of the pieces
-  rule 9, `^a$`: its pieces are neither numbers nor a list of regexes
+  rule 9, `^a$`: `order` has no inverse: number the pieces, or list regexes
   rule 10, `^a$`: `{1 + 1}` contains more than text and `\1`
-  rule 11, `^x_(\d+)/w$`: the match of group 1 is lost
+  rule 11, `^x_(\d+)/w$`: the new path lacks group 1
   rule 12, `^x_(\d+)/(\d+)$`: two numbers are adjacent, so the end of the first is ambiguous
   rule 13, `^x_(\d+)/`: `x\1` is not for a regex `^.../`: only one ends with `/`
   rule 14, `^x_(\d+)$`: the paths of its parts contain different numbers

@@ -1084,7 +1084,7 @@ def test_huge_zeros_in_a_record(tmp_path, base):
         record["leaves"].append([["params", "zeros"], kind])
         record["route"]["vanish"].append([["params", "zeros"], shape, "float32"])
 
-    problem = "params/zeros: [1099511627776, 1048576] is larger than all arrays"
+    problem = "params/zeros: [1099511627776, 1048576] is too large for an array"
     assert refused_record(base, tmp_path, change) == NO_RECORD.replace("PROBLEM", problem)
 
 

@@ -132,7 +132,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
         return other
     if alike and kinds[0].api != kinds[1].api:
         raise TreeMismatchError(
-            "one is from Linen, the other from NNX, and no leaf has the same path in both",
+            "one checkpoint is from Linen, the other from NNX, and they have no path in common",
             [f"`{c.source.path}` is {k.kind}" for c, k in zip(unknown, kinds, strict=True)],
             ["--model MODULE:NAME, the model of PATH; --map FILE, if names are ambiguous"],
         )

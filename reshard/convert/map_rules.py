@@ -299,7 +299,7 @@ def _undone(rule: Rule) -> list[Rule]:
         regroup.values["sizes"], numbered = values.get("sizes"), False
         if rule.joins:
             if values.get("order") is not None:
-                raise ValueError("its pieces are neither numbers nor a list of regexes")
+                raise ValueError("`order` has no inverse: number the pieces, or list regexes")
             if key == "concat" and regroup.values["sizes"] is None:
                 raise ValueError("`concat` lacks the `sizes` of the pieces")
             if rule.by is not None:

@@ -370,7 +370,7 @@ class PathTemplate(NamedTuple):
             elif piece.number == 0:
                 text += "{}"
             else:
-                raise ValueError(f"the match of group {piece.number} is lost")
+                raise ValueError(f"the new path lacks group {piece.number}")
         return parse_replacement(text, [pattern.pattern()], ["i"])
 
     def numbered(self, group: int) -> "PathTemplate":

@@ -378,7 +378,7 @@ def _check_zeros(found: LeafMap, ckpt: Checkpoint) -> None:
     largest = max((math.prod(array.shape) for array in ckpt.arrays), default=0)
     for path, value in (*found.must_be_zero.items(), *found.values.items()):
         if isinstance(value, Filled) and math.prod(value.shape) > largest:
-            raise ValueError(f"{format_path(path)}: {list(value.shape)} is larger than all arrays")
+            raise ValueError(f"{format_path(path)}: {list(value.shape)} is too large for an array")
 
 
 @contextlib.contextmanager

@@ -166,7 +166,7 @@ def read_record(path: Location, hint: str = "") -> Record | None:
                 f"its format version is {document['version']!r}; only {_VERSION} is supported"
             )
         if unknown := sorted(document.keys() - _KEYS):
-            raise ValueError(f"the keys {unknown}")
+            raise ValueError(f"unknown keys: {unknown}")
         arrays = {name: _array(entry) for name, entry in document["arrays"].items()}
         strings = {name: _hash(text) for name, text in document.get("strings", {}).items()}
         files, beside = (_hashes(document[key]) for key in ("files", "beside"))
