@@ -21,7 +21,8 @@ ODD = re.compile(
     r"|exclude each other|no model does|was to be made|run backwards|half[- ]written|takes it away"
     r"|was asked to be|lies? beside|holds what|way back|what is split|not one each"
     r"|stays as it is|no such leaves|taken, too)\b"
-    r"|(?<!there )\bis no (regex|codec|number|function|list|tree|box|share|path|file|step|mesh|name)\b",
+    r"|(?<!there )\bis no "
+    r"(regex|codec|number|function|list|tree|box|share|path|file|step|mesh|name)\b",
     re.IGNORECASE,
 )
 
