@@ -277,7 +277,10 @@ WRONG = {
         b"\x81\xdb\xff\xff\xff\xff",
         "a text of length 4294967295 does not fit in the file, which has 6 bytes",
     ),
-    "extension of 2**32": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "an? extension of 4294967295"),
+    "extension of 2**32": (
+        b"\x81\xa1w\xc9\xff\xff\xff\xff\x01",
+        "an? extension of length 4294967295",
+    ),
     "nested": (b"\x81\xa1a" * 5000 + b"\xc0", "it is nested more than 100 levels deep"),
     "nested lists": (b"\x81\xa1a" + b"\x91" * 5000 + b"\xc0", "nested more than 100 levels"),
     "twice": (b"\x82\xa1a\xc0\xa1a\xc0", "the key 'a' occurs twice"),

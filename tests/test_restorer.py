@@ -829,7 +829,7 @@ def test_a_part_of_a_checkpoint(saved, layout):
 
 def test_options_that_are_unknown(plain, target):
     bytes_hint = "is not a number of bytes\n\nhint: `256MiB`, `1GiB`"
-    known = "is not known\n\nhint:"
+    known = "is unknown\n\nhint:"
     for name, value, text in [
         ("cast", "yes", f"cast='yes' {known} cast=False\nhint: cast=True\nhint: cast='lossy'"),
         ("unexpected", 1, f"unexpected=1 {known} unexpected='error'\nhint: unexpected='ignore'"),
