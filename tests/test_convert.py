@@ -772,7 +772,7 @@ def test_moments_follow_the_operations_of_a_map(model, mapped, tmp_path):
         mapped_training: [],
     }
     dropped = "2 leaves of optimizer state are dropped with their parameters: params/table"
-    assert list(ckpt.notes) == [*notes[model], dropped]
+    assert list(ckpt.notes) == [dropped, *notes[model]]
 
 
 def test_what_a_map_drops_comes_back_from_the_initial_values(mapped, tmp_path):

@@ -453,9 +453,6 @@ def test_names_that_are_none_of_files(tmp_path):
     assert not out.exists()
 
 
-# Resuming, and checking.
-
-
 # Wrong values.
 
 WRONG = [
