@@ -348,7 +348,7 @@ def test_the_hints_for_dimensions_that_do_not_divide_work(cwd):
     command = "reshard ckpt run/1000 out --to 1x3"
     _, _, hints = refused(cwd, *typed(command)).partition("\n\n")
     first, *rest = hints.splitlines()
-    assert first == "hint: --axis model= replicates what is split over it"
+    assert first == "hint: --axis model= replicates dimensions split over it"
     shown(cwd, *typed(f"{command} --dry-run --axis model="))
     fits = re.findall(r"^hint: (--spec '[^']+') fits$", hints, re.MULTILINE)
     assert len(fits) == len(rest)

@@ -541,7 +541,7 @@ def test_html_replaces_only_a_page(run, tmp_path):
     assert [*tmp_path.iterdir()] == [file]
     file.write_text("<!doctype html>\nsomething else")
     told = refused(run, *words)
-    assert told.startswith(f"Error: --html {file}: the file exists and is not a page\n")
+    assert told.startswith(f"Error: --html {file}: this file exists and is not a page\n")
     assert file.read_text() == "<!doctype html>\nsomething else"
 
 

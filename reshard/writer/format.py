@@ -213,8 +213,8 @@ class TargetFormat(ZarrVersion):
         nbytes = math.prod(chunk) * handle.dtype.itemsize
         if nbytes > _MAX_BLOSC and not self.files and self.encoding(handle).is_blosc:
             raise errors.ArgumentError(
-                f"{tree.format_path(handle.path)}: blosc takes no chunks of more than {_MAX_BLOSC} "
-                f"bytes, and one of {list(chunk)} has {nbytes}",
+                f"{tree.format_path(handle.path)}: blosc takes chunks of at most {_MAX_BLOSC} "
+                f"bytes, but one of {list(chunk)} has {nbytes}",
                 hints=['chunks="1GiB"'],
             )
 
