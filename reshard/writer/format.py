@@ -298,7 +298,7 @@ def target_format(
         hints = ['format="zarr2"', 'format="zarr3"']
         raise errors.ArgumentError(f"`{format}` is not a format", hints=hints)
     if ocdbt is not None and type(ocdbt) is not bool:
-        raise errors.ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
+        raise errors.ArgumentError(f"ocdbt must be True, False or None, not `{ocdbt!r:.40}`")
     store = ckpt.source.store
     if codec is None and store.ranged:  # such files are not compressed, and Orbax's are
         codec = "zstd:1"
