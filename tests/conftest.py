@@ -43,15 +43,15 @@ import sampling
 from releases import older
 
 hypothesis.settings.register_profile("few", max_examples=10)
-hypothesis.settings.register_profile("many", max_examples=50)
+hypothesis.settings.register_profile("many", max_examples=30)
 # Cases of one test that bring two values of its parameters together, in the exhaustive run.
 MOST_PAIRS = 32
 # Files that take long go first, the longest of them before the others: the last ones are short, so
 # that no process waits for another.
-LONG = "resume convert convert_models save restorer buckets targets convert_align convert_layers"
-LONG += " docs format frozen broadcast cli verification derived cli_convert records outputs"
-LONG += " stacking shares_written written_to_buckets examples convert_hints commit diff workers"
-LONG += " hostile page device_reads execution imports restorer_processes"
+LONG = "broadcast written_to_buckets convert convert_models save resume restorer buckets protocol"
+LONG += " targets convert_align convert_layers docs format frozen cli verification derived"
+LONG += " cli_convert records outputs stacking shares_written examples convert_hints commit diff"
+LONG += " workers hostile page loader device_reads execution imports restorer_processes msgpack"
 
 
 def pytest_configure(config: pytest.Config) -> None:

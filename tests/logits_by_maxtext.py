@@ -5,7 +5,6 @@
 The checkpoint is scanned if `layers` is in its decoder.
 """
 
-import json
 import os
 import pathlib
 import sys
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import maxtext
 import numpy as np
 import orbax.checkpoint as ocp
+from logits_process import save_all
 from maxtext.common.common_types import DECODING_ACTIVE_SEQUENCE_INDICATOR, MODEL_MODE_TRAIN
 from maxtext.configs import pyconfig
 from maxtext.layers import decoders, embeddings, nnx_decoders
@@ -24,11 +24,9 @@ from maxtext.models import models
 from maxtext.utils import maxtext_utils
 
 
-def save(tokens: np.ndarray, checkpoint: str, config_file: str, logits_file: str) -> None:
-    """Writes the logits of one checkpoint."""
-    config = json.loads(pathlib.Path(config_file).read_text())
+def logits(tokens, checkpoint, config):
     with ocp.PyTreeCheckpointer() as reader:
-        params = reader.restore(pathlib.Path(checkpoint).resolve())["params"]
+        params = reader.restore(checkpoint)["params"]
     kind, layers = config["model_type"], config["num_hidden_layers"]
     gemma, tied = "gemma" in kind, config.get("tie_word_embeddings", True)
     given = {
@@ -106,7 +104,7 @@ def save(tokens: np.ndarray, checkpoint: str, config_file: str, logits_file: str
     arguments = [jnp.asarray(each) for each in (tokens, positions, segments)]
     key = jax.random.key(0)
     with mesh:
-        made = model.apply(
+        return model.apply(
             {"params": params["params"]},
             *arguments,
             enable_dropout=False,
@@ -114,9 +112,6 @@ def save(tokens: np.ndarray, checkpoint: str, config_file: str, logits_file: str
             rngs={"aqt": key, "dropout": key, "params": key},
             mutable=False,
         )
-    np.save(logits_file, np.asarray(made, "float32"))
 
 
-words = iter(sys.argv[2:])
-for each in zip(words, words, words, strict=True):
-    save(np.load(sys.argv[1]), *each)
+save_all(logits)

@@ -3,19 +3,13 @@
 python logits_by_tunix.py TOKENS.npy [CHECKPOINT CONFIG.json LOGITS.npy]...
 """
 
-import json
-import pathlib
-import sys
-
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
+from logits_process import save_all
 
 
-def save(tokens: np.ndarray, checkpoint: str, config_file: str, logits_file: str) -> None:
-    """Writes the logits of one checkpoint."""
-    config = json.loads(pathlib.Path(config_file).read_text())
+def logits(tokens, checkpoint, config):
     kind = config["model_type"]
     sizes = {
         "num_layers": config["num_hidden_layers"],
@@ -73,16 +67,13 @@ def save(tokens: np.ndarray, checkpoint: str, config_file: str, logits_file: str
     model = create(given, rngs=nnx.Rngs(0))
     state = nnx.state(model)
     with ocp.PyTreeCheckpointer() as reader:
-        nnx.update(model, reader.restore(pathlib.Path(checkpoint).resolve(), item=state))
+        nnx.update(model, reader.restore(checkpoint, item=state))
     length = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     mask = jnp.broadcast_to(
         jnp.tril(jnp.ones((length, length), bool)), (len(tokens), length, length)
     )
-    logits, _ = model(jnp.asarray(tokens), positions, None, mask)
-    np.save(logits_file, np.asarray(logits))
+    return model(jnp.asarray(tokens), positions, None, mask)[0]
 
 
-words = iter(sys.argv[2:])
-for each in zip(words, words, words, strict=True):
-    save(np.load(sys.argv[1]), *each)
+save_all(logits)

@@ -118,6 +118,8 @@ def copies(tmp_path_factory):
     return folder
 
 
+# What does not depend on the number of processes.
+TWO = pytest.mark.parametrize("processes", [2], indirect=True)
 MEMORY = pytest.mark.parametrize("memory", [None, "256KiB"])
 KIND = pytest.mark.parametrize("kind", ["cpu", "accelerator"])
 
@@ -132,6 +134,7 @@ def test_what_is_broadcast_is_what_orbax_restores(processes, copies, layout, mem
         assert memory is None or found["peak"] <= 256 << 10
 
 
+@TWO
 @MEMORY
 @KIND
 def test_derived_arrays_are_broadcast(processes, tmp_path, memory, kind):
@@ -182,6 +185,7 @@ def test_a_read_that_fails_in_one_process_fails_in_all(processes, copies, layout
     assert re.match(f"{leaf}: its stored bytes", text)
 
 
+@TWO
 def test_a_checkpoint_that_one_process_lacks_fails_in_all(processes, copies):
     found = failing(processes, copies / "whole", copies / "none", "saved")
     kind, text = found.pop(1)
@@ -190,12 +194,14 @@ def test_a_checkpoint_that_one_process_lacks_fails_in_all(processes, copies):
     assert text.startswith(f"nothing exists at `{copies / 'none'}`\n")
 
 
+@TWO
 def test_an_interrupt_of_one_process_ends_the_others(processes, copies):
     found = failing(processes, copies / "whole", copies / "whole", "replicated", 1)
     assert found.pop(1) == ["KeyboardInterrupt", ""]
     assert found == [["ReshardError", FAILED]] * len(found)
 
 
+@TWO
 def test_a_process_that_comes_too_late(processes, copies):
     found = processes.errors("late", copies / "whole")
     assert {kind for kind, _ in found} == {"ReshardError"}
@@ -212,6 +218,7 @@ def test_processes_with_unequal_numbers_of_devices(monkeypatch):
         replicas._process_mesh.__wrapped__()
 
 
+@TWO
 def test_what_is_wrong_everywhere_is_said_as_if_it_were_alone(processes, copies):
     found = processes.errors("mismatched", copies / "whole", True)
     assert found == [found[0]] * len(processes)
@@ -220,6 +227,7 @@ def test_what_is_wrong_everywhere_is_said_as_if_it_were_alone(processes, copies)
     assert text.startswith(f"`{copies / 'whole'}` does not match the target")
 
 
+@TWO
 @pytest.mark.every_combination
 @pytest.mark.parametrize("other", ["target", "checkpoint"])
 def test_processes_that_do_not_restore_the_same_are_told_so(processes, copies, tmp_path, other):
@@ -307,6 +315,7 @@ def test_each_stored_chunk_is_read_once(processes, tmp_path, kind):
             assert total == sum(stored.values())
 
 
+@TWO
 @KIND
 def test_every_dtype_comes_bit_by_bit(processes, tmp_path, kind):
     """NaNs with payloads and zeros with signs among them, from one process or from all. Elements of

@@ -166,7 +166,7 @@ def test_logits(project):
 )
 def test_inputs_that_are_no_token_ids_are_refused(project, arguments, told):
     with pytest.raises(reshard.ArgumentError, match="is not an array of token ids") as error:
-        hf_model.run(str(project / "hf"), print, arguments, "noise")
+        hf_model.run(str(project / "hf"), arguments, "noise")
     assert told in str(error.value)
 
 
@@ -174,7 +174,7 @@ def test_without_a_library_the_error_says_what_to_install(project, monkeypatch):
     for module in ("torch", "mlx", "mlx.core"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(reshard.ArgumentError, match="no library can run the model of ") as error:
-        hf_model.run(str(project / "hf"), print, None, "noise")
+        hf_model.run(str(project / "hf"), None, "noise")
     assert error.value.hints == (
         "pip install transformers torch",
         "pip install mlx-lm 'mlx[cpu]'",

@@ -655,7 +655,7 @@ def test_initial_values_of_linen_are_those_of_an_eager_init(tmp_path):
     layouts.assert_same_tree(restored(ckpt, tmp_path), expected)
 
 
-def test_what_initial_values_take_is_told_and_limited(tmp_path):
+def test_the_memory_of_initial_values_is_limited(tmp_path):
     class Large(nnx.Module):
         def __init__(self):
             self.a = nnx.Param(jnp.zeros(3))
@@ -673,8 +673,7 @@ def test_what_initial_values_take_is_told_and_limited(tmp_path):
         f"initial values of 2 leaves take {format_bytes(least)} to compute, more than 1.00 MiB\n\n"
         f'hint: max_memory="{-(-least // 2**20)}MiB"'
     )
-    notes = make(max_memory=least).checkpoint.notes
-    assert f"computing initial values takes at most {format_bytes(least)}" in notes
+    make(max_memory=least)
 
 
 def test_initial_values_that_there_are_not(tmp_path):
@@ -773,7 +772,7 @@ def test_moments_follow_the_operations_of_a_map(model, mapped, tmp_path):
         mapped_training: [],
     }
     dropped = "2 leaves of optimizer state are dropped with their parameters: params/table"
-    assert list(ckpt.notes) == [*notes[model], dropped]
+    assert list(ckpt.notes) == [dropped, *notes[model]]
 
 
 def test_what_a_map_drops_comes_back_from_the_initial_values(mapped, tmp_path):
@@ -1816,11 +1815,10 @@ def test_a_checkpoint_of_the_other_api_is_told_in_a_restore(tmp_path):
         typed = f"reshard convert SRC DST --to {api} --model MODULE:NAME"
         assert (hint, as_flags(hint)) == (f"reshard.to_{api}(path, model)", typed)
     # Trees of one API, boxed or not, are renamed.
-    below, weights = save(tmp_path / "below", {"params": nnx.state(modules)}), params["params"]
+    below = save(tmp_path / "below", {"params": nnx.state(modules)})
     for path, target, rule in (
         (of_nnx, {"params": Of(hidden=modules.hidden, out=modules.out)}, ("^", "params/")),
         (below, modules, ("^params/", "")),
-        (save(tmp_path / "weights", {"weights": weights}), params, ("^weights/", "params/")),
     ):
         hint = f"hint: reshard.rename(reshard.open(path), {as_python([rule])})"
         assert hint in refusal(reshard.restore, path, target).splitlines()

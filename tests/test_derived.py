@@ -980,7 +980,6 @@ def assert_read(forming, requests, memory):
         assert bits(np.asarray(array))[1:] == forming.expected[name,], name
 
 
-@pytest.mark.every_combination
 @pytest.mark.parametrize(
     ("on", "memory"),
     [

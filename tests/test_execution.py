@@ -128,6 +128,7 @@ def test_all_problems_of_a_plan_are_told_together(saved, tmp_path):
     assert tuple(dict.fromkeys(error.value.hints)) == plan.hints
 
 
+@pytest.mark.exhaustive
 def test_the_memory_of_a_process_is_bounded(tmp_path):
     """Beyond a job of next to nothing, it takes what it is given, as much again at most for what
     the allocator keeps of it, and the result. All at once would be four times as much."""

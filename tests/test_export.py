@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from layouts import refused
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from test_safetensors import DTYPES, NAMES, random_bits, written
+from test_safetensors import DTYPES, NAMES, assert_tensors, named, random_bits, written
 
 import reshard
 from reshard.errors import (
@@ -67,19 +67,8 @@ def source(tree, tmp_path_factory):
     return layouts.save_pytree(tmp_path_factory.mktemp("source") / "saved", tree)
 
 
-def tensors(tree, above=""):
-    found = {}
-    for key, value in tree.items():
-        name = f"{above}{key}"
-        found |= tensors(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return {name: np.asarray(value) for name, value in found.items()}
-
-
-def assert_tensors(got, expected):
-    assert got.keys() == expected.keys()
-    for name, values in expected.items():
-        assert (got[name].dtype, got[name].shape) == (values.dtype, values.shape), name
-        assert got[name].tobytes() == values.tobytes(), name
+def tensors(tree):
+    return {name: np.asarray(value) for name, value in named(tree).items()}
 
 
 def loaded(directory):

@@ -547,7 +547,7 @@ def test_unmerged_databases_of_several_processes(saved, tmp_path, layout, writer
     on = layouts.mesh((1, 8))
     expected = layouts.read_pytree(source, source.path)
     jobs = [(reshard.to_mesh(ckpt, "1x8"), "shard", on)]
-    jobs += [(ckpt, "keep", None)] * len(some(range(8)))  # the order of a merge is up to chance
+    jobs += [(ckpt, "keep", None)] * len(some(range(3)))  # the order of a merge is up to chance
     for i, (job, chunks, target) in enumerate(jobs):
         reshard.save(job, tmp_path / f"out{i}", chunks=chunks)
         assert layouts.hashes(path) == before

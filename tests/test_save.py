@@ -692,34 +692,6 @@ def test_few_kept_leaves_are_copied(saved, save):
 # Casts.
 
 
-def rounding_cases(source):
-    """All values of 16 bits; of float32, with all first halves, those around the middle between two
-    values of any target (of float16 it is 13 bits from the end), and others."""
-    first = np.arange(1 << 16, dtype="uint32")
-    if source.itemsize == 2:
-        return first.astype("uint16").view(source)
-    middle = np.array([0x0000, 0x1000, 0x3000, 0x5000, 0x8000, 0xF000], "uint32")
-    last = np.concatenate([middle, middle + 1, middle + 0xFFFF & 0xFFFF, [0x1234]])
-    return (first[:, None] << 16 | last).astype("uint32").ravel().view(source)
-
-
-TARGETS = "bfloat16 float16 float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float8_e4m3fnuz "
-TARGETS += "float8_e5m2fnuz float8_e3m4"
-
-
-@pytest.mark.parametrize("target", few(TARGETS.split(), "bfloat16", "float16", "float8_e4m3fn"))
-def test_casts_are_those_of_jax(tmp_path, save, target):
-    target = jnp.dtype(target)
-    sources = [jnp.dtype(name) for name in ("float32", "bfloat16", "float16")]
-    tree = {source.name: jnp.asarray(rounding_cases(source)) for source in sources}
-    tree.pop(target.name, None)
-    layouts.save_pytree(tmp_path / "saved", tree)
-    out = save(reshard.cast(reshard.open(tmp_path / "saved"), target))
-    got = layouts.load_pytree(out)
-    for name, value in tree.items():
-        layouts.assert_equal_or_nan(got[name], value.astype(target))
-
-
 def test_a_cast_of_every_kind_of_leaf(saved, save):
     """Floating-point arrays change. Integers, complex numbers, keys, Python scalars and
     float8_e8m0fnu, the dtype of block scales, do not."""
@@ -856,24 +828,6 @@ def test_select_drop_and_rename(saved, read_by_orbax, save, layout, chunks):
     names = {".".join(map(str, path)) for path in layouts.saved_leaves(expected)}
     store = reshard.open(out, **source.open).source.store
     assert set(store.values) == names - {"list.2", "empty.dict"}
-
-
-@pytest.mark.parametrize(
-    "layout", few(["standalone", "zarr2-files", "zarr3-ocdbt"], "standalone", "zarr2-files")
-)
-def test_a_rename_into_the_names_of_others(saved, read_by_orbax, save, layout):
-    """Two leaves swap their names, whose chunks are moved as they are stored."""
-    source = saved(layout)
-    rules = [
-        ("^params/embed$", "tmp"),
-        ("^params/uneven$", "params/embed"),
-        ("^tmp$", "params/uneven"),
-    ]
-    out = save(reshard.rename(reshard.open(source.path), rules), chunks="keep")
-    expected = read_by_orbax(layout, "pytree")
-    params = expected["params"]
-    swapped = params | {"embed": params["uneven"], "uneven": params["embed"]}
-    layouts.assert_same_tree(layouts.read_pytree(source, out), expected | {"params": swapped})
 
 
 def test_leaves_of_a_single_device_are_replicated(saved):

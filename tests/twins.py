@@ -21,7 +21,6 @@ from flax.training import train_state
 from releases import OUT_SHARDING
 
 VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN, LENGTH, LAYERS = 22, 10, 3, 4, 14, 9, 6
-EXPERTS = 5
 INIT = nn.initializers.normal(0.02)
 
 
@@ -121,56 +120,12 @@ class Linen:
                 x = Linen.ResNetBlock(features, strides, train)(x)
             return nn.Dense(13)(x.mean((1, 2)))
 
-    class Tagger(nn.Module):
-        def setup(self):
-            self.embed = nn.Embed(23, 5)
-            self.layers = [nn.RNN(nn.OptimizedLSTMCell(7)), nn.RNN(nn.LSTMCell(11))]
-            self.heads = {"tag": nn.Dense(13), "span": nn.Dense(13)}
-
-        def __call__(self, tokens):
-            x = self.embed(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            return self.heads["tag"](x) * self.heads["span"](x)
-
     class Forecaster(nn.Module):
         @nn.compact
         def __call__(self, x):
             x = nn.RNN(nn.GRUCell(5))(x)
             x = nn.RNN(nn.GRUCell(7))(x)
             return nn.Dense(11)(x)
-
-    class Expert(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.relu(nn.Dense(HIDDEN)(x))
-            return nn.Dense(WIDTH)(x)
-
-    class Mixture(nn.Module):
-        """Experts by `vmap`, their weights stacked along the second axis."""
-
-        @nn.compact
-        def __call__(self, x):
-            gates = nn.softmax(nn.Dense(EXPERTS, use_bias=False)(x))
-            experts = nn.vmap(
-                Linen.Expert,
-                variable_axes={"params": 1},
-                split_rngs={"params": True},
-                in_axes=None,
-                axis_size=EXPERTS,
-            )
-            return jnp.einsum("be,ebd->bd", gates, experts()(x))
-
-    class StackedMixture(nn.Module):
-        """Experts along the first axis of each weight."""
-
-        @nn.compact
-        def __call__(self, x):
-            wi = self.param("wi", INIT, (EXPERTS, WIDTH, HIDDEN))
-            wo = self.param("wo", INIT, (EXPERTS, HIDDEN, WIDTH))
-            gates = nn.softmax(nn.Dense(EXPERTS, use_bias=False)(x))
-            y = nn.relu(jnp.einsum("bd,edh->ebh", x, wi))
-            return jnp.einsum("be,ebh,ehd->bd", gates, y, wo)
 
     class GatedMlp(nn.Module):
         """Gate and up apart, which NNX's has in one."""
@@ -322,16 +277,6 @@ class Nnx:
             x = self.stages(nnx.relu(self.stem_norm(self.stem(x))))
             return self.head(x.mean((1, 2)))
 
-    class Tagger(nnx.Module):
-        def __init__(self, *, rngs):
-            self.embed = nnx.Embed(23, 5, rngs=rngs)
-            cells = [nnx.OptimizedLSTMCell(5, 7, rngs=rngs), nnx.LSTMCell(7, 11, rngs=rngs)]
-            self.layers = nnx.List([nnx.RNN(cell, rngs=rngs) for cell in cells])
-            heads = {name: nnx.Linear(11, 13, rngs=rngs) for name in ("tag", "span")}
-            self.heads = nnx.Dict(heads)
-
-        __call__ = Linen.Tagger.__call__
-
     class Forecaster(nnx.Module):
         def __init__(self, *, rngs):
             self.lower = nnx.RNN(nnx.GRUCell(3, 5, rngs=rngs), rngs=rngs)
@@ -340,41 +285,6 @@ class Nnx:
 
         def __call__(self, x):
             return self.head(self.higher(self.lower(x)))
-
-    class Expert(nnx.Module):
-        def __init__(self, *, rngs):
-            self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
-            self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
-
-        def __call__(self, x):
-            return self.down(nnx.relu(self.up(x)))
-
-    class Mixture(nnx.Module):
-        def __init__(self, *, rngs):
-            self.router = nnx.Linear(WIDTH, EXPERTS, use_bias=False, rngs=rngs)
-
-            @nnx.split_rngs(splits=EXPERTS)
-            @nnx.vmap
-            def stack(rngs):
-                return Nnx.Expert(rngs=rngs)
-
-            self.experts = stack(rngs)
-
-        def __call__(self, x):
-            apply = nnx.vmap(lambda expert, x: expert(x), in_axes=(0, None))
-            gates = nnx.softmax(self.router(x))
-            return jnp.einsum("be,ebd->bd", gates, apply(self.experts, x))
-
-    class StackedMixture(nnx.Module):
-        def __init__(self, *, rngs):
-            self.wi = nnx.Param(INIT(rngs.params(), (EXPERTS, WIDTH, HIDDEN)))
-            self.wo = nnx.Param(INIT(rngs.params(), (EXPERTS, HIDDEN, WIDTH)))
-            self.router = nnx.Linear(WIDTH, EXPERTS, use_bias=False, rngs=rngs)
-
-        def __call__(self, x):
-            gates = nnx.softmax(self.router(x))
-            y = nnx.relu(jnp.einsum("bd,edh->ebh", x, self.wi[...]))
-            return jnp.einsum("be,ebh,ehd->bd", gates, y, self.wo[...])
 
     class GatedMlp(nnx.Module):
         def __init__(self, *, rngs):
@@ -492,21 +402,6 @@ def _gates(cell: str, leaf: str, *gates: str) -> Entry:
     return (joined, *(f"params/{cell}/{gate}/{leaf}" for gate in gates))
 
 
-def _tagger() -> Pairs:
-    cell, linen = "layers/1/cell", "layers_1/cell"
-    return {
-        **_same("embed", "embed", "embedding"),
-        "layers/0/cell/dense_i/kernel": _gates("layers_0/cell", "kernel", "ii", "if", "ig", "io"),
-        "layers/0/cell/dense_h/kernel": _gates("layers_0/cell", "kernel", "hi", "hf", "hg", "ho"),
-        "layers/0/cell/dense_h/bias": _gates("layers_0/cell", "bias", "hi", "hf", "hg", "ho"),
-        **_same(cell, linen, *(f"{gate}/kernel" for gate in ("ii", "ig", "io"))),
-        **_same(f"{cell}/if_", f"{linen}/if", "kernel"),
-        **_same(cell, linen, *(f"h{g}/{leaf}" for g in "ifgo" for leaf in ("kernel", "bias"))),
-        **_same("heads/tag", "heads_tag", "kernel", "bias"),
-        **_same("heads/span", "heads_span", "kernel", "bias"),
-    }
-
-
 def _forecaster() -> Pairs:
     pairs = dict(_same("head", "Dense_0", "kernel", "bias"))
     for rnn, cell in (("lower", "GRUCell_0"), ("higher", "GRUCell_1")):
@@ -514,21 +409,6 @@ def _forecaster() -> Pairs:
         pairs[f"{rnn}/cell/dense_i/bias"] = _gates(cell, "bias", "ir", "iz", "in")
         pairs[f"{rnn}/cell/dense_h/kernel"] = _gates(cell, "kernel", "hr", "hz", "hn")
     return pairs
-
-
-def _mixture_of_experts() -> Pairs:
-    expert = "Mixture_0/VmapExpert_0"
-    stack = functools.partial(_same, function=stacked_first)
-    return {
-        **_same("first_norm", "RMSNorm_0", "scale"),
-        **_same("first/router", "Mixture_0/Dense_0", "kernel"),
-        **stack("first/experts/up", f"{expert}/Dense_0", "kernel", "bias"),
-        **stack("first/experts/down", f"{expert}/Dense_1", "kernel", "bias"),
-        **_same("second_norm", "RMSNorm_1", "scale"),
-        **_same("second", "StackedMixture_0", "wi", "wo"),
-        **_same("second/router", "StackedMixture_0/Dense_0", "kernel"),
-        **_same("head", "Dense_0", "kernel", "bias"),
-    }
 
 
 def _gated_mlps() -> Pairs:
@@ -827,27 +707,12 @@ TWINS = {
         optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9),
         training={"train": True},
     ),
-    "lstm": Twin(
-        Linen.Tagger(),
-        Nnx.Tagger,
-        (np.random.default_rng(0).integers(0, 23, (2, 6)),),
-        _tagger(),
-        optax.adam(1e-2),
-        step=jnp.int32(7),
-    ),
     "gru": Twin(
         Linen.Forecaster(),
         Nnx.Forecaster,
         _inputs(2, 6, 3),
         _forecaster(),
         optax.sgd(1e-2, momentum=0.9),
-    ),
-    "mixture of experts": Twin(
-        Linen.Residual(nn.RMSNorm, (Linen.Mixture, Linen.StackedMixture)),
-        functools.partial(Nnx.Residual, nnx.RMSNorm, Nnx.Mixture, Nnx.StackedMixture),
-        _inputs(8, WIDTH),
-        _mixture_of_experts(),
-        optax.lion(1e-2),
     ),
     "gated": Twin(
         Linen.Residual(nn.LayerNorm, (Linen.GatedMlp, Linen.GemmaMlp)),

@@ -97,7 +97,9 @@ def check_outputs(made: "Conversion", flags: options.Flags) -> "OutputComparison
     def run(api: str, *asked: Any) -> "Run":
         option = "--model" if api == made.to else "--source-model"
         name = flags[option[2:].replace("-", "_")]
-        task = functools.partial(_run, api, option, name, made.leaves(api), flags["quiet"], asked)
+        if not flags["quiet"]:
+            click.echo(f"check: running {name}", err=True)
+        task = functools.partial(_run, api, option, name, made.leaves(api), asked)
         if api == made.to:
             return task(load_model(name, option))
         return subprocess_model.run_in_subprocess(name, option, task)
@@ -106,17 +108,11 @@ def check_outputs(made: "Conversion", flags: options.Flags) -> "OutputComparison
     return made.compare_outputs(runs, given)
 
 
-def _run(
-    api: str, option: str, name: str, leaves: Any, quiet: bool, asked: Sequence[Any], model: Any
-) -> "Run":
+def _run(api: str, option: str, name: str, leaves: Any, asked: Sequence[Any], model: Any) -> "Run":
     from reshard.convert import hf_model, model_run
-
-    def tell(text: str) -> None:
-        if not quiet:
-            click.echo(f"check: {text}", err=True)
 
     hint = "check=... may have other arguments, such as `train=False`"
     with model_errors(option, name, [hint]):
         if name.startswith("hf:"):
-            return hf_model.run(name.removeprefix("hf:"), tell, *asked)
-        return model_run.run(api, model, leaves, tell, *asked)
+            return hf_model.run(name.removeprefix("hf:"), *asked)
+        return model_run.run(api, model, leaves, *asked)

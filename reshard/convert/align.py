@@ -258,21 +258,13 @@ _COUNTED = re.compile(r"(.*_)(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """Modules of one class.
+    """Modules of one class."""
 
-    Attributes:
-      kinds: the class, or classes with the same leaves, in NNX.
-      linen: Linen's modules.
-      nnx: NNX's modules with leaves, in the order of their counterparts if `reason` is empty.
-      reason: why their order does not decide.
-      numbered: whether numbers in names pair them.
-    """
-
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # the class, or classes with the same leaves, in NNX
     linen: tuple[Module, ...]
-    nnx: tuple[Module, ...]
-    reason: str = ""
-    numbered: bool = False
+    nnx: tuple[Module, ...]  # with leaves; in the order of their counterparts without a `reason`
+    reason: str = ""  # why their order does not decide
+    numbered: bool = False  # whether numbers in names pair them
 
 
 # An NNX module that counts, after the modules that it is in.

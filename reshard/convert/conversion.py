@@ -58,10 +58,7 @@ from reshard.tree import (
     named_in,
     parse_globs,
 )
-from reshard.units import format_bytes, parse_bytes
-
-# A note shows the peak memory of initial values from this many bytes on.
-_TOLD_PEAK = 2**20
+from reshard.units import parse_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,9 +276,9 @@ def conversion(
     limit = None if max_memory is None else parse_bytes(max_memory)
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     dropped, init = parse_globs("drop", drop), parse_globs("init", init)
-    whole = ckpt
+    whole, before = ckpt, None
     if dropped:
-        ckpt = _without_dropped(ckpt, dropped, layout, map_rules.OPPOSITE[to])
+        ckpt, before = _without_dropped(ckpt, dropped, layout, map_rules.OPPOSITE[to])
     known = recorded_kind(ckpt) if layout is None else None
     found = detect(ckpt, layout or known, map_rules.OPPOSITE[to])
     if known is not None:
@@ -323,10 +320,7 @@ def conversion(
     other = source
     if source is not None and not isinstance(source, TargetTree):
         other = target_tree_of(source, found.api, "the model of the source")
-    said = layout or known
-    left_out = (
-        {} if whole is ckpt else _left_out_of(whole, ckpt, found, said, map_rules.OPPOSITE[to])
-    )
+    left_out = {} if whole is ckpt else _left_out_of(whole, ckpt, found, before)
     decided = Ledger(ckpt, found, to, target, other, left_out)
     decided.decide(map_file, init)
     lost = [path for path in whole if path not in ckpt]
@@ -358,21 +352,19 @@ def _made(
     like = an_array(ckpt)
     for path, (dtype, value_type) in decided.counters.items():
         made[path] = counter(made[path], dtype, value_type, like)
-    notes, initial = list(decided.notes), [decided.prefix + path for path in decided.initial]
+    initial = [decided.prefix + path for path in decided.initial]
     if initial:
-        computed = initial_values(model, decided.initial, max_memory)
-        for path, (values, impl) in computed.values.items():
+        values_of = initial_values(model, decided.initial, max_memory)
+        for path, (values, impl) in values_of.items():
             place = decided.prefix + path
             made[place] = beside(constant(place, values, like, impl), like)
-        if computed.peak >= _TOLD_PEAK:
-            notes.append(f"computing initial values takes at most {format_bytes(computed.peak)}")
     made |= decided.empty
     order = list(made) if target is None else sorted(made, key=_order(target, decided.prefix))
     check_lists(made)
     ordered = by_order(decided.model, to)
     warnings = [] if ordered is None else [order_warning(ordered)]
     result = ckpt.replace(
-        {path: made[path] for path in order}, notes=[*notes, *warnings], retyped=True
+        {path: made[path] for path in order}, notes=[*decided.notes, *warnings], retyped=True
     )
     if any(leaf.key_impl for leaf in result.arrays):
         result = result.with_source(metadata_apart=True)
@@ -407,33 +399,31 @@ def _order(target: TargetTree, prefix: Path) -> Callable[[Path], int]:
 
 def _without_dropped(
     ckpt: Checkpoint, drop: Sequence[str], layout: str | None, api: str
-) -> Checkpoint:
-    """A checkpoint without the leaves that globs name, by saved paths or by paths in the model."""
+) -> tuple[Checkpoint, Layout | None]:
+    """A checkpoint without the leaves that globs name, by saved paths or by paths in the model; and
+    its layout before, None if that is ambiguous."""
+    try:
+        before = detect(ckpt, layout or recorded_kind(ckpt), api)
+    except TreeMismatchError:  # its names are the saved ones alone
+        return select(ckpt, drop=drop), None
     texts = {glob_text(path) for path in ckpt}
     if all(named_by(texts, glob) for glob in drop):
-        return select(ckpt, drop=drop)
-    try:
-        found = detect(ckpt, layout or recorded_kind(ckpt), api)
-    except TreeMismatchError:  # its names are the saved ones alone
-        return select(ckpt, drop=drop)
-    state = [(("opt_state", *path), saved) for path, saved in found.optimizer.items()]
-    names = ([(path, path) for path in ckpt], [*found.model.items(), *state])
-    return without(ckpt, named_in(names, drop, otherwise=LISTING))
+        return select(ckpt, drop=drop), before
+    state = [(("opt_state", *path), saved) for path, saved in before.optimizer.items()]
+    names = ([(path, path) for path in ckpt], [*before.model.items(), *state])
+    return without(ckpt, named_in(names, drop, otherwise=LISTING)), before
 
 
 def _left_out_of(
-    whole: Checkpoint, ckpt: Checkpoint, layout: Layout, said: str | None, api: str
+    whole: Checkpoint, ckpt: Checkpoint, layout: Layout, before: Layout | None
 ) -> dict[Path, ArrayHandle]:
     """The leaves of the model that `drop` has left out. If the layout of the whole is ambiguous,
     all leaves in the places of the model count."""
-    try:
-        saved = detect(whole, said, api).model
-    except TreeMismatchError:
-        saved = {}
-        for path in whole:
-            keys = tuple(map(str, path[:-1] if path[-1] == "value" else path))
-            for begin, root in layout.roots.items():
-                if keys[: len(root)] == root:
-                    saved[begin + keys[len(root) :]] = path
+    saved = {} if before is None else before.model
+    for path in whole if before is None else ():
+        keys = tuple(map(str, path[:-1] if path[-1] == "value" else path))
+        for begin, root in layout.roots.items():
+            if keys[: len(root)] == root:
+                saved[begin + keys[len(root) :]] = path
     gone = {path: whole[at] for path, at in saved.items() if at not in ckpt}
     return {path: leaf for path, leaf in gone.items() if isinstance(leaf, ArrayHandle)}

@@ -6,47 +6,36 @@ the directory themselves, so the comparison also covers what `reshard` reads.
 
 import importlib
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.convert.model_run import HUGGING_FACE, Arguments, Exchange, More, Run, moved
+from reshard.convert.model_run import HUGGING_FACE, Arguments, More, Run, moved
 from reshard.convert.ready_maps import read_config
 from reshard.errors import ArgumentError
-from reshard.units import format_bytes
 
 
 class _Model(NamedTuple):
-    """A model that a library has loaded.
+    """A model that a library has loaded."""
 
-    Attributes:
-      size: the number of its weights.
-      change: replaces each array of weights by a function of it, in float32.
-      logits: a function of token ids.
-    """
-
-    size: int
+    # Replaces each array of weights by a function of it, in float32.
     change: Callable[[Callable[[np.ndarray], np.ndarray]], None]
-    logits: Callable[[np.ndarray], np.ndarray]
+    logits: Callable[[np.ndarray], np.ndarray]  # of token ids
 
 
 def run(
     directory: str,
-    tell: Callable[[str], object],
     arguments: Arguments | None,
     more: More,
-    exchanges: Sequence[Exchange] = (),
 ) -> Run:
     """Run the model of a Hugging Face directory. Its output is the logits.
 
     Args:
       directory: a local directory with `config.json` and safetensors files.
-      tell: called with a message on the memory of the run.
       arguments: the first positional argument is the token ids. None: random ones.
       more: "noise", so that the model also runs with every weight moved; outputs of its modules
         are unknown.
-      exchanges: none is tried, so none is seen.
 
     Raises:
       ArgumentError: the directory or the token ids are not usable, or no library runs the model.
@@ -54,14 +43,12 @@ def run(
     if not pathlib.Path(directory, "config.json").is_file():
         raise ArgumentError(f"`{directory}` is not a local directory with `config.json`")
     arguments, tokens = _tokens(arguments, read_config(directory).get("vocab_size"))
-    library, model = _load(pathlib.Path(directory))
-    size = format_bytes(4 * model.size)
-    tell(f"running the {HUGGING_FACE} model with {library} takes at least {size} of memory")
+    model = _load(pathlib.Path(directory))
     runs = []
     for change in (np.asarray, moved) if more == "noise" else (np.asarray,):
         model.change(change)
         runs.append([("", model.logits(tokens))])
-    return Run(HUGGING_FACE, arguments, runs[0], [], [], (runs[-1], []), [False] * len(exchanges))
+    return Run(HUGGING_FACE, arguments, runs[0], [], [], (runs[-1], []), [])
 
 
 def _tokens(arguments: Arguments | None, vocab: Any) -> tuple[Arguments, np.ndarray]:
@@ -81,15 +68,15 @@ def _tokens(arguments: Arguments | None, vocab: Any) -> tuple[Arguments, np.ndar
     return arguments, tokens.astype(np.int64)
 
 
-def _load(directory: pathlib.Path) -> tuple[str, _Model]:
-    """The first library that can load the model, and the model."""
+def _load(directory: pathlib.Path) -> _Model:
+    """The model, by the first library that can load it."""
     problems, hints = [], []
     for library, load, packages in (
         ("transformers", _with_torch, "transformers torch"),
         ("mlx-lm", _with_mlx, "mlx-lm 'mlx[cpu]'"),
     ):
         try:
-            return library, load(directory)
+            return load(directory)
         except Exception as error:  # libraries raise many kinds
             problems.append(f"{library}: {type(error).__name__}: {error}")
             hints += [f"pip install {packages}"] if isinstance(error, ImportError) else []
@@ -117,7 +104,7 @@ def _with_torch(directory: pathlib.Path) -> _Model:
         return model(torch.from_numpy(tokens)).logits.numpy()
 
     model.eval().requires_grad_(False)
-    return _Model(sum(value.numel() for value in weights), change, logits)
+    return _Model(change, logits)
 
 
 def _with_mlx(directory: pathlib.Path) -> _Model:
@@ -140,4 +127,4 @@ def _with_mlx(directory: pathlib.Path) -> _Model:
         return np.array(model(mx.array(tokens)).astype(mx.float32))
 
     model.eval()
-    return _Model(sum(value.size for _, value in weights()), change, logits)
+    return _Model(change, logits)

@@ -5,7 +5,6 @@ Here the constructor is traced, the operations that the leaves do not need are d
 is evaluated one operation at a time, as JAX itself runs it. A function that is jitted stays whole.
 """
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,17 +17,11 @@ from reshard.tree import Path, format_path
 from reshard.units import format_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Initial:
-    """Initial values by saved path, with the PRNG implementation of typed keys; and the bytes that
-    were needed at once, at most, to compute them."""
-
-    values: dict[Path, tuple[np.ndarray, str | None]]
-    peak: int
-
-
-def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = None) -> Initial:
-    """The initial values of a model's leaves. Only what these leaves need is computed.
+def initial_values(
+    model: Any, paths: Iterable[Path], max_memory: int | None = None
+) -> dict[Path, tuple[np.ndarray, str | None]]:
+    """The initial values of a model's leaves by saved path, with the PRNG implementation of typed
+    keys. Only what these leaves need is computed.
 
     Args:
       model: the model, as `reshard.target` takes it.
@@ -50,7 +43,6 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
         leaves: Any = saved_tree(state)
         return [leaves[path].value for path in wanted]
 
-    peak = 0
     if make is None:
         found = saved_tree(model)
         abstract = [path for path in wanted if getattr(found[path], "abstract", False)]
@@ -80,7 +72,7 @@ def initial_values(model: Any, paths: Iterable[Path], max_memory: int | None = N
         if jax.numpy.issubdtype(getattr(value, "dtype", np.int64), jax.dtypes.prng_key):
             impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
         result[path] = (np.asarray(value), impl)
-    return Initial(result, peak)
+    return result
 
 
 def peak_bytes(jaxpr: Any) -> int:

@@ -3,12 +3,11 @@ optimizer state and the step counter are. Pure: it looks at paths, dtypes and em
 
 The keys at the top say which kinds of tree it may be. What only one of the APIs writes is a proof:
 names like `Dense_0` and optax's list positions (Linen); modules that were saved themselves, streams
-of random numbers, statistics beside parameters and `nnx.Optimizer` (NNX). Without a proof, a tree
+of random numbers and `nnx.Optimizer` (NNX). Without a proof, a tree
 is of the API that is converted from. If several kinds remain, the error lists them, and `layout=`
 chooses one.
 """
 
-import collections
 import dataclasses
 import itertools
 import re
@@ -41,7 +40,7 @@ _BOOKKEEPING = "_pytree__state"
 # Names of arrays in the layers of both APIs; in NNX these are always variables.
 _STANDARD = frozenset(("kernel", "bias", "scale", "embedding", "mean", "var", "key", "count"))
 _WHOLE = ("linen-params", "nnx-state", "nnx-pure-dict")  # the tree is the model
-_NAMES = {"linen": "Linen", "nnx": "NNX"}
+API_NAMES = {"linen": "Linen", "nnx": "NNX"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,19 +111,13 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None 
 
 
 class _SavedLeaf(NamedTuple):
-    """A leaf.
+    """A leaf."""
 
-    Attributes:
-      keys: its path, with keys as text.
-      path: its saved path.
-      value: the leaf; an array is what has a dtype.
-      lone: the depth of the last level that is named `value` and alone in its container. Orbax
-        writes one for each of Linen's boxes and of NNX's variables; a parameter may have that name.
-    """
-
-    keys: tuple[str, ...]
-    path: Path
-    value: Any
+    keys: tuple[str, ...]  # its path, as text
+    path: Path  # its saved path
+    value: Any  # an array is what has a dtype
+    # The depth of the last level that is named `value` and alone in its container. Orbax writes one
+    # for each of Linen's boxes and of NNX's variables; a parameter may have that name.
     lone: int | None
 
     @property
@@ -227,21 +220,13 @@ def _named(*paths: Sequence[str | int]) -> str:
 
 
 class _Training(NamedTuple):
-    """Optimizer state and step counter in a tree.
+    """Optimizer state and step counter in a tree."""
 
-    Attributes:
-      root: where the optimizer state is saved, if there is any.
-      state: that state.
-      step: the step counter.
-      names: the keys at the top of both.
-      wrapped: both are below one key, as those of an `nnx.Optimizer`.
-    """
-
-    root: Path | None = None
+    root: Path | None = None  # where the optimizer state is saved
     state: Any = None
     step: _SavedLeaf | None = None
-    names: tuple[str, ...] = ()
-    wrapped: bool = False
+    names: tuple[str, ...] = ()  # the keys at the top of both
+    wrapped: bool = False  # both are below one key, as those of an `nnx.Optimizer`
 
 
 def _training(top: _Node) -> _Training:
@@ -277,86 +262,63 @@ def _decide(
     """The kind, and why."""
     params, model = top.get("params"), top.get("model")
     trained = beside.root is not None or beside.wrapped
+    names = _named(*((name,) for name in beside.names))
     if _BOOKKEEPING in root and not trained and not (model and beside.names):
         return "nnx-state", ["the tree is a module that was saved directly (`_pytree__state`)"]
-    collections = all(key in COLLECTIONS and _is_mapping(node) for key, node in top.items())
-    if collections or (_is_mapping(params) and not _is_stream(params)):
-        return _decide_linen(top, beside, leaves)
-    known = ("model", *beside.names)
-    others = [key for key, node in top.items() if key not in known and isinstance(node, dict)]
-    if isinstance(model, dict) and (beside.names or not others):
-        return _decide_model(model, top, beside, api)
-    if trained or (list(top) == ["step"] and _dtype_name(top["step"]) == "uint32"):
-        return _decide_optimizer(top, beside, others)
-    proofs = _proofs(top)
-    _check_top(top, ("opt_state",) if proofs["nnx"] else ("opt_state", "params"))
-    kinds = ["linen-params", *_nnx_kinds(leaves), *["nnx-model"] * isinstance(model, dict)]
-    return _chosen({kind: _layout_hint(kind) for kind in kinds}, proofs, api)
+    others = top.keys() - {"model", *beside.names}
+    others = [key for key, node in top.items() if key in others and isinstance(node, dict)]
+    below: dict[str, str] = {}
+    if all(key in COLLECTIONS and _is_mapping(node) for key, node in top.items()) or (
+        _is_mapping(params) and not _is_stream(params)
+    ):
+        kind, reason, at = _linen_kind(top, beside, names)
+        proofs = _proofs(top["params"]["params"] if at[1:] else params, at, beside, certain=False)
+        proofs["linen"].insert(0, reason)
+        kinds = [kind, *(_nnx_kinds(leaves) if kind == "linen-variables" else [])]
+    elif isinstance(model, dict) and (beside.names or not others):
+        proofs = _proofs(model, ("model",), beside)
+        variables = _is_mapping(model.get("params"))
+        proofs["linen"] += ["`model/params` is a collection"] * variables
+        both = beside.root == ("opt_state",) or _dtype_name(top.get("step")) == "uint32"
+        kinds = ["nnx-model-and-optimizer" if both else "nnx-model"]
+        kinds += ["linen-params"] * (not variables and not beside.names)
+        what, new = ("variables", "") if variables else ("parameters", "params/")
+        below[f"Linen's {what} below `model`"] = f'reshard.rename(ckpt, [("^model/", "{new}")])'
+    elif trained or (list(top) == ["step"] and _dtype_name(top["step"]) == "uint32"):
+        if not others:
+            _check_top(top, ("opt_state",))
+        proofs = _proofs(None, (), beside)
+        if top.keys() - {"opt_state", "step"}:
+            above = "model/" if proofs["nnx"] else "params/"
+            raise TreeMismatchError(
+                "the tree holds optimizer state, but neither `params` nor `model`",
+                [f"at the top there is {_named(*((key,) for key in top))}"],
+                [f"reshard.rename(ckpt, {as_python([(_beginning(k), above)])})" for k in others],
+            )
+        proofs["nnx"].insert(0, f"the tree holds only {names}")
+        kinds = ["nnx-optimizer"]
+    else:
+        proofs = _proofs(top)
+        _check_top(top, ("opt_state",) if proofs["nnx"] else ("opt_state", "params"))
+        kinds = ["linen-params", *_nnx_kinds(leaves), *["nnx-model"] * isinstance(model, dict)]
+    return _chosen({**{kind: _layout_hint(kind) for kind in kinds}, **below}, proofs, api)
 
 
-def _decide_linen(
-    top: _Node, beside: _Training, leaves: Sequence[_SavedLeaf]
-) -> tuple[str, list[str]]:
-    """For a tree with collections at the top."""
-    params, at = top.get("params"), ("params",)
-    nested = _holds_variables(params)
+def _linen_kind(top: _Node, beside: _Training, names: str) -> tuple[str, str, Path]:
+    """The kind of a tree with collections at the top, why, and where its parameters are. `names`:
+    the optimizer state and the step."""
+    nested = _holds_variables(top.get("params"))
     roots = _collection_roots(top, beside, nested)
     if nested:
-        params, at = top["params"]["params"], ("params", "params")
         _check_variables(top["params"], beside)
+    at: Path = ("params", "params") if nested else ("params",)
     if AUXILIARY in roots.values():
-        kind, reason = "maxtext", "`nnx_aux` is next to `params`, as MaxText saves NNX runs"
-    elif nested:
-        kind, reason = "linen-train-state", "`params/params`: all variables are below `params`"
-    elif beside.names:
-        names = _named(*((name,) for name in beside.names))
-        kind, reason = "linen-train-state", f"`params` is next to {names}"
-    else:
-        kind, reason = "linen-variables", f"collections are at the top: {_named(*roots)}"
-    proofs = _proofs(params, at, beside, certain=False)
-    proofs["linen"].insert(0, reason)
-    if proofs["nnx"]:
-        kinds = [kind, *(_nnx_kinds(leaves) if kind == "linen-variables" else [])]
-        raise _ambiguous({kind: _layout_hint(kind) for kind in kinds}, proofs)
-    return kind, proofs["linen"]
-
-
-def _decide_model(
-    model: _Node, top: _Node, beside: _Training, api: str | None
-) -> tuple[str, list[str]]:
-    """For a tree with a model below `model`."""
-    proofs = _proofs(model, ("model",), beside)
-    variables = _is_mapping(model.get("params"))
-    if variables:
-        proofs["linen"].append("`model/params` is a collection")
-    both = beside.root == ("opt_state",) or _dtype_name(top.get("step")) == "uint32"
-    kinds = ["nnx-model-and-optimizer" if both else "nnx-model"]
-    if not variables and not beside.names:
-        kinds.append("linen-params")
-    what, new = ("variables", "") if variables else ("parameters", "params/")
-    hint = f'reshard.rename(ckpt, [("^model/", "{new}")])'
-    readings = {kind: _layout_hint(kind) for kind in kinds}
-    return _chosen({**readings, f"Linen's {what} below `model`": hint}, proofs, api)
-
-
-def _decide_optimizer(
-    top: _Node, beside: _Training, others: Sequence[str]
-) -> tuple[str, list[str]]:
-    """For optimizer state with neither `params` nor `model`."""
-    if not others:
-        _check_top(top, ("opt_state",))
-    proofs = _proofs(None, (), beside)
-    if top.keys() - {"opt_state", "step"}:
-        above = "model/" if proofs["nnx"] else "params/"
-        raise TreeMismatchError(
-            "the tree holds optimizer state, but neither `params` nor `model`",
-            [f"at the top there is {_named(*((key,) for key in top))}"],
-            [f"reshard.rename(ckpt, {as_python([(_beginning(key), above)])})" for key in others],
-        )
-    if proofs["linen"]:
-        raise _ambiguous({"nnx-optimizer": _layout_hint("nnx-optimizer")}, proofs)
-    names = _named(*((name,) for name in beside.names))
-    return "nnx-optimizer", [f"the tree holds only {names}", *proofs["nnx"]]
+        return "maxtext", "`nnx_aux` is next to `params`, as MaxText saves NNX runs", at
+    if nested:
+        return "linen-train-state", "`params/params`: all variables are below `params`", at
+    if beside.names:
+        return "linen-train-state", f"`params` is next to {names}", at
+    return "linen-variables", f"collections are at the top: {_named(*roots)}", at
 
 
 def _proofs(
@@ -377,15 +339,11 @@ def _proofs(
             found.setdefault("module", path)
         if _is_stream(node):
             found.setdefault("stream", path)
-        arrays = {key for key in ("mean", "var", "scale", "bias") if _array(node.get(key))}
-        if {"mean", "var"} < arrays:
-            found.setdefault("norm", path)
     proofs: dict[str, list[str]] = {"linen": [], "nnx": []}
     for api, mark, words in (
         ("linen", "automatic", "has a name that Linen generates"),
         ("nnx", "module", "is a module that was saved directly (`_pytree__state`)"),
         ("nnx", "stream", "is a stream of random numbers (`key`, `count`)"),
-        ("nnx", "norm", "holds parameters and statistics together"),
     ):
         proofs[api] += [f"{_named(found[mark])} {words}"] if mark in found else []
     outweighs = certain and not found.keys().isdisjoint(("module", "stream"))
@@ -422,8 +380,10 @@ def _chosen(
     what selects it."""
     proved = [name for name, reasons in proofs.items() if reasons]
     apis = proved or ([api] if api else [])
-    fitting = {kind: hint for kind, hint in readings.items() if _api_of(kind) in (apis or _NAMES)}
-    if len(fitting) > 1:
+    fitting = {
+        kind: hint for kind, hint in readings.items() if _api_of(kind) in (apis or API_NAMES)
+    }
+    if len(fitting) != 1 or len(proved) > 1:
         of_direction = {kind: h for kind, h in fitting.items() if _api_of(kind) == api}
         raise _ambiguous(fitting, proofs, of_direction)
     ((kind, hint),) = fitting.items()
@@ -431,7 +391,7 @@ def _chosen(
     if kind not in KINDS:
         raise TreeMismatchError(f"no supported layout has {kind}", why, [hint])
     if not proved and api:
-        why.append(f"the conversion is from {_NAMES[api]}, and nothing contradicts it")
+        why.append(f"the conversion is from {API_NAMES[api]}, and nothing contradicts it")
     return kind, why or ["no other layout fits"]
 
 
@@ -444,7 +404,7 @@ def _ambiguous(
     all."""
     return TreeMismatchError(
         f"the tree can be read as {' or as '.join(readings)}",
-        [f"{_NAMES[api]}: {reason}" for api, found in proofs.items() for reason in found],
+        [f"{API_NAMES[api]}: {reason}" for api, found in proofs.items() for reason in found],
         list((hinted or readings).values()),
     )
 
@@ -528,8 +488,7 @@ def _check_variables(params: _Node, beside: _Training) -> None:
 
 
 def _collection_roots(top: _Node, beside: _Training, nested: bool) -> dict[Path, str]:
-    """Where collections are saved -> their names; `nested`: all of them are below `params`. Raises
-    TreeMismatchError: one is saved in two places."""
+    """Where collections are saved -> their names; `nested`: all of them are below `params`."""
     params = top.get("params")
     roots: dict[Path, str] = {}
     if isinstance(params, dict) and nested:
@@ -547,17 +506,6 @@ def _collection_roots(top: _Node, beside: _Training, nested: bool) -> dict[Path,
             roots[(name,)] = name
         elif inner and all(key in COLLECTIONS and _is_mapping(c) for key, c in inner.items()):
             roots |= {(name, key): key for key in inner}
-    places = collections.defaultdict(list)
-    for path, name in roots.items():
-        places[name].append(path)
-    twice = {name: paths for name, paths in places.items() if len(paths) > 1}
-    if twice:
-        globs = [format_glob(path) + "/**" for paths in twice.values() for path in paths]
-        raise TreeMismatchError(
-            "a collection is saved in two places",
-            [f"`{name}`: {_named(*paths)}" for name, paths in twice.items()],
-            [f"drop={as_python([glob])}" for glob in globs],
-        )
     return roots
 
 
@@ -680,7 +628,7 @@ def _read(
         ),
         step=beside.step.path if beside.step else None,
         rest=tuple(leaf.path for leaf in rest),
-        roots={beginning: path for path, beginning in roots.items()},
+        roots=_unique((beginning, path) for path, beginning in roots.items()),
         optimizer_root=beside.root,
         beside=_unique((leaf.below(0, in_model(leaf, 1)), leaf.path) for leaf in arrays),
     )

@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Leaf
 from reshard.convert.align import listed
 from reshard.convert.by_order import Modules, leaves_in
-from reshard.convert.initial_values import peak_bytes
+from reshard.convert.layout import API_NAMES
 from reshard.convert.leafmap import LeafMap
 from reshard.convert.map_rules import OPPOSITE
 from reshard.convert.model import nnx_outline
@@ -32,9 +33,7 @@ from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import maker, state_of
 from reshard.storage.location import checked
 from reshard.tree import Path, format_path
-from reshard.units import format_bytes
 
-_NAMES = {"linen": "Linen", "nnx": "NNX"}
 HUGGING_FACE = "Hugging Face"
 # How far elements of equal outputs may be apart, in units of the noise.
 _LIMIT = 10.0
@@ -137,12 +136,12 @@ def arguments_of(inputs: Any) -> dict[str, Arguments]:
     pairs = inputs if isinstance(inputs, dict) else {"linen": inputs, "nnx": inputs}
     for side, pair in pairs.items():
         match pair:
-            case [[*args], {**kwargs}] if side in _NAMES and all(
+            case [[*args], {**kwargs}] if side in API_NAMES and all(
                 isinstance(k, str) for k in kwargs
             ):
                 found[side] = tuple(args), kwargs
             case _:
-                known = side in _NAMES
+                known = side in API_NAMES
                 problems.append(f"{side}: {pair!r:.80}" if known else f"unknown side {side!r}")
     if problems:
         raise ArgumentError(
@@ -164,8 +163,7 @@ def compare_outputs(
     and if not, also those of the source model with leaves exchanged.
 
     Args:
-      run: for `"linen"` and `"nnx"` what runs the model: with arguments, or None for those that
-        Linen's is initialised with; with what else is found out; and with leaves to be exchanged.
+      run: functions that run the models, by API.
       inputs: what to call them with. See `arguments_of`.
       found: the map of the model's leaves.
       to: the API that it goes to.
@@ -184,7 +182,8 @@ def compare_outputs(
     if problems:
         return OutputComparison(difference, tuple(problems), unused)
     exchanges = _exchanges(groups, found, source)
-    tried = list(exchanges)[:_MOST_EXCHANGES]
+    # The weights of a Hugging Face model have other names.
+    tried = list(exchanges)[: 0 if before.side == HUGGING_FACE else _MOST_EXCHANGES]
     seen: Sequence[bool] = ()
     if tried:
         seen = run[source](before.arguments, "noise", [exchanges[group] for group in tried]).seen
@@ -284,18 +283,12 @@ def _counterparts(
 ) -> dict[Path, Path]:
     """Linen module -> NNX module: all leaves of one are made of all leaves of the other, and of no
     others. If modules hold only another module, the outer ones are counterparts."""
-    whole: dict[Path, int] = {}  # leaf -> what it becomes a part of, or is a part of
-    pairs: list[tuple[Path, Path]] = []
-    for path, sources in found.made_of().items():
-        number = min((whole[source] for source in sources if source in whole), default=len(pairs))
-        for source in sources:
-            whole[source] = number
-            pairs.append((source, path) if to == "nnx" else (path, source))
+    leaves = [(one, other) for other, sources in found.made_of().items() for one in sources]
+    pairs = leaves if to == "nnx" else [pair[::-1] for pair in leaves]
     groups: dict[frozenset[int], tuple[list[Path], list[Path]]] = {}
     for side, modules in enumerate((linen, nnx)):
         below: dict[Path, set[int]] = {}
-        for pair in pairs:
-            number = whole[pair[0 if to == "nnx" else 1]]
+        for number, pair in enumerate(pairs):
             leaf = tuple(map(str, pair[side][1 - side :]))  # Linen's begins with the collection
             for end in range(1, len(leaf)):
                 below.setdefault(leaf[:end], set()).add(number)
@@ -317,20 +310,15 @@ def runs(
     missing."""
     if None in models.values():
         raise ArgumentError(
-            "comparing outputs needs both models",
-            hints=["model=... and source=..."],
+            "comparing outputs needs both models", hints=["model=... and source=..."]
         )
-    return {
-        api: functools.partial(run, api, models[api], leaves(api), lambda text: None)
-        for api in _NAMES
-    }
+    return {api: functools.partial(run, api, models[api], leaves(api)) for api in API_NAMES}
 
 
 def run(
     api: str,
     model: Any,
     leaves: Mapping[Path, Leaf],
-    tell: Callable[[str], object],
     arguments: Arguments | None,
     more: More,
     exchanges: Sequence[Exchange] = (),
@@ -342,11 +330,10 @@ def run(
       model: for Linen a function that initialises a module, or a `TrainState` whose `apply_fn` is
         the module's; for NNX as `reshard.target` takes it.
       leaves: path in the model -> array.
-      tell: called with a message on the memory of the run, before any array is read.
       arguments: the arguments of the call. None, only for Linen: those of its initialisation, with
         arrays of one repeated number replaced by random ones.
       more: what is computed besides the outputs.
-      exchanges: pairs of leaves to exchange, each in a run of its own.
+      exchanges: pairs of leaves to exchange, each in a run of its own, with `more="noise"`.
 
     Raises:
       ArgumentError: the module or its arguments are unknown, the model has other leaves or does not
@@ -357,86 +344,62 @@ def run(
 
     find = _linen_model if api == "linen" else _nnx_model
     call, held, arguments = find(model, leaves, arguments, more)
-    api, paths = _NAMES[api], list(held)
-    abstract = [_abstract(leaf) for leaf in held.values()]
-    floats = [number for number, leaf in enumerate(abstract) if is_floating(leaf.dtype)]
+    api, paths = API_NAMES[api], list(held)
     with jax.default_matmul_precision("highest"):
-        most = _peak(call, api, held, abstract)
-        gradient, backward = _gradient(call, abstract, floats) if more == "unused" else (None, 0)
-        again = ", once more," if more == "calls" else ""
-        again = f" {len(exchanges)} times, with leaves exchanged," if exchanges else again
-        most = format_bytes(max(most, backward))
-        tell(f"running the {api} model{again} takes about {most} of memory")
         values = [_value(leaf) for leaf in held.values()]
+        floats = [number for number, value in enumerate(values) if is_floating(value.dtype)]
+        _check_present(call, api, held, values)
 
-        def outputs(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def replaced(some: Mapping[int, Any]) -> list[Any]:
+            return [some.get(number, value) for number, value in enumerate(values)]
+
+        def total(some: Mapping[int, Any]) -> Any:
+            return _weighted_sum(call(replaced(some), []))
+
+        def outputs(some: Mapping[int, Any]) -> tuple[_Outputs, _Calls]:
             kept: list[tuple[Path, Any]] = []
-            return _named(api, call(values, kept)), [
+            made = call(replaced(some), kept)
+            return _named(api, made), [
                 (path, None if value is None else _array(api, value))
                 for path, node in kept
                 for value in _arrays(node)
             ]
 
-        made, calls = outputs(values)
+        made, calls = outputs({})
         if not made:
             raise ArgumentError(f"the {api} model returns nothing, so no output can be compared")
-        moved_made, seen = ([], []), []
-        if more != "unused":
-            changed = list(values)
-            for number in floats:
-                changed[number] = jax.numpy.asarray(moved(np.asarray(values[number])))
-            moved_made = outputs(changed)
-        for exchange in exchanges:
-            one, other = map(paths.index, exchange)
-            changed = list(values)
-            changed[one], changed[other] = values[other], values[one]
-            seen.append(_differ(made, outputs(changed)[0], moved_made[0]))
-        unused = [paths[n] for n in floats]
-        if gradient is not None:
-            gradients = gradient([values[n] for n in floats], values)
-            unused = [paths[n] for n, g in zip(floats, gradients, strict=True) if not g.any()]
-    return Run(api, arguments, made, calls, unused, moved_made, seen)
+        changed, seen, unused = ([], []), [], [paths[n] for n in floats]
+        if more == "unused":
+            with contextlib.suppress(Exception):  # models that cannot be differentiated
+                gradients = jax.grad(total)({n: values[n] for n in floats})
+                unused = [paths[n] for n, gradient in gradients.items() if not gradient.any()]
+        else:
+            changed = outputs({n: jax.numpy.asarray(moved(np.asarray(values[n]))) for n in floats})
+        for one, other in (map(paths.index, exchange) for exchange in exchanges):
+            exchanged = outputs({one: values[other], other: values[one]})
+            seen.append(_differ(made, exchanged[0], changed[0]))
+    return Run(api, arguments, made, calls, unused, changed, seen)
 
 
-def _peak(call: _Call, api: str, leaves: Mapping[Path, Any], abstract: Sequence[Any]) -> int:
-    """Bytes of memory that a model takes. Raises ArgumentError: its outputs depend on leaves that
-    the checkpoint lacks."""
+def _check_present(
+    call: _Call, api: str, leaves: Mapping[Path, Any], values: Sequence[Any]
+) -> None:
+    """Raises ArgumentError: the outputs of a model depend on leaves that the checkpoint lacks."""
     import jax
     from jax.interpreters import partial_eval
 
-    known: list[tuple[Path, Any]] = []
-    traced = jax.make_jaxpr(lambda values: call(values, known))(abstract).jaxpr
+    traced = jax.make_jaxpr(lambda given: call(given, []))(values).jaxpr
     _, live = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
-    used = {path for path, is_used in zip(leaves, live, strict=True) if is_used}
-    missing = [path for path in used if not isinstance(leaves[path], ArrayHandle)]
+    missing = [
+        format_path(path)
+        for (path, leaf), used in zip(leaves.items(), live, strict=True)
+        if used and not isinstance(leaf, ArrayHandle)
+    ]
     if missing:
         raise ArgumentError(
             f"the outputs of the {api} model depend on leaves that the checkpoint lacks",
-            sorted(map(format_path, missing)),
+            sorted(missing),
         )
-    outputs = [x for _, node in known for x in jax.tree.leaves(node) if hasattr(x, "aval")]
-    return peak_bytes(traced) + sum(x.aval.size * x.aval.dtype.itemsize for x in outputs)
-
-
-def _gradient(
-    call: _Call, abstract: Sequence[Any], floats: Sequence[int]
-) -> tuple[Callable[..., Any] | None, int]:
-    """A function for the gradient of a model's outputs, and its bytes of memory; None if the model
-    cannot be differentiated."""
-    import jax
-
-    def total(some: Sequence[Any], others: Sequence[Any]) -> Any:
-        values = list(others)
-        for number, value in zip(floats, some, strict=True):
-            values[number] = value
-        return _weighted_sum(call(values, []))
-
-    gradient = jax.grad(total)
-    # The model's own code may fail.
-    with contextlib.suppress(Exception):
-        traced = jax.make_jaxpr(gradient)([abstract[n] for n in floats], abstract).jaxpr
-        return gradient, peak_bytes(traced)
-    return None, 0
 
 
 def _named(api: str, made: Any) -> list[tuple[str, np.ndarray]]:
@@ -469,19 +432,6 @@ def _weighted_sum(outputs: Any) -> Any:
     return sum(
         (jnp.sum(x.astype("float32") * random.normal(size=x.shape)) for x in floats), jnp.zeros(())
     )
-
-
-def _abstract(leaf: Any) -> Any:
-    """The abstract value of a leaf."""
-    import jax
-
-    if not isinstance(leaf, ArrayHandle):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    dtype = np.float32 if is_floating(leaf.dtype) else leaf.dtype
-    if leaf.key_impl is None:
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
-    data = jax.ShapeDtypeStruct(leaf.shape, np.uint32)
-    return jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=leaf.key_impl), data)
 
 
 def _value(leaf: Any) -> Any:
@@ -534,7 +484,7 @@ def _linen_model(
     model: Any, leaves: Mapping[Path, Leaf], arguments: Arguments | None, more: More
 ) -> tuple[_Call, Mapping[Path, Any], Arguments]:
     """The call of a Linen model, its leaves and its arguments."""
-    from flax import errors, linen
+    from flax import errors, linen, traverse_util
 
     other_leaves = (
         errors.ScopeCollectionNotFound,
@@ -545,7 +495,7 @@ def _linen_model(
     if arguments is None and initial is None:
         raise ArgumentError("the arguments of the Linen model are unknown", hints=["check=..."])
     args, kwargs = _as_float32(_varied(initial) if arguments is None else arguments)
-    names = list(leaves)
+    names = [tuple(map(str, path)) for path in leaves]
 
     def call(values: Sequence[Any], kept: list[tuple[Path, Any]]) -> Any:
         def noting(function: Any, given: Any, keywords: Any, context: Any) -> Any:
@@ -559,12 +509,7 @@ def _linen_model(
                 kept.append((tuple(context.module.path), made))
             return made
 
-        variables: dict[str, Any] = {}
-        for path, value in zip(names, values, strict=True):
-            node = variables
-            for key in path[:-1]:
-                node = node.setdefault(str(key), {})
-            node[str(path[-1])] = value
+        variables = traverse_util.unflatten_dict(dict(zip(names, values, strict=True)))
         try:
             with linen.intercept_methods(noting):
                 if isinstance(module, linen.Module):
@@ -711,21 +656,11 @@ def _noted(model: Any, kept: list[tuple[Path, Any]]) -> Iterator[None]:
 
         return noted
 
-    calls: dict[Any, Any] = {}
-    for kind in {type(node) for _, node in modules}:
-        defined = [vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)]
-        calls |= {kind: defined[0]} if defined else {}
-    own = {kind: vars(kind).get("__call__") for kind in calls}
-    try:
-        for kind, call in calls.items():
-            kind.__call__ = noting(call)
+    with contextlib.ExitStack() as patches:
+        for kind in {type(node) for _, node in modules}:
+            if any("__call__" in vars(base) for base in kind.__mro__):
+                patches.enter_context(mock.patch.object(kind, "__call__", noting(kind.__call__)))
         yield
-    finally:
-        for kind, call in own.items():
-            if call is None:
-                del kind.__call__
-            else:
-                kind.__call__ = call
 
 
 def moved(values: np.ndarray) -> np.ndarray:
@@ -737,11 +672,7 @@ def moved(values: np.ndarray) -> np.ndarray:
 def _times_noise(one: np.ndarray, other: np.ndarray, again: np.ndarray) -> np.ndarray:
     """The difference of each element of two arrays, in units of the largest noise among elements of
     its magnitude. Infinite if one of them is NaN, if only one is infinite, or if integers differ.
-
-    Args:
-      one, other: the arrays, of one shape.
-      again: the first of them with every weight moved.
-    """
+    `again`: the first array with every weight moved."""
     exact = not np.issubdtype(one.dtype, np.floating)
     with np.errstate(invalid="ignore", over="ignore"):  # of infinity, and of the largest numbers
         unit = np.zeros(one.shape) if exact else np.nan_to_num(np.spacing(np.abs(one)))

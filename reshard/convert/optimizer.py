@@ -25,8 +25,7 @@ from reshard.convert.leafmap import (
     Source,
     Value,
     applied,
-    input_names,
-    names_of,
+    sources_of,
 )
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import Spec
@@ -259,21 +258,11 @@ def followed(
             problems += _ambiguities(members, places, ahead)
         if others or places is None or not _keep_order(places):
             problems += [text for path, text in alone.items() if path not in beside]
-    made = [
-        _Subtree(root, members, parameters, leaves, factoring[root[:-1]], ahead).follow(model)
-        for root, members in subtrees.items()
-    ]
-    found = LeafMap(
-        {path: value for part in made for path, value in part.map.values.items()},
-        {path: text for part in made for path, text in part.map.origin.items()},
-        (),
-        {path: zeros for part in made for path, zeros in part.map.must_be_zero.items()},
-    )
-    return Followed(
-        found,
-        {path: before for part in made for path, before in part.placeholders.items()},
-        (*problems, *(text for part in made for text in part.problems)),
-    )
+    found, placeholders = LeafMap({}), dict[Path, tuple[Path, ...]]()
+    for root, members in subtrees.items():
+        subtree = _Subtree(root, members, parameters, leaves, factoring[root[:-1]], ahead)
+        problems += subtree.follow(model, found, placeholders)
+    return Followed(found, placeholders, tuple(problems))
 
 
 def follows_note(root: Path, count: int, checked: bool = True) -> str:
@@ -455,38 +444,35 @@ class _Subtree:
         self._made: dict[int, list[_Held | None]] = {}
         self._must_be_zero: dict[Path, Filled] = {}
 
-    def follow(self, model: LeafMap) -> Followed:
-        """The map of the subtree."""
+    def follow(
+        self, model: LeafMap, into: LeafMap, placeholders: dict[Path, tuple[Path, ...]]
+    ) -> list[str]:
+        """Adds the map of the subtree. Returns the problems."""
         problems: list[str] = []
         given_up: set[int] = set()
-        names = names_of(model)
         for call in model.calls():
             have = list(map(self._has, call.inputs))
             found: list[_Held] | str | None = None
             if any(isinstance(v, Output) and id(v.call) in given_up for v in call.inputs):
                 given_up.add(id(call))
             elif any(have):
-                inputs = zip(input_names(call, names), call.inputs, have, strict=True)
-                named = [self._name(path, value, held) for path, value, held in inputs]
-                found = self._become(call, have, named)
+                found = self._become(call, have)
             if isinstance(found, str):
-                problems.append(f"{' + '.join(map(format_path, named))}: {found}")
+                places = itertools.chain(*map(self._places, call.inputs))
+                problems.append(f"{' + '.join(map(format_path, places))}: {found}")
                 given_up.add(id(call))
             made = found if isinstance(found, list) else [None] * len(call.shapes)
             self._made[id(call)] = list(made)
-        values: dict[Path, Value] = {}
-        placeholders: dict[Path, tuple[Path, ...]] = {}
-        origin: dict[Path, str] = {}
         for path, value in model.values.items():
             held, place = self._has(value), self._inside(path)
             if held is not None and held.value is None:
                 placeholders[place] = held.paths
             elif held is not None and held.value not in (None, Source(place, value.shape)):
-                values[place] = held.value
+                into.values[place] = held.value
                 if path in model.origin:
-                    origin[place] = model.origin[path]
-        found_map = LeafMap(values, origin, (), self._must_be_zero)
-        return Followed(found_map, placeholders, tuple(problems))
+                    into.origin[place] = model.origin[path]
+        into.must_be_zero.update(self._must_be_zero)
+        return problems
 
     def _has(self, value: Value) -> _Held | None:
         """The moment of a value of the parameters."""
@@ -499,25 +485,21 @@ class _Subtree:
         start = len(self._ahead)
         return self._root + (path[start:] if path[:start] == self._ahead else path)
 
-    def _name(self, path: Path, value: Value, held: _Held | None) -> Path:
-        """The path of a moment in messages, also of one that does not exist."""
+    def _places(self, value: Value) -> list[Path]:
+        """The paths of the moments of a value of the parameters, whether they exist or not."""
         start = len(self._before)
-        if not isinstance(value, Source):
-            return self._inside(path)
-        if held is not None:
-            return held.paths[0]
-        return self._root + path[start:] if path[:start] == self._before else self._inside(path)
+        paths = sources_of(value)
+        return [self._root + (p[start:] if p[:start] == self._before else p) for p in paths]
 
-    def _become(
-        self, call: Call, have: Sequence[_Held | None], named: Sequence[Path]
-    ) -> list[_Held] | str:
+    def _become(self, call: Call, have: Sequence[_Held | None]) -> list[_Held] | str:
         """The moments after an operation, or why there are none."""
         there = [held for held in have if held is not None]
         valued = [held for held in there if held.value is not None]
         absent = [
-            format_path(name)
-            for name, held in zip(named, have, strict=True)
+            format_path(path)
+            for value, held in zip(call.inputs, have, strict=True)
             if held is None or (valued and held.value is None)
+            for path in self._places(value)
         ]
         if absent:
             verb = "has" if len(absent) == 1 else "have"

@@ -9,6 +9,7 @@ and saves again loses the record.
 import contextlib
 import dataclasses
 import math
+import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,28 +33,7 @@ from reshard.tree import MAX_KEYS, Path, format_path, overlaps
 
 # A leaf map as JSON, and back. A document that is read is not trusted.
 
-_OPERATIONS = (
-    ops.Transpose,
-    ops.Reshape,
-    ops.Split,
-    ops.Concat,
-    ops.Stack,
-    ops.Unstack,
-    ops.Pad,
-)
-_OPERATIONS += (
-    ops.Interleave,
-    ops.Copies,
-    ops.Equal,
-    ops.Scale,
-    ops.Add,
-)
-# Their fields that are lists.
-_LISTS = {"axes", "shape", "sizes", "names", "widths"}
-# The types of fields that are not whole numbers.
-_TYPES: dict[str, list[type]] = {"names": [str], "undo": [bool], "rounds": [bool]}
-_TYPES |= {"fill": [int, float], "constant": [int, float]}
-_TYPES["block"] = [int, type(None)]
+_OPERATIONS = "Transpose Reshape Split Concat Stack Unstack Pad Interleave Copies Equal Scale Add"
 
 
 def map_json(found: LeafMap) -> dict[str, Any]:
@@ -119,7 +99,7 @@ def map_of(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap
 def _zeros(entries: list[Any]) -> dict[Path, Filled]:
     return {
         path_of(path): Filled(
-            shape_of(shape), dtype_of(dtype), *(_field("fill", value) for value in fill)
+            shape_of(shape), dtype_of(dtype), *(_field("fill", value, float) for value in fill)
         )
         for path, shape, dtype, *fill in entries
     }
@@ -133,25 +113,27 @@ def _row(document: Mapping[str, Any]) -> Row:
             f"{document['Apply']['function']!r:.80}, which no record runs",
             hints=["map_file=... with model=..., the map that names it"],
         )
-    for operation in _OPERATIONS:
-        if operation.__name__ in document:
-            given = document[operation.__name__]
-            fields = {name: _field(name, value) for name, value in given.items()}
-            return Row(inputs, outputs, operation(**fields))
-    if document.keys() != {"from", "to"}:
-        raise ValueError(f"there is no operation {', '.join(document.keys() - {'from', 'to'})}")
-    return Row(inputs, outputs)
+    if document.keys() == {"from", "to"}:
+        return Row(inputs, outputs)
+    ((name, fields),) = ((key, document[key]) for key in document if key not in ("from", "to"))
+    if name not in _OPERATIONS.split():
+        raise ValueError(f"there is no operation {name}")
+    operation = getattr(ops, name)
+    types = typing.get_type_hints(operation)
+    given = {key: _field(key, value, types[key]) for key, value in fields.items()}
+    return Row(inputs, outputs, operation(**given))
 
 
-def _field(name: str, value: Any) -> Any:
-    """The value of a field of an operation."""
-    if name == "widths":
-        return tuple((_field("axis", before), _field("axis", after)) for before, after in value)
-    types = _TYPES.get(name, [int])
-    found = value if name in _LISTS else [value]
-    if not isinstance(found, list) or any(type(entry) not in types for entry in found):
+def _field(name: str, value: Any, kind: Any) -> Any:
+    """The value of a field of an operation, which has this type. JSON has lists for tuples."""
+    inner, is_tuple = typing.get_args(kind), typing.get_origin(kind) is tuple
+    if is_tuple and isinstance(value, list):
+        kinds = inner[:1] * len(value) if inner[-1] is ... else inner
+        return tuple(_field(name, *pair) for pair in zip(value, kinds, strict=True))
+    kinds = () if is_tuple else (int, float) if kind is float else inner or (kind,)
+    if type(value) not in kinds:
         raise ValueError(f"`{name}` of an operation is {value!r:.80}")
-    return tuple(found) if name in _LISTS else value
+    return value
 
 
 def path_of(keys: Any) -> Path:
@@ -193,21 +175,13 @@ class _Array(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """A record.
+    """A record."""
 
-    Attributes:
-      map: the map to NNX.
-      own: NNX's own leaves.
-      leaves: the leaves of the Linen checkpoint: arrays, and names of empty leaves.
-      containers: Orbax's record of its container types, if it had one.
-      order: what rested on the order of modules before this conversion.
-    """
-
-    map: LeafMap
-    own: list[Path]
-    leaves: dict[Path, _Array | str]
-    containers: str | None
-    order: ByOrder | None
+    map: LeafMap  # to NNX
+    own: list[Path]  # NNX's own leaves
+    leaves: dict[Path, _Array | str]  # of the Linen checkpoint: arrays, and names of empty leaves
+    containers: str | None  # Orbax's record of its container types
+    order: ByOrder | None  # what order matched before this conversion
 
 
 def recorded(

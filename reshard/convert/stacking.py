@@ -60,7 +60,6 @@ def stack(
     given = into
     layers, into, period = _parsed(layers, into, indices)
     mesh_axes = (names,) if isinstance(names, str) else tuple(names)
-    _check_names(ckpt, mesh_axes)
     groups, problems = _grouped(ckpt, layers, indices)
     if not groups:
         near = tree.nearest(layers.replace("{}", "0"), ckpt)[:1]
@@ -220,17 +219,6 @@ def _unlike(
     if without:
         return [f"{format_path(target)}: layer {', '.join(without)} has none"]
     return [f"{format_path(target)}: it is {' or '.join(kinds)}"] * (len(kinds) > 1)
-
-
-def _check_names(ckpt: Checkpoint, names: Sequence[str]) -> None:
-    """Raises ShardingError if a mesh lacks axes that partition the new axis."""
-    lacking = [f"`{mesh}` has no {n}" for mesh in ckpt.meshes for n in names if n not in mesh.shape]
-    if lacking or (names and not ckpt.meshes):
-        raise ShardingError(
-            f"the layers cannot be partitioned over {' and '.join(names)}",
-            lacking or ["the checkpoint was saved without a mesh"],
-            ['put it on a mesh that has them: `to_mesh(ckpt, "stage=2,model=4")`'],
-        )
 
 
 def _kind(leaf: Leaf) -> str:

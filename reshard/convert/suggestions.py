@@ -3,7 +3,7 @@
 import collections
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.boxes import Shape
@@ -11,9 +11,10 @@ from reshard.convert.align import STACKED, Abstention
 from reshard.convert.layout import COLLECTIONS
 from reshard.convert.map_rules import MapResult
 from reshard.convert.map_writer import renaming_rules, rules_of, unstacking_rules
-from reshard.convert.model_map import Side, by_map, model_map
+from reshard.convert.model_map import Side
+from reshard.convert.optimizer import shared_keys
 from reshard.convert.replacement import toml_text
-from reshard.restore.matching import stacking_call
+from reshard.restore.matching import stacking_call, stacks_in
 from reshard.tree import (
     Path,
     as_python,
@@ -21,7 +22,6 @@ from reshard.tree import (
     format_path,
     glob_text,
     named_by,
-    split_path,
 )
 
 MAX_GLOBS = 5
@@ -53,6 +53,8 @@ def hints_for(
         calls := _stack_calls(abstentions, linen, nnx, saved, forth)
     ):
         return calls
+    if not said.map.origin and (hints := _level_hints(source, target)):
+        return hints
     hints = []
     if rows := [entry.rule for entry in abstentions if entry.rule]:
         rules = [f"{rule.rstrip()}  # or in another order\n" for rule in rules_of(rows, linen)]
@@ -79,57 +81,36 @@ def _shown(rules: Sequence[str]) -> str:
     return f"map_file=... decides, by {kind} such as:{text}"
 
 
-def level_above(
-    source: Side, target: Side, initial: Collection[Path], placed: int
-) -> tuple[str, list[str]] | None:
-    """A level of the source that is above the model, like `transformer`, or keys that hold several
-    levels: the problem, and hints. None if taking it away does not find places for half of the
-    leaves, and for more than `placed`. `initial`: leaves of the model that keep their value."""
-    for problem, rename, rule in _levels(source):
-        names: dict[Path, Path] = {}
-        for path in source.shapes:
-            renamed = split_path(re.sub(*rename, format_path(path)))
-            names[tuple(map(str, renamed))] = path
-        if len(names) < len(source.shapes):
-            continue
-        shapes = {name: source.shapes[path] for name, path in names.items()}
-        below = Side(source.api, shapes, {name: source.dtypes[p] for name, p in names.items()})
-        made, _ = model_map(by_map(None, below, target), below, target, initial)
-        found = len(made.values.keys() & target.shapes.keys())
-        if placed < found and 2 * found >= len(shapes):
-            hints = [f"reshard.rename(ckpt, {as_python([rename])}) removes it"]
-            if rule:
-                one, other = map(toml_text, rule)
-                text = f"does so for the way back, too: from = {one}, to = {other}"
-                hints.append(f"map_file=... {text}")
-            return problem, hints
-    return None
-
-
-def _levels(source: Side) -> Iterator[tuple[str, tuple[str, str], tuple[str, str] | None]]:
-    """The levels that may be above a model, the shortest first: the problem; the regex and the
-    replacement that take it away from any path; and those of a rule."""
-    begin = 1 if source.api == "linen" else 0
-    modules = [tuple(map(str, path[begin:-1])) for path in source.shapes]
-    split = [tuple("/".join(path).split("/")) for path in modules]
-    pairs = zip(min(split, default=()), max(split, default=()), strict=False)
-    common = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    joined = [key for path in modules for key in path if "/" in key]
-    if joined:
-        text = f"keys like {format_path((joined[0],))} hold several levels"
-        yield text, (r'"([^"]*/[^"]*)"', r"\1"), None
-    for end in range(1, len(common) + 1):
-        name = format_path(tuple(common[:end]))
-        text, regex = f"all leaves are below `{name}`, which the model lacks", re.escape(name)
-        if joined:
-            yield text, (rf'"{regex}/([^"]*)"', r"\1"), None
-            continue
-        rule = None
-        if begin:
-            kinds = {path[0] for path in source.shapes}
-            (kind, kept) = (*map(str, kinds),) * 2 if len(kinds) == 1 else (r"([^/]+)", r"\1")
-            rule = f"^{kind}/{regex}/", f"{kept}/"
-        yield text, (rf"(^|/){regex}/", r"\1"), rule
+def _level_hints(source: Side, target: Side) -> list[str]:
+    """Hints for keys of the source that hold several levels, and for levels above the whole model,
+    like `transformer`."""
+    begin = int(source.api == "linen")
+    paths = [tuple(map(str, path[begin:-1])) for path in source.shapes]
+    modules = [tuple("/".join(path).split("/")) for path in paths]
+    tops = {str(path[target.api == "linen"]) for path in target.shapes}
+    common: Path = modules[0][: shared_keys(modules)] if modules else ()
+    above = common[: next((at for at, key in enumerate(common) if key in tops), len(common))]
+    level = format_path(above)
+    regex = re.escape(level)
+    renames, texts = [], []
+    if joined := [key for path in paths for key in path if "/" in key]:
+        renames.append((r'"([^"]*/[^"]*)"', r"\1"))
+        texts.append(f"splits keys like {format_path((joined[0],))}, which hold several levels")
+    # The only module of a model may be its counterpart in another form.
+    below = {path[len(above)] for path in modules if len(path) > len(above)}
+    is_list = all(map(str.isdecimal, below))
+    if above and not is_list and (len(tops) > 1 or above != common):
+        renames.append((rf"(^|/){regex}/", r"\1"))
+        texts.append(f"removes `{level}`, if the model lacks that level")
+    if not texts:
+        return []
+    hints = [f"reshard.rename(ckpt, {as_python(renames)}) {' and '.join(texts)}"]
+    if not joined and begin:
+        kinds = {str(path[0]) for path in source.shapes}
+        kind, kept = (*kinds, *kinds) if len(kinds) == 1 else (r"([^/]+)", r"\1")
+        rule = f"from = {toml_text(f'^{kind}/{regex}/')}, to = {toml_text(f'{kept}/')}"
+        hints.append(f"map_file=... does so for the way back, too: {rule}")
+    return hints
 
 
 def _renames(
@@ -214,10 +195,10 @@ def _unstack_rules(
 ) -> list[str]:
     """The rules that unstack modules of Linen's, as the shapes of their leaves show."""
     pairs: dict[tuple[int, ...], list[tuple[Path, Path]]] = {}
-    for stack, there, axes in _stacked([(x.linen, x.nnx) for x in abstentions], linen, nnx, 1):
+    for stack, there, axes in _stacked(abstentions, linen, nnx, "linen"):
         into = (*(stack[:-1] or there[:-1]), f"{there[-1]}_")
         for kind in sorted({path[:1] for path in linen if path[1 : len(stack) + 1] == stack}):
-            pairs.setdefault(tuple(axes), []).append(((*kind, *stack), (*kind, *into)))
+            pairs.setdefault(axes, []).append(((*kind, *stack), (*kind, *into)))
     return [rule for axes, of in pairs.items() for rule in unstacking_rules(of, linen, axes)]
 
 
@@ -230,14 +211,13 @@ def _stack_calls(
 ) -> list[str]:
     """The calls that give a source the form of the other side, where NNX has the stack."""
     calls: dict[str, None] = {}
-    open_ = [(entry.nnx, entry.linen) for entry in abstentions]
-    for stack, there, axes in _stacked(open_, nnx, linen, 0):
+    for stack, there, axes in _stacked(abstentions, linen, nnx, "nnx"):
         apart, whole = (*there[:-1], f"{there[-1]}_{{}}"), (*there[:-1], stack[-1])
         if not forth:
             apart, whole = (*stack[:-1], apart[-1]), stack
         for path, name in saved.items():
             part = path[1 : 1 + len(there)] if forth else path[: len(stack)]
-            if (_list_of(part)[0] if forth else part) != (there if forth else stack):
+            if (_list_of(part) if forth else part) != (there if forth else stack):
                 continue
             texts = tuple(map(str, name))  # the collection may not be saved
             begin = next(i for i in range(len(name)) if texts[i : i + len(part)] == part)
@@ -248,63 +228,45 @@ def _stack_calls(
 
 
 def _stacked(
-    pairs: Iterable[tuple[Sequence[Path], Sequence[Path]]],
-    stacks: Mapping[Path, Shape],
-    apart: Mapping[Path, Shape],
-    collection: int,
-) -> Iterator[tuple[Path, Path, list[int]]]:
-    """Modules that are stacked, the lists that they are on the other side, and the axes that it
-    may be along: if no other module and no other list is as likely. `pairs` are open paths of
-    both; of `stacks` and not of `apart`, or the reverse, the first key is a `collection`."""
-    lists: dict[Path, dict[str, list[_Inside]]] = {}
-    for whole, shape in apart.items():
-        path = whole[1 - collection :]
-        for end in range(1, len(path) if shape else 0):  # scalars are in no stack
-            there, number = _list_of(path[:end])
-            if number:
-                inside = len(path) - end, shape
-                lists.setdefault(there, {}).setdefault(number, []).append(inside)
-    found: dict[tuple[Path, Path], list[int]] = {}
-    for ones, others in pairs:
-        others = [part for p in others for part in {p, p[1 - collection :]}]
-        near = {part for path in others if path for part in (path, _list_of(path)[0])}
-        cut = {0, collection}
-        parts = (part for p in ones for at in cut for part in (p[at:], p[at:-1]) if part)
-        modules = _below(dict.fromkeys(parts), stacks, (collection,))
-        for there, members in lists.items():
-            if any(there[: len(x)] == x[: len(there)] for x in near):
-                layers = [members.get(str(n), []) for n in range(len(members))]
-                fits = {(stack, there): _axes(leaves, layers) for stack, leaves in modules.items()}
-                found |= {pair: axes for pair, axes in fits.items() if axes}
+    abstentions: Sequence[Abstention],
+    linen: Mapping[Path, Shape],
+    nnx: Mapping[Path, Shape],
+    api: str,
+) -> Iterator[tuple[Path, Path, tuple[int, ...]]]:
+    """Open modules of an API that are stacked, the lists that they are in the other, and the axes
+    that may be those of the layers; paths without a collection. Not where several may be meant."""
+    inside = {path[1:]: shape for path, shape in linen.items()}
+    stacks, apart = (inside, nnx) if api == "linen" else (nnx, inside)
+    open_ = []
+    for entry in abstentions:
+        sides = [part for path in entry.linen for part in (path, path[1:])], entry.nnx
+        ones, others = sides if api == "linen" else sides[::-1]
+        near = {part for path in others if path for part in (path, _list_of(path))}
+        open_.append(([part for path in ones for part in (path, path[:-1]) if part], near))
+
+    def candidates(layer: Path) -> Iterator[Path]:
+        there = _list_of(layer)
+        for modules, near in open_ if there != layer else ():
+            if any(there[: len(path)] == path[: len(there)] for path in near):
+                yield from modules
+
+    arrays = {path: shape for path, shape in apart.items() if shape}  # scalars are in no stack
+    found = {
+        (stack, _list_of(layer)): axes
+        for layer, stack, axes in stacks_in(arrays, stacks, candidates, len, 0.5)
+    }
     firsts, seconds = (collections.Counter(pair[side] for pair in found) for side in (0, 1))
     for (stack, there), axes in found.items():
         if firsts[stack] == seconds[there] == 1:
             yield stack, there, axes
 
 
-def _list_of(path: Path) -> tuple[Path, str]:
-    """The list that a path is a member of, or what its name begins with, and the number: `x` and 0
-    for `x/0` and `x_0`. Of any other path itself and no number."""
+def _list_of(path: Path) -> Path:
+    """The list that a path is a member of, `x` for `x/0` and for `x_0`; else the path itself."""
     *above, name = path
-    match = re.fullmatch(r"(.+)_(\d+)", str(name))
-    if match:
-        return (*above, match[1]), match[2]
-    return (path[:-1], str(name)) if str(name).isdigit() and above else (path, "")
-
-
-def _axes(stacked: Sequence[_Inside], members: Sequence[Sequence[_Inside]]) -> list[int]:
-    """The axes that layers in one array each may be along, so that at least half of the leaves are
-    those of one layer: those for which most are."""
-    rank = min((len(shape) for _, shape in stacked), default=0)
-    found: dict[int, int] = {}
-    for axis in range(rank if len(members) > 1 and all(members) else 0):
-        if {shape[axis] for _, shape in stacked} != {len(members)}:
-            continue
-        apart = collections.Counter((depth, x[:axis] + x[axis + 1 :]) for depth, x in stacked)
-        same = (apart & collections.Counter(members[0])).total()
-        if 2 * same >= max(len(stacked), len(members[0])):
-            found[axis] = same
-    return [axis for axis, same in found.items() if same == max(found.values())]
+    if match := re.fullmatch(r"(.+)_(?:\d+|\{\})", str(name)):
+        return (*above, match[1])
+    return path[:-1] if re.fullmatch(r"\d+|\{\}", str(name)) and above else path
 
 
 def covering_globs(wanted: Sequence[Path], names: Mapping[Path, Path]) -> list[tuple[str, int]]:

@@ -82,19 +82,15 @@ def load(name: str, what: str) -> Any:
             found = getattr(found, part)
     except ReshardError:
         raise
-    except (ImportError, AttributeError) as error:
-        hints = [f"modules are looked for in {places}"]
+    except (Exception, SystemExit) as error:
+        why, hints = f"importing it raised {type(error).__name__}", []
+        if isinstance(error, ImportError | AttributeError):
+            why, hints = "it cannot be imported", [f"modules are looked for in {places}"]
         if part and isinstance(error, AttributeError):
             near = difflib.get_close_matches(part, dir(found), n=1)
             hints = [f"the nearest is `{other}`" for other in near]
-        raise ReshardError(
-            f"{what} {name}: it cannot be imported", [str(error), *own_line(error, module)], hints
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise ReshardError(
-            f"{what} {name}: importing it raised {type(error).__name__}",
-            [str(error), *own_line(error, module)],
-        ) from error
+        problems = [str(error), *own_line(error, module)]
+        raise ReshardError(f"{what} {name}: {why}", problems, hints) from error
     return found
 
 

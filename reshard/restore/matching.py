@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -315,8 +315,16 @@ def _stacking_hints(
     wanted = {p.path: shapes[p.path] for p in problems if p.what == "missing"}
     values = {p.path: ckpt[p.path] for p in problems if p.what == "unexpected"}
     saved = {path: x.shape for path, x in values.items() if isinstance(x, ArrayHandle)}
-    calls = [("unstack", whole, layer, axis) for layer, whole, axis in _stacked(wanted, saved)]
-    calls += [("stack", *found) for found in _stacked(saved, wanted)]
+    calls: list[tuple[str, Path, Path, int]] = []
+    for name, apart, together in (("unstack", wanted, saved), ("stack", saved, wanted)):
+        near = collections.defaultdict(list)  # at the place of the layers, or directly below it
+        for module in {path[:end]: None for path in together for end in range(1, len(path) + 1)}:
+            near[module].append(module)
+            near[module[:-1]].append(module)
+        found = stacks_in(apart, together, lambda layer, near=near: near[layer[:-1]], _texts, 1)
+        for layer, module, axes in found:
+            before, into = (module, layer) if name == "unstack" else (layer, module)
+            calls += [(name, before, into, axis) for axis in axes]
     main = [call for call in calls if not {"params", "model"}.isdisjoint(call[1])] or calls
     return [stacking_call(*call, given) for call in main]
 
@@ -327,29 +335,46 @@ def stacking_call(name: str, before: Path, into: Path, axis: int, given: str = "
     return f"reshard.{name}({given}, {paths}, axis={axis})"
 
 
-def _stacked(
-    apart: Mapping[Path, Shape], together: Mapping[Path, Shape]
-) -> Iterator[tuple[Path, Path, int]]:
-    """Layers, with `{}` for their number, the module that may be all of them, and its axis."""
-    layers: dict[Path, dict[str, dict[Path, Shape]]] = {}
+def stacks_in(
+    apart: Mapping[Path, Shape],
+    together: Mapping[Path, Shape],
+    candidates: Callable[[Path], Iterable[Path]],
+    inside: Callable[[Path], Hashable],
+    share: float,
+) -> Iterator[tuple[Path, Path, tuple[int, ...]]]:
+    """Layers that shapes show to be stacked: their path with `{}` for the number, the module that
+    may be all of them, and its possible axes.
+
+    Args:
+      apart, together: the leaves of both sides.
+      candidates: the modules that layers may be, by the path of the layers.
+      inside: what paths of leaves in a layer have in common on both sides.
+      share: the share of the leaves of a module and a layer that must agree.
+    """
+    layers: dict[Path, dict[str, list[tuple[Hashable, Shape]]]] = {}
     for path, shape in apart.items():
         for depth, key in enumerate(path):
             if match := re.fullmatch(r"(.*?)(\d+)", str(key)):
                 members = layers.setdefault((*path[:depth], match[1] + "{}"), {})
-                members.setdefault(match[2], {})[_texts(path[depth + 1 :])] = shape
-    modules: dict[Path, dict[Path, Shape]] = {}
+                leaf = inside(_texts(path[depth + 1 :])), shape
+                members.setdefault(match[2], []).append(leaf)
+    wanted = {layer: dict.fromkeys(candidates(layer)) for layer in layers}
+    open_ = {module for modules in wanted.values() for module in modules}
+    leaves_of: dict[Path, list[tuple[Hashable, Shape]]] = collections.defaultdict(list)
     for path, shape in together.items():
         for end in range(1, len(path) + 1):
-            modules.setdefault(path[:end], {})[_texts(path[end:])] = shape
-    near = collections.defaultdict(list)  # at the place of the layers, or directly below it
-    for module in modules:
-        near[module].append(module)
-        near[module[:-1]].append(module)
+            if path[:end] in open_:
+                leaves_of[path[:end]].append((inside(_texts(path[end:])), shape))
     for layer, members in layers.items():
-        count, first = len(members), members.get("0", {})
-        if count < 2 or any(members.get(str(n)) != first for n in range(count)):
+        count = len(members)
+        if count < 2 or any(str(n) not in members for n in range(count)):
             continue
-        for axis in range(min(map(len, first.values())) + 1):
-            whole = {rest: (*x[:axis], count, *x[axis:]) for rest, x in first.items()}
-            found = (module for module in near[layer[:-1]] if modules[module] == whole)
-            yield from ((layer, module, axis) for module in found)
+        for module in wanted[layer]:
+            leaves, same = leaves_of[module], dict[int, int]()
+            for axis in range(min((len(shape) for _, shape in leaves), default=0)):
+                if {shape[axis] for _, shape in leaves} == {count}:
+                    cut = collections.Counter((x, s[:axis] + s[axis + 1 :]) for x, s in leaves)
+                    same[axis] = (cut & collections.Counter(members["0"])).total()
+            most = max(same.values(), default=0)
+            if most and most >= share * max(len(leaves), len(members["0"])):
+                yield layer, module, tuple(axis for axis in same if same[axis] == most)
