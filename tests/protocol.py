@@ -434,7 +434,7 @@ class World:
             if TOP in (path, arguments[0]):  # what was published there is replaced
                 for each in self.actors:
                     each.published = False
-            actor.published = arguments[0] == TOP and path != REPLACED
+            actor.published = arguments[0] == TOP and not path.startswith(REPLACED)
             self.check()
             return 0
         watched = path in self.watched or path.startswith(REPLACED)

@@ -27,8 +27,8 @@ from sampling import few
 import reshard
 from reshard.cli import command
 from reshard.storage import disk
-from reshard.storage.location import Location
-from reshard.writer import plan
+from reshard.storage.location import Location, parse_location
+from reshard.writer import commit, plan
 from reshard.writer.export import plan_export
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -342,7 +342,7 @@ def test_a_manager_that_cleans_up_beside_a_job(one, tmp_path, step):
     listed = []
 
     def manage(*_):
-        replaced = root / f"{step}{REPLACED}"
+        replaced = root / f"{step}{REPLACED}.0123456789abcdef"
         shutil.copytree(out, replaced, dirs_exist_ok=True)
         swept.mkdir(exist_ok=True)
         with ocp.CheckpointManager(root, options=options) as manager:
@@ -468,9 +468,39 @@ def test_two_processes_that_write_one_destination(one, tmp_path, option, dies):
     assert_copied(out, one.path, "1x4" if dies else "1x8")
 
 
-def test_killed_between_two_renames_or_after_them(one, tmp_path):
+def test_a_checkpoint_that_another_job_puts_aside_meanwhile_stays(one, tmp_path, monkeypatch):
+    """Where the system cannot exchange names: a job finds an old checkpoint put aside. Before it
+    deletes that, another job does, puts the only checkpoint aside, and is killed."""
+    out = tmp_path / "out"
+    reshard.save(open_on(one), out)
+    before = hashes(out)
+    shutil.copytree(out, tmp_path / f"out{REPLACED}")
+    rename = disk.rename
+    done = []
+
+    def killed(source, target):  # after the second rename
+        if len(done) == 2:
+            raise OSError(errno.EIO, "killed")
+        done.append(target)
+        return rename(source, target)
+
+    def late(source, target):
+        monkeypatch.setattr(disk, "exchange", lambda *_: False)
+        monkeypatch.setattr(disk, "rename", killed)
+        with pytest.raises(reshard.DestinationError, match="killed"):
+            reshard.save(open_on(one, "1x4"), out, overwrite=True)
+        monkeypatch.undo()
+        return rename(source, target)
+
+    monkeypatch.setattr(disk, "rename", late)
+    commit.begin(parse_location(out), "0" * 16, overwrite=True)
+    assert before in [hashes(path) for path in tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("token", ["", ".0123456789abcdef"])
+def test_killed_between_two_renames_or_after_them(one, tmp_path, token):
     """Where the system cannot exchange names: the old one gets its name back, or is deleted."""
-    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}"
+    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}{token}"
     reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
     out.rename(replaced)

@@ -53,8 +53,8 @@ MUTANTS = {
     ),
     "the old checkpoint is not put back": (
         "disk without exchange",
-        "if destination.exists():\n            remove_aside(destination, replaced)",
-        "if True:\n            remove_aside(destination, replaced)",
+        "if aside and not destination.exists():",
+        "if False:",
     ),
     "a failure between two renames": (
         "disk without exchange",

@@ -343,7 +343,9 @@ def test_shares_of_different_divisions_are_not_mixed(tmp_path, monkeypatch):
     assert reshard.diff(source, reshard.open(out), values=True).equal
 
 
-@pytest.mark.parametrize("name", [".reshard-1.0123456789abcdef", "1.replaced-by-reshard"])
+@pytest.mark.parametrize(
+    "name", [".reshard-1.0123456789abcdef", "1.replaced-by-reshard.0123456789abcdef"]
+)
 def test_a_checkpoint_with_the_name_of_a_leftover(sources, tmp_path, name):
     """A job for `1` would delete it."""
     text = f"`{tmp_path / name}` has a name that is reserved for unfinished jobs"

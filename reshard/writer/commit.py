@@ -96,13 +96,8 @@ def begin(
       DestinationError: another job writes there or has left parts, the job to resume is a
         different one, or the destination is complete.
     """
-    replaced = destination.parent / f"{destination.name}{REPLACED_SUFFIX}"
-    # A job was stopped between two renames, or after them.
-    if destination.is_local and replaced.exists():
-        if destination.exists():
-            remove_aside(destination, replaced)
-        else:
-            disk.rename(replaced, destination)
+    if destination.is_local:
+        _restore_replaced(destination)
     start = _beside(destination, token if shared else secrets.token_hex(8)), None, frozenset[str]()
     for path, found in jobs(destination).items():
         if not path.is_local and _is_committed(path, found, token if resume else None):
@@ -132,6 +127,28 @@ def begin(
         elif path != start[0] and not (found.parts or unknown or overwrite):
             remove_aside(destination, path)
     return start
+
+
+def replaced_checkpoints(destination: Location) -> list[Location]:
+    """The checkpoints that jobs for a destination on a disk have put aside."""
+    parent, name = destination.parent, re.escape(f"{destination.name}{REPLACED_SUFFIX}")
+    names = parent.names() if parent.is_dir() else ()
+    return [parent / each for each in names if re.fullmatch(rf"{name}(\.[0-9a-f]{{16}})?", each)]
+
+
+def _restore_replaced(destination: Location) -> None:
+    """Cleans up after jobs that were stopped between two renames, or after them. Without a
+    destination, the last checkpoint that was put aside gets its name back. All others are deleted.
+
+    Each name is used once, so no other job puts a checkpoint under one of these names meanwhile.
+    """
+    aside = replaced_checkpoints(destination)
+    if aside and not destination.exists():
+        last = max(aside, key=lambda place: max((e.modified for e in place.walk()), default=0))
+        disk.rename(last, destination)
+        aside.remove(last)
+    for place in aside:
+        remove_aside(destination, place)
 
 
 def _beside(destination: Location, token: str) -> Location:
@@ -464,7 +481,8 @@ def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
             return None
         if disk.exchange(directory, destination):
             return directory
-        replaced = destination.parent / f"{destination.name}{REPLACED_SUFFIX}"
+        name = f"{destination.name}{REPLACED_SUFFIX}.{attempt.token}"
+        replaced = destination.parent / name
         try:
             disk.rename(destination, replaced)
             disk.rename(directory, destination)

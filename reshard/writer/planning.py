@@ -273,13 +273,12 @@ def _check_directory(destination: Location, steps: Sequence[Source], overwrite: 
     exists = destination.exists()
     if destination.is_symlink() or (exists and not destination.is_dir()):
         raise errors.DestinationExistsError(f"`{destination}` is a file or a symbolic link")
-    suffix = committing.REPLACED_SUFFIX
-    if destination.name.startswith(UNFINISHED_PREFIX) or destination.name.endswith(suffix):
+    reserved = committing.REPLACED_SUFFIX in destination.name
+    if reserved or destination.name.startswith(UNFINISHED_PREFIX):
         text = f"`{destination}` has a name that is reserved for unfinished jobs"
         raise errors.DestinationError(text, hints=["choose another name"])
     # An earlier job may have been stopped between two renames.
-    replaced = destination.parent / f"{destination.name}{suffix}"
-    if (exists or replaced.exists()) and not overwrite:
+    if not overwrite and (exists or committing.replaced_checkpoints(destination)):
         raise errors.DestinationExistsError(
             f"`{destination}` exists",
             hints=["overwrite=True replaces it once the new one is complete"],
