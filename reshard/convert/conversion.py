@@ -9,7 +9,7 @@ is read. The result is a `Checkpoint` whose leaves are computed when they are wr
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.derived import constant
@@ -35,7 +35,7 @@ from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.map_writer import write_map
 from reshard.convert.model import TargetTree, target_tree_of
-from reshard.convert.model_run import OutputComparison, RunModel, compare_outputs, runs
+from reshard.convert.model_run import OutputComparison, RunModel, compare_outputs, run
 from reshard.convert.roundtrip import (
     beside,
     counter,
@@ -105,8 +105,12 @@ class Conversion:
         as for `to_nnx`."""
         if check is False:
             return self.checkpoint
-        run = runs({self.to: model, self.layout.api: source}, self.leaves)
-        found = self.compare_outputs(run, None if check is True else check)
+        models = {self.to: model, self.layout.api: source}
+        if None in models.values():
+            hint = "model=... and source=..."
+            raise ArgumentError("comparing outputs needs both models", hints=[hint])
+        runs = {api: functools.partial(run, api, m, self.leaves(api)) for api, m in models.items()}
+        found = self.compare_outputs(runs, None if check is True else check)
         if not found.equal:
             raise TreeMismatchError(
                 f"`{self.source.source.root}` is converted, but the outputs of the models differ",
@@ -361,7 +365,9 @@ def _made(
             place = decided.prefix + path
             made[place] = beside(constant(place, values, like, impl), like)
     made |= decided.empty
-    order = list(made) if target is None else sorted(made, key=_order(target, decided.prefix))
+    leaves = () if target is None else target.leaves  # other leaves come last
+    places = {decided.prefix + path: place for place, path in enumerate(leaves)}
+    order = sorted(made, key=lambda path: places.get(path, len(places)))
     check_lists(made)
     ordered = by_order(decided.model, to)
     warnings = [] if ordered is None else [order_warning(ordered)]
@@ -391,12 +397,6 @@ def _made(
         tuple(warnings),
         decided.groups,
     )
-
-
-def _order(target: TargetTree, prefix: Path) -> Callable[[Path], int]:
-    """The position of a leaf in the model's tree; other leaves come last."""
-    places = {prefix + path: place for place, path in enumerate(target.leaves)}
-    return lambda path: places.get(path, len(places))
 
 
 def _without_dropped(
