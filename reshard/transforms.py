@@ -32,7 +32,7 @@ from reshard.sharding.mesh import (
     spec_problems,
     spec_text,
 )
-from reshard.sharding.rules import match_specs
+from reshard.sharding.rules import match_specs, spec_pairs
 from reshard.tree import Path, format_path, natural
 from reshard.units import count_leaves
 
@@ -191,7 +191,7 @@ def to_mesh(
     # No array is split over an axis of size 1, so the mesh may lack it.
     axes = {name: "" for name in sizes.keys() - new_mesh.shape if sizes[name] == 1} | axes
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
-    rules = list(specs.items() if isinstance(specs, Mapping) else specs or ())
+    rules = spec_pairs(specs)
     matched = match_specs(candidates, rules, otherwise=tree.LISTING)
     chosen, notes = dict(known or {}), _leave_on_host(ckpt, rules, matched)
     chosen |= matched

@@ -257,12 +257,11 @@ def test_the_embedded_data_is_that_of_the_plan(planned):
     data = embedded(to_html(planned))
     assert paths(data) == [format_path(array.layout.path) for array in planned.arrays]
     for (_, _, layout), array in zip(data["leaves"], planned.arrays, strict=True):
-        shape, nbytes, kind = data["layouts"][layout]
-        _, load, moved, _, sides = data["kinds"][kind]
+        shape, nbytes, _, load, moved, _, sides = data["layouts"][layout]
         assert (tuple(shape), nbytes) == (array.layout.shape, array.decoded_bytes)
         known = None if array.layout.path in WITHOUT_MESH else list(array.amplification)
         assert (load, moved) == (known, array.verbatim)
-        assert [data["placed"][side][2] for side in sides] == [
+        assert [chunk for _, _, chunk, _ in sides] == [
             list(array.layout.source_chunk),
             list(array.chunk),
         ]
@@ -359,7 +358,7 @@ def test_unknown_values(ckpt, run):
             "What does a restore read?", "not known", ("No array has a mesh.",), "", "amplification"
         ),
     )
-    assert {kind[1] for kind in planned.data["kinds"]} == {None}
+    assert {load for _, _, _, load, *_ in planned.data["layouts"]} == {None}
     empty = page_of(fabricated(0, 8))
     assert [fact.answer for fact in empty.facts[1:3]] == ["not known", "nothing"]
     compared = page_of(reshard.diff(ckpt, ckpt, values=False).document())

@@ -215,7 +215,7 @@ def test_pytrees_come_back_as_they_were_or_with_other_values(state):
     leaves, structure = jax.tree.flatten(state)
     assert all(a is b for a, b in zip(values, leaves, strict=True))
     assert len({leaf.path for leaf in found.leaves}) == len(values)
-    for again in (found.unflatten(values), found.update(values)):
+    for again in (found.unflatten(values), found.unflatten(values, in_place=True)):
         assert jax.tree.structure(again) == structure
         assert all(a is b for a, b in zip(jax.tree.leaves(again), leaves, strict=True))
     numbers = list(range(len(values)))

@@ -12,8 +12,8 @@ import click
 
 from reshard.convert.user_code import load, own_line
 from reshard.errors import ReshardError, ShardingError
-from reshard.sharding.mesh import Mesh
-from reshard.sharding.rules import axes_of
+from reshard.sharding.mesh import Mesh, normalize_spec
+from reshard.sharding.rules import parse_rules, spec_pairs
 
 _EXAMPLE = [
     'rules = [["embed", "data"], ["vocab", ["data", "model"]], ["kv", []]]',
@@ -105,29 +105,20 @@ def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
         document = read_toml(path)
     except (OSError, ValueError) as error:
         raise ShardingError(f"--rules {path}: it cannot be read", [str(error)], _EXAMPLE) from error
-    problems = [f"{key}: not known" for key in document if key not in ("rules", "specs")]
-    rules, specs = document.get("rules"), document.get("specs", [])
-    problems += [f"rules: {e!r}" for e in _entries(rules or []) if axes_of(e) is None]
-    problems += [f"specs: {e!r}" for e in _entries(specs) if not _is_spec(e)]
+    readers = {"rules": lambda rules: parse_rules(rules, ()), "specs": _specs}
+    problems, found = [], {}
+    for key, value in document.items():
+        if key not in readers:
+            problems.append(f"{key}: not known")
+            continue
+        try:
+            found[key] = readers[key](value)
+        except ShardingError as error:
+            problems += [f"{key}: {error.summary}", *error.problems]
     if problems:
         raise ShardingError(f"--rules {path}: some entries are not rules", problems, _EXAMPLE)
-    return _tuples(rules), _tuples(specs)
+    return found.get("rules"), found.get("specs", ())
 
 
-def _entries(entries: Any) -> list[Any]:
-    return entries if isinstance(entries, list) else [entries]
-
-
-def _is_spec(entry: Any) -> bool:
-    """Whether an entry is a regex and a spec: text, or the axes of each dimension."""
-    match entry:
-        case [str(), str()]:
-            return True
-        case [str(), [*dimensions]]:
-            return all(axes_of(["", axes]) is not None for axes in dimensions)
-    return False
-
-
-def _tuples(value: Any) -> Any:
-    """Lists as tuples, which can be cached."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _specs(entries: Any) -> Pairs:
+    return tuple((regex, normalize_spec(spec)) for regex, spec in spec_pairs(entries))

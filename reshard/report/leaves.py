@@ -45,9 +45,7 @@ class Leaves:
             if known["ids"] != devices:  # two meshes of one shape: ids are ambiguous
                 known["ids"] = False
         self._folders: dict[tuple[str, ...], int] = {(): 0}
-        self._kinds: dict[Any, int] = {}
         self._layouts: dict[Any, int] = {}
-        self._placed: dict[Any, int] = {}
         self._leaves: list[list[Any]] = []
         self._held: list[collections.Counter[tuple[str, str]]] = [
             collections.Counter() for _ in sides
@@ -58,29 +56,20 @@ class Leaves:
         # Without a mesh, the part that a device reads is unknown.
         known = leaf.get("mesh") is not None
         amplification = leaf.get("read_amplification") if known else None
-        placed = tuple(
-            self._placed.setdefault(
-                (
+        layout = [
+            *(leaf.get("shape"), leaf.get("bytes"), leaf.get("dtype") or leaf.get("type")),
+            [*amplification.values()] if amplification else None,
+            *(leaf.get("moved"), leaf.get("source")),
+            [
+                [
                     None if side.get("mesh") is None else self._mesh(side["mesh"]),
-                    _frozen(side.get("spec")),
-                    _frozen(side.get("chunk_shape")),
-                    side.get("device"),
-                ),
-                len(self._placed),
-            )
-            for side in sides
-        )
-        kind = (
-            leaf.get("dtype") or leaf.get("type"),
-            tuple(amplification.values()) if amplification else None,
-            leaf.get("moved"),
-            leaf.get("source"),
-            placed,
-        )
-        own = _frozen(leaf.get("shape")), leaf.get("bytes")
-        own += (self._kinds.setdefault(kind, len(self._kinds)),)
-        layout = self._layouts.setdefault(own, len(self._layouts))
-        self._leaves.append([*self.place([*map(format_key, keys)]), layout])
+                    *(side.get(name) for name in ("spec", "chunk_shape", "device")),
+                ]
+                for side in sides
+            ],
+        ]
+        number = self._layouts.setdefault(_frozen(layout), len(self._layouts))
+        self._leaves.append([*self.place([*map(format_key, keys)]), number])
         if leaf.get("shape") is not None:
             self._count(keys, leaf, sides)
 
@@ -107,8 +96,7 @@ class Leaves:
     def meshes_of(self, side: int) -> str:
         """The names of a side's meshes; empty without any."""
         names = list(self._meshes)
-        placed = list(self._placed)
-        used = dict.fromkeys(placed[sides[side]][0] for *_, sides in self._kinds)
+        used = dict.fromkeys(sides[side][0] for *_, sides in self._layouts)
         return "; ".join(names[number] for number in used if number is not None)
 
     def most_held(self, side: int) -> int | None:
@@ -160,8 +148,6 @@ class Leaves:
             "sides": self.sides,
             "replicated": self.tone if self.sides else "",
             "meshes": [{"name": name, **mesh} for name, mesh in self._meshes.items()],
-            "placed": list(self._placed),
-            "kinds": list(self._kinds),
             "layouts": list(self._layouts),
             "folders": [[self._folders[keys[:-1]], keys[-1]] for keys in self._folders if keys],
             "leaves": sorted(self._leaves, key=lambda leaf: natural((*names[leaf[0]], leaf[1]))),

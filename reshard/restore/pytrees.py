@@ -73,14 +73,13 @@ class State:
     Attributes:
       leaves: its leaves, in the order of the pytree, those of modules last.
       masked: paths of boxes and variables without a leaf, which hold optax's `MaskedNode`.
-      unflatten: makes the same containers with other values, in the order of `leaves`.
-      update: like `unflatten`, but it updates real modules in place.
+      unflatten: makes the same containers with other values, in the order of `leaves`. With
+        `in_place`, it updates real modules.
     """
 
     leaves: tuple[StateLeaf, ...]
     masked: tuple[Path, ...]
-    unflatten: Callable[[Sequence[Any]], Any]
-    update: Callable[[Sequence[Any]], Any]
+    unflatten: Callable[..., Any]
 
 
 def check_state(target: Any) -> None:
@@ -139,28 +138,21 @@ def flatten_state(state: Any) -> State:
         at, *also = ((*roots[int(number)], *rest) for number, *rest in (path, *others))
         add(at, value, also)
 
-    def assemble(outer: Sequence[Any], made: Sequence[Any]) -> Any:
+    def unflatten(values: Sequence[Any], in_place: bool = False) -> Any:
+        outer, inside, loose = structure.unflatten(values)
+        if in_place and modules and not any(leaf.abstract for leaf in leaves[in_plain:]):
+            nnx.update(modules, inside)
+            made = modules
+        else:
+            made = nnx.merge(graphdef, inside) if modules else ()
+            for (path, _), value in zip(bare, loose, strict=True):
+                _put(made, path, value)
         sources = iter(outer), iter(made)
         return jax.tree.unflatten(
             treedef, [next(sources[isinstance(value, shared)]) for _, value in places]
         )
 
-    def unflatten(values: Sequence[Any]) -> Any:
-        outer, inside, loose = structure.unflatten(values)
-        made = nnx.merge(graphdef, inside) if modules else ()
-        for (path, _), value in zip(bare, loose, strict=True):
-            _put(made, path, value)
-        return assemble(outer, made)
-
-    def update(values: Sequence[Any]) -> Any:
-        if any(leaf.abstract for leaf in leaves[in_plain:]):
-            return unflatten(values)
-        outer, inside, _ = structure.unflatten(values)
-        if modules:
-            nnx.update(modules, inside)
-        return assemble(outer, modules)
-
-    return State(tuple(leaves), tuple(masked), unflatten, update)
+    return State(tuple(leaves), tuple(masked), unflatten)
 
 
 def _bare(modules: tuple[Any, ...], known: Collection[Path]) -> list[tuple[tuple, Any]]:

@@ -141,7 +141,7 @@ def restore(
         requests = [_request(leaves[i], handle) for i, handle in arrays.items()]
         for i, value in zip(arrays, read(requests), strict=True):
             values[i] = _as_target(value, leaves[i])
-        return state.update(values)
+        return state.unflatten(values, in_place=True)
 
 
 def _unusable(

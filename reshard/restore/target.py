@@ -157,22 +157,7 @@ def _covered(
     tree = _spec_tree(specs, {leaf.path for leaf in arrays})
     parameters = _parameters(made, arrays)
     leaves = [_annotated(x, tree.get(x.path), x.path in parameters) for x in arrays]
-    pairs = [] if tree else _pairs(specs)
-    return state, cover(leaves, parse_mesh(mesh), rules, pairs, semantics)
-
-
-def _pairs(specs: Any) -> list[tuple[str, Any]]:
-    """Pairs of a path regex and a spec, from a sequence or a mapping of them."""
-    entries = list(specs.items()) if isinstance(specs, Mapping) else () if specs is None else specs
-    if not isinstance(entries, list | tuple) or not all(
-        isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
-        for entry in entries
-    ):
-        raise ShardingError(
-            f"`specs` are pairs of a path regex and a partition spec, not {specs!r}",
-            hints=['specs=[("kernel$", P("data", "model"))]'],
-        )
-    return [(regex, spec) for regex, spec in entries]
+    return state, cover(leaves, parse_mesh(mesh), rules, () if tree else specs, semantics)
 
 
 def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:

@@ -19,7 +19,15 @@ from typing import Any
 from reshard.errors import check_choice
 from reshard.sharding.mesh import Mesh, Spec, format_spec, spec_problems
 from reshard.sharding.optimizer_state import Parameters, matching_part
-from reshard.sharding.rules import SEMANTICS, Names, Rule, match_specs, parse_rules, resolve_names
+from reshard.sharding.rules import (
+    SEMANTICS,
+    Names,
+    Rule,
+    match_specs,
+    parse_rules,
+    resolve_names,
+    spec_pairs,
+)
 from reshard.tree import Path, as_python, format_path
 from reshard.units import count_leaves, format_bytes
 
@@ -209,7 +217,7 @@ def cover(
     leaves: Sequence[AnnotatedLeaf],
     mesh: Mesh,
     rules: Any,
-    specs: Sequence[tuple[str, Any]],
+    specs: Any,
     semantics: str | None,
 ) -> Coverage:
     """The spec of every leaf; see `reshard.target` for `rules`, `specs` and `semantics`.
@@ -220,7 +228,7 @@ def cover(
     """
     check_choice("semantics", semantics, (None, *SEMANTICS))
     paths = [leaf.path for leaf in leaves]
-    matched = match_specs(paths, specs, {leaf.path for leaf in leaves if leaf.variable})
+    matched = match_specs(paths, spec_pairs(specs), {leaf.path for leaf in leaves if leaf.variable})
     names = (n for leaf in leaves for n in leaf.names or () if isinstance(n, str))
     parsed = () if rules is None else parse_rules(rules, dict.fromkeys(names))
     found = _Cover(mesh, parsed, rules is None, semantics, {path: [] for path in paths})

@@ -27,6 +27,21 @@ Rule = tuple[str, tuple[str, ...]]
 Names = tuple[str | tuple[str, ...] | None, ...]
 
 
+def spec_pairs(specs: Any) -> list[tuple[str, Any]]:
+    """Pairs of a path regex and a spec, from a sequence or a mapping of them. Raises ShardingError
+    for anything else."""
+    entries = list(specs.items()) if isinstance(specs, Mapping) else () if specs is None else specs
+    if not isinstance(entries, list | tuple) or not all(
+        isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        for entry in entries
+    ):
+        raise ShardingError(
+            f"`specs` are pairs of a path regex and a partition spec, not {specs!r}",
+            hints=['specs=[("kernel$", P("data", "model"))]'],
+        )
+    return [(regex, spec) for regex, spec in entries]
+
+
 def match_specs(
     paths: Iterable[Path],
     rules: Sequence[tuple[str, Any]],
@@ -100,7 +115,7 @@ def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:
         pairs = _called(rules, names)
     elif isinstance(rules, Iterable) and not isinstance(rules, str):
         pairs = list(rules)
-    parsed = [(pair, axes_of(pair)) for pair in pairs]
+    parsed = [(pair, _axes_of(pair)) for pair in pairs]
     problems = [repr(pair) for pair, axes in parsed if axes is None]
     if problems:
         raise ShardingError(
@@ -123,7 +138,7 @@ def _called(rules: Callable[..., Any], names: Iterable[str]) -> list[tuple[str, 
     return pairs
 
 
-def axes_of(pair: Any) -> tuple[str, ...] | None:
+def _axes_of(pair: Any) -> tuple[str, ...] | None:
     """The mesh axes of a rule; None if it is not a rule."""
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
         return None

@@ -7,20 +7,11 @@ const meshes = data.meshes.map(({ name, axes, ids }) => ({
   sizes: Object.fromEntries(axes),
   devices: product(axes.map(([, size]) => size)),
 }));
-const placed = data.placed.map(([mesh, spec, chunk, device]) => ({
-  mesh: mesh === null ? null : meshes[mesh],
-  spec,
-  chunk,
-  device,
+const placed = ([mesh, spec, chunk, device]) => ({ mesh: mesh === null ? null : meshes[mesh], spec, chunk, device });
+const layouts = data.layouts.map(([shape, nbytes, dtype, load, moved, source, sides]) => ({
+  ...{ shape, nbytes, dtype, load, moved, source },
+  sides: sides.map(placed),
 }));
-const kinds = data.kinds.map(([dtype, load, moved, source, sides]) => ({
-  dtype,
-  load,
-  moved,
-  source,
-  sides: sides.map((number) => placed[number]),
-}));
-const layouts = data.layouts.map(([shape, nbytes, kind]) => ({ shape, nbytes, ...kinds[kind] }));
 const folders = [{ path: "", key: "all", parent: null, children: [], by: new Map(), nbytes: 0, count: 0 }];
 for (const [parent, key] of data.folders) {
   const above = folders[parent];
