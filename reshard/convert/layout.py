@@ -301,7 +301,7 @@ def _decide(
         proofs = _proofs(top)
         _check_top(top, ("opt_state",) if proofs["nnx"] else ("opt_state", "params"))
         kinds = ["linen-params", *_nnx_kinds(leaves), *["nnx-model"] * isinstance(model, dict)]
-    return _chosen({**{kind: _layout_hint(kind) for kind in kinds}, **below}, proofs, api)
+    return _chosen({**{kind: f"layout={as_python(kind)}" for kind in kinds}, **below}, proofs, api)
 
 
 def _linen_kind(top: _Node, training: _Training, names: str) -> tuple[str, str, Path]:
@@ -362,10 +362,6 @@ def _proofs(
             words = "has keys only for positions with a value, as in `nnx.Optimizer`"
             proofs["nnx"].append(f"{_named(training.root)} {words}")
     return {**proofs, "linen": []} if outweighs else proofs
-
-
-def _layout_hint(kind: str) -> str:
-    return f"layout={as_python(kind)}"
 
 
 def _api_of(kind: str) -> str:
