@@ -61,7 +61,7 @@ def viewed(rows: LeafMap | Iterable[Row], arrays: Mapping[Any, Any]) -> dict[Any
         outputs = inputs
         if isinstance(one.operation, ops.Computed):
             dtype, chunk = inputs[0].dtype.numpy_dtype, [max(n, 1) for n in inputs[0].shape]
-            outputs = [one.operation.view(inputs, chunk, dtype, dtype)]
+            outputs = [ops.computed_view(one.operation, inputs, chunk, dtype)]
         elif one.operation is not None:
             outputs = one.operation.views(inputs)
         for path, view in zip(one.outputs, outputs, strict=True):

@@ -15,6 +15,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 import reshard
+from reshard.cli.convert import _draft
 from reshard.convert.mapfile import read_map
 from reshard.convert.replacement import parse_pattern
 from reshard.errors import ArgumentError
@@ -146,3 +147,12 @@ def test_keys_have_the_shape_that_the_model_has(tmp_path):
     made = reshard.restore(reshard.to_nnx(path, layers, map_file=apart), layers())
     for one, key in zip(made.layers, keys, strict=True):
         assert jnp.array_equal(jax.random.key_data(one.key[...]), jax.random.key_data(key))
+
+
+def test_a_draft_without_open_leaves_is_no_hint(tmp_path):
+    """The conversion was refused for another reason, which no map mends."""
+    error = reshard.TreeMismatchError("optimizer state cannot follow")
+    error.draft = lambda: "to = 'nnx'\n"
+    with pytest.raises(reshard.TreeMismatchError) as raised, _draft(str(tmp_path / "map.toml")):
+        raise error
+    assert (raised.value.hints, (tmp_path / "map.toml").read_text()) == ((), "to = 'nnx'\n")

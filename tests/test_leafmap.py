@@ -109,12 +109,12 @@ def test_rows_name_what_is_between_operations():
     flat = applied(Reshape((6,)), parts[1:])[0]
     values = {("ab",): turned, ("p",): parts[0], ("q",): flat}
     assert list(map(str, LeafMap(values, dict.fromkeys(values, "path")).rows())) == [
-        "a -> a  Transpose(axes=(1, 0))",
-        "b -> b  Transpose(axes=(1, 0))",
-        "a + b -> ab  Concat(axis=0)",
-        "ab -> ab  Transpose(axes=(1, 0))",
-        "w -> p + q  Split(axis=1, sizes=(1, 3))",
-        "q -> q  Reshape(shape=(6,))",
+        "a -> a  axes in the order 1, 0",
+        "b -> b  axes in the order 1, 0",
+        "a + b -> ab  2 joined along axis 0",
+        "ab -> ab  axes in the order 1, 0",
+        "w -> p + q  part 0-1 of 2 along axis 1",
+        "q -> q  reshaped to [6]",
     ]
     assert from_rows(LeafMap(values).rows(), shapes).values == values
 
@@ -137,9 +137,9 @@ def test_what_is_in_between_takes_no_path_of_what_was_moved_out_of_the_way():
     assert list(map(str, found.sequence())) == [
         "0 -> 0~",
         "1 -> 1~",
-        "3 -> 0  Transpose(axes=(0, 1))",
-        "0~ -> 1 + 1~~  Split(axis=0, sizes=(1, 1))",
-        "1 + 1~ + 1~~ -> 1  Stack(axis=0, names=())",
+        "3 -> 0  axes in the order 0, 1",
+        "0~ -> 1 + 1~~  part 0-1 of 2 along axis 0",
+        "1 + 1~ + 1~~ -> 1  3 stacked along axis 0",
     ]
     assert from_rows(found.sequence(), shapes).values == found.values
 
@@ -188,9 +188,9 @@ def test_all_rows_that_cannot_be_carried_out_are_told():
     ]
     assert refusal(from_rows, rows, {("a",): (2,), ("d",): (), ("e",): ()}) == (
         "steps that cannot be carried out\n"
-        "  b -> c  Transpose(axes=(0, 1)): axes [0, 1] do not reorder [2]\n"
-        "  x + y -> z  Concat(axis=0): there is no x\n"
-        "  x + y -> z  Concat(axis=0): there is no y\n"
+        "  b -> c  axes in the order 0, 1: axes [0, 1] do not reorder [2]\n"
+        "  x + y -> z  2 joined along axis 0: there is no x\n"
+        "  x + y -> z  2 joined along axis 0: there is no y\n"
         "  d -> e: there is a e already"
     )
 

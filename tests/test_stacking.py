@@ -666,11 +666,11 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     # Axes that arrays do not have.
     (
         *(stack, layers_of({"b": (3,), "w": (2, 3)}), ("params/layer_{}", "params/l", 2)),
-        STEP + "Stack(axis=2, names=()): [3, 1] has no axis 2",
+        STEP + "2 stacked along axis 2: [3, 1] has no axis 2",
     ),
     (
         *(stack, layers_of({"b": (), "w": (2, 3)}), ("params/layer_{}", "params/l", -2)),
-        STEP + "Stack(axis=-2, names=()): [1] has no axis -2",
+        STEP + "2 stacked along axis -2: [1] has no axis -2",
     ),
     (
         stack,

@@ -36,13 +36,9 @@ from reshard.units import count_of, format_bytes
 def apply(
     operation: ops.Operation, inputs: Sequence[ArrayHandle], outputs: Sequence[Path]
 ) -> list[ArrayHandle]:
-    """Apply an operation to at least one array. The results get the paths `outputs`.
-
-    Raises:
-      TreeMismatchError: the operation does not apply to these arrays, they are of different kinds,
-        or a result cannot be stored.
-      CorruptCheckpointError: another leaf is stored under the name of an input.
-    """
+    """Apply an operation to at least one array. The results get the paths `outputs`. Raises
+    TreeMismatchError: the operation does not apply to these arrays, they are of different kinds, or
+    a result cannot be stored; CorruptCheckpointError: an input shares its stored name."""
     first, shapes = inputs[0], [handle.shape for handle in inputs]
     made = operation.shapes(shapes)
     check_names(inputs)
@@ -113,8 +109,8 @@ def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
             )
     if isinstance(operation, ops.Apply):
         dtype = stored = dtype if operation.dtype is None else operation.dtype
-    elif isinstance(operation, ops.Computed):
-        stored = operation.made_dtype(dtype, stored)
+    elif isinstance(operation, ops.Scale | ops.Add):
+        stored = ops.AFFINE
     return dataclasses.replace(handle, dtype=dtype, stored_dtype=stored)
 
 

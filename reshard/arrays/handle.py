@@ -122,9 +122,8 @@ class Outputs:
             return self.operation.views(views)
         first, shapes = self.inputs[0], [handle.shape for handle in self.inputs]
         (chunk,) = self.operation.chunks([handle.chunk_shape for handle in self.inputs], shapes)
-        made_dtype = self.operation.made_dtype(first.dtype, first.stored_dtype)
         paths = [format_path(handle.path) for handle in self.inputs]
-        return [self.operation.view(views, chunk, first.dtype, made_dtype, paths)]
+        return [ops.computed_view(self.operation, views, chunk, first.dtype, paths)]
 
     @functools.cached_property
     def remapped(self) -> "list[list[StoredChunk]] | None":

@@ -119,6 +119,12 @@ class _Boxes:
                 found.append((number, tuple(source)))
         return found
 
+
+class _Moving(_Boxes):
+    """Such operations without computed elements."""
+
+    __slots__ = ()
+
     def views(self, views: Views) -> list[ts.TensorStore]:
         """Views of the outputs."""
         inputs = [tuple(view.shape) for view in views]
@@ -144,7 +150,7 @@ def _along(shape: Shape, axis: int, place: int) -> Shape:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Transpose(_Boxes):
+class Transpose(_Moving):
     """Axes in another order: axis `i` of the output is axis `axes[i]` of the input."""
 
     axes: tuple[int, ...]
@@ -163,7 +169,7 @@ class Transpose(_Boxes):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Split(_Boxes):
+class Split(_Moving):
     """Parts of these sizes along an axis."""
 
     axis: int
@@ -186,7 +192,7 @@ class Split(_Boxes):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Concat(_Boxes):
+class Concat(_Moving):
     """Arrays one after another along an axis."""
 
     axis: int
@@ -208,7 +214,7 @@ class Concat(_Boxes):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stack(_Boxes):
+class Stack(_Moving):
     """Arrays of one shape along a new axis, which is partitioned over the mesh axes `names`."""
 
     axis: int
@@ -236,7 +242,7 @@ class Stack(_Boxes):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Unstack(_Boxes):
+class Unstack(_Moving):
     """The `count` parts of an axis, without that axis."""
 
     axis: int
@@ -267,7 +273,7 @@ class Unstack(_Boxes):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pad(_Boxes):
+class Pad(_Moving):
     """More elements of value `fill`, `widths[i]` of them before and after along axis `i`."""
 
     widths: tuple[tuple[int, int], ...]
@@ -299,7 +305,7 @@ class Pad(_Boxes):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Crop(_Boxes):
+class Crop(_Moving):
     """An array without its outermost elements: the inverse of `Pad`, without an inverse itself.
 
     Attributes:
@@ -326,7 +332,7 @@ class Crop(_Boxes):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Interleave(_Boxes):
+class Interleave(_Moving):
     """Blocks of an axis, each of which is `parts` equal parts, with the parts interleaved:
 
         [a0 a1 a2 b0 b1 b2]  ->  [a0 b0 a1 b1 a2 b2]        parts = 2
@@ -389,7 +395,7 @@ class Interleave(_Boxes):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Copies(_Boxes):
+class Copies(_Moving):
     """An array, `count` times."""
 
     count: int
@@ -406,56 +412,29 @@ class Copies(_Boxes):
         return Equal(self.count)
 
 
-class _Computed(_Boxes):
-    """Operations that compute each element from the same element of each input. They are done when
-    a box is read, a chunk at a time."""
+def computed_view(
+    operation: "Computed", views: Views, chunk: Shape, dtype: np.dtype, paths: Sequence[str] = ()
+) -> ts.TensorStore:
+    """A view of the output of an operation that is read as `dtype`. It is computed in chunks when
+    it is read. Errors name the `paths` of the inputs."""
+    made_dtype = AFFINE if isinstance(operation, _Affine) else views[0].dtype.numpy_dtype
 
-    __slots__ = ()
+    def computed(values: Sequence[np.ndarray]) -> np.ndarray:
+        given = [each.reshape(-1) for each in values]
+        flat = np.empty(given[0].size, made_dtype)
+        for start in range(0, flat.size, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            try:
+                with np.errstate(all="ignore"):
+                    operation.compute([each[block] for each in given], flat[block], dtype)
+            except TreeMismatchError as error:
+                raise TreeMismatchError(error.summary, paths, error.hints) from error
+        return flat.reshape(values[0].shape)
 
-    # Whether the inverse gives back the same bits. If not, results are rounded.
-    exact: bool = True
+    def reads(domain: ts.IndexDomain) -> list[ts.Future]:
+        return [view[domain].read() for view in views]
 
-    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
-        return [(number, (0,) * len(shape)) for number, shape in enumerate(inputs)]
-
-    def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
-        """The dtype of what is computed of values that are `stored`, and read as `dtype`."""
-        raise NotImplementedError
-
-    def views(self, views: Views) -> NoReturn:
-        raise NotImplementedError("see `view`")
-
-    def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
-        """Computes a flat block of the output, which is read as `dtype`."""
-        raise NotImplementedError
-
-    def view(
-        self,
-        views: Views,
-        chunk: Shape,
-        dtype: np.dtype,
-        made_dtype: np.dtype,
-        paths: Sequence[str] = (),
-    ) -> ts.TensorStore:
-        """A view of the output, of `made_dtype`, which is computed in chunks. Errors name the
-        `paths` of the inputs."""
-
-        def computed(values: Sequence[np.ndarray]) -> np.ndarray:
-            given = [each.reshape(-1) for each in values]
-            flat = np.empty(given[0].size, made_dtype)
-            for start in range(0, flat.size, _BLOCK):
-                block = slice(start, start + _BLOCK)
-                try:
-                    with np.errstate(all="ignore"):
-                        self.compute([each[block] for each in given], flat[block], dtype)
-                except TreeMismatchError as error:
-                    raise TreeMismatchError(error.summary, paths, error.hints) from error
-            return flat.reshape(values[0].shape)
-
-        def reads(domain: ts.IndexDomain) -> list[ts.Future]:
-            return [view[domain].read() for view in views]
-
-        return _computed_view(reads, computed, made_dtype, tuple(views[0].shape), chunk)
+    return _computed_view(reads, computed, made_dtype, tuple(views[0].shape), chunk)
 
 
 def _computed_view(
@@ -492,10 +471,11 @@ def _computed_view(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Equal(_Computed):
+class Equal(_Boxes):
     """Arrays that must be equal, bit for bit, as one. Where they are not, reading fails."""
 
     count: int
+    exact = True
 
     def __str__(self) -> str:
         return f"merged from {self.count} equal arrays"
@@ -508,8 +488,8 @@ class Equal(_Computed):
     def inverse(self, inputs: Shapes) -> "Operation":
         return Copies(self.count)
 
-    def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
-        return stored
+    def offsets(self, part: int, box: Box, inputs: Shapes) -> Offsets:
+        return [(number, (0,) * len(shape)) for number, shape in enumerate(inputs)]
 
     def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
         first = np.ascontiguousarray(values[0])
@@ -520,22 +500,22 @@ class Equal(_Computed):
         into[...] = first
 
 
-class _Affine(_Computed):
+# The dtype of what `Scale` and `Add` compute.
+AFFINE = np.dtype(np.float64)
+
+
+class _Affine(_Boxes):
     """Arithmetic with a constant in float64. For values of at most 16 bits the constant is a
     float32, so that their product is exact and only the result is rounded."""
 
     __slots__ = ()
 
     constant: float
-
-    def made_dtype(self, dtype: np.dtype, stored: np.dtype) -> np.dtype:
-        return np.dtype(np.float64)
-
+    arithmetic: Callable[..., np.ndarray]
+    # Whether the inverse gives back the same bits. If not, results are rounded.
+    exact: bool
     # Whether an element that becomes zero is no error.
     zeroes: bool = True
-
-    def arithmetic(self, values: np.ndarray, constant: float) -> np.ndarray:
-        raise NotImplementedError
 
     def shapes(self, inputs: Shapes) -> list[Shape]:
         if not self.constant or not math.isfinite(self.constant):
@@ -586,6 +566,8 @@ class Scale(_Affine):
     constant: float
     rounds: bool = False
 
+    arithmetic = staticmethod(np.multiply)
+
     def __str__(self) -> str:
         return f"scaled by {self.constant}"
 
@@ -600,9 +582,6 @@ class Scale(_Affine):
     def inverse(self, inputs: Shapes) -> "Operation":
         return Scale(1 / self.constant, self.rounds)
 
-    def arithmetic(self, values: np.ndarray, constant: float) -> np.ndarray:
-        return values * constant
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Add(_Affine):
@@ -610,6 +589,7 @@ class Add(_Affine):
 
     constant: float
 
+    arithmetic = staticmethod(np.add)
     exact = False
 
     def __str__(self) -> str:
@@ -617,9 +597,6 @@ class Add(_Affine):
 
     def inverse(self, inputs: Shapes) -> "Operation":
         return Add(-self.constant)
-
-    def arithmetic(self, values: np.ndarray, constant: float) -> np.ndarray:
-        return values + constant
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ from reshard.cli.conversion_options import check_outputs, conversion_options, co
 from reshard.cli.job import job_options, laid_out, run
 from reshard.convert.by_order import without_notes
 from reshard.convert.conversion import Conversion
+from reshard.convert.replacement import open_places
 from reshard.errors import DestinationExistsError, ReshardError, TreeMismatchError
 from reshard.tree import format_path
 
@@ -129,10 +130,12 @@ def _draft(file: str | None) -> Iterator[None]:
         yield
     except TreeMismatchError as error:
         if file is not None and error.draft is not None and not pathlib.Path(file).exists():
+            text = error.draft()
             with open(file, "x", encoding="utf-8") as out:
-                out.write(error.draft())
-            hint = f"--map {file}, after you replace each `TODO` in it"
-            error.hints = (hint, *error.hints)
+                out.write(text)
+            if any(map(open_places, text.splitlines())):
+                hint = f"--map {file}, after you replace each `TODO` in it"
+                error.hints = (hint, *error.hints)
         elif any(row.origin == "ambiguous" for row in error.outcomes) and not any(
             hint.startswith(("map_file", "resh")) for hint in error.hints
         ):

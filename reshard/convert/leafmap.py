@@ -11,8 +11,8 @@ order, so leaves may change places. The inverse map is the graph read from its o
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from reshard.arrays.operations import (
     Concat,
     Crop,
     Operation,
+    Pad,
     Reshape,
     Split,
     Stack,
@@ -77,27 +78,33 @@ class Output:
         found: dict[int, Call] = {}
         _add_calls(self.call, found)
         used = [self, *(x for c in found.values() for x in c.inputs if isinstance(x, Output))]
-        words = []
-        for call in found.values():
-            parts = format_runs(sorted({each.part for each in used if each.call is call}))
-            match call.operation:
-                case Unstack(axis, count):
-                    words.append(
-                        f"slice {parts} of {count}" + (f" along axis {axis}" if axis else "")
-                    )
-                case Split(axis, sizes):
-                    words.append(f"part {parts} of {len(sizes)} along axis {axis}")
-                case Stack(axis):
-                    words.append(f"{len(call.inputs)} stacked along axis {axis}")
-                case Concat(axis):
-                    words.append(f"{len(call.inputs)} joined along axis {axis}")
-                case Transpose(axes):
-                    words.append(f"axes in the order {', '.join(map(str, axes))}")
-                case Reshape():
-                    words.append(f"reshaped to {list(call.shapes[0])}")
-                case operation:
-                    words.append(str(operation))
-        return ", ".join(words)
+        return ", ".join(
+            _words(call.operation, len(call.inputs), {x.part for x in used if x.call is call})
+            for call in found.values()
+        )
+
+
+def _words(operation: Operation, inputs: int, parts: Collection[int]) -> str:
+    """An operation on some inputs, of whose outputs these parts are used."""
+    runs = format_runs(sorted(parts))
+    match operation:
+        case Unstack(axis, count):
+            return f"slice {runs} of {count}" + (f" along axis {axis}" if axis else "")
+        case Split(axis, sizes):
+            return f"part {runs} of {len(sizes)} along axis {axis}"
+        case Stack(axis):
+            return f"{inputs} stacked along axis {axis}"
+        case Concat(axis):
+            return f"{inputs} joined along axis {axis}"
+        case Transpose(axes):
+            return f"axes in the order {', '.join(map(str, axes))}"
+        case Reshape(shape):
+            return f"reshaped to {list(shape)}"
+        case Pad(widths, fill):
+            return f"padded by {list(map(list, widths))} with {fill}"
+        case Crop(widths):
+            return f"cropped by {list(map(list, widths))}"
+    return str(operation)
 
 
 Value = Source | Filled | Output
@@ -114,23 +121,19 @@ def applied(operation: Operation, inputs: Sequence[Value]) -> tuple[Output, ...]
 
 
 class Row(NamedTuple):
-    """Some leaves become others: a line of a map in written form.
-
-    Attributes:
-      inputs: paths before.
-      outputs: paths after.
-      operation: the operation; None for a leaf that only changes its path.
-      origin: what decided it.
-    """
+    """Some leaves become others: a line of a map in written form."""
 
     inputs: tuple[Path, ...]
     outputs: tuple[Path, ...]
-    operation: Operation | None = None
-    origin: str = "map"
+    operation: Operation | None = None  # None for a leaf that only changes its path
+    origin: str = "map"  # what decided it
 
     def __str__(self) -> str:
         before, after = (" + ".join(map(format_path, p)) for p in (self.inputs, self.outputs))
-        return f"{before} -> {after}" + ("" if self.operation is None else f"  {self.operation}")
+        if self.operation is None:
+            return f"{before} -> {after}"
+        words = _words(self.operation, len(self.inputs), range(len(self.outputs)))
+        return f"{before} -> {after}  {words}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +193,7 @@ class LeafMap:
         values = {path: value for path, value in self.values.items() if path not in taken}
         origin = {path: text for path, text in self.origin.items() if path in values}
         _check_free(path for path in other.values if path in values)
-        values |= _evaluated(other, self.values)
+        values |= other._of(self.values)
         for path, value in other.values.items():
             told = [self.origin.get(p, "") for p in sources_of(value)] if self.origin else []
             texts = ", ".join(filter(None, (*told, other.origin.get(path, "")))).split(", ")
@@ -241,40 +244,54 @@ class LeafMap:
         """The leaves after, of those before. Reads only padding, leaves that must hold the constant
         of a rule, and leaves that must be equal before they are cut. Raises TreeMismatchError:
         arrays that cannot become one, or other values in one of these places."""
-        names, made, compared = names_of(self), {}, set[int]()
-        fills = {path: value.fill for path, value in self.must_be_zero.items()}
+        names, compared = names_of(self), set[int]()
         wrong = [
             f"{format_path(path)}: {problem}"
-            for path, n in fills.items()
-            if n is not None and (problem := _differs(leaves[path], n, self.must_be_zero[path]))
+            for path, value in self.must_be_zero.items()
+            if value.fill is not None and (problem := _differs(leaves[path], value.fill, value))
         ]
         if wrong:
             raise TreeMismatchError("leaves that the map drops differ from its fill values", wrong)
 
-        def bound(value: Value) -> Leaf:
-            if isinstance(value, Source):
-                return leaves[value.path]
-            return made[id(value.call)][value.part] if isinstance(value, Output) else None
-
-        for call in self.calls():
-            inputs = [leaf for leaf in map(bound, call.inputs) if isinstance(leaf, ArrayHandle)]
+        def run(call: Call, values: Sequence[Any]) -> Sequence[Leaf]:
+            inputs = [leaf for leaf in values if isinstance(leaf, ArrayHandle)]
             if isinstance(call.operation, Crop):
                 _check_padding(inputs[0], call.operation)
             crop = isinstance(call.operation, Crop) and call.operation.fill is None
             if crop or isinstance(call.operation, Split | Unstack):
                 _compare(inputs[0], compared)  # some parts may never be read
             paths = [names[id(call), part] for part in range(len(call.shapes))]
-            made[id(call)] = apply(call.operation, inputs, paths)
-        found: dict[Path, Leaf] = {}
+            return apply(call.operation, inputs, paths)
+
+        found = self._evaluated(lambda source: leaves[source.path], run)
         like = {path: leaves[path] for path in self.must_be_zero} or leaves
-        for path, value in self.values.items():
-            leaf = (
-                zeros(path, *value, an_array(like)) if isinstance(value, Filled) else bound(value)
-            )
-            if isinstance(leaf, ArrayHandle) and leaf.path != path:
-                leaf = leaf.at(path)
-            found[path] = leaf
+        for path, leaf in found.items():
+            if isinstance(leaf, Filled):
+                found[path] = zeros(path, *leaf, an_array(like))
+            elif isinstance(leaf, ArrayHandle) and leaf.path != path:
+                found[path] = leaf.at(path)
         return found
+
+    def _evaluated(
+        self, leaf: Callable[[Source], Any], run: Callable[[Call, list[Any]], Sequence[Any]]
+    ) -> dict[Path, Any]:
+        """Path after -> its value, if `leaf` and `run` replace its sources and calls."""
+        made: dict[int, Sequence[Any]] = {}
+
+        def bound(value: Value) -> Any:
+            if isinstance(value, Source):
+                return leaf(value)
+            return made[id(value.call)][value.part] if isinstance(value, Output) else value
+
+        for call in self.calls():
+            made[id(call)] = run(call, list(map(bound, call.inputs)))
+        return {path: bound(value) for path, value in self.values.items()}
+
+    def _of(self, leaves: Mapping[Path, Value]) -> dict[Path, Value]:
+        """The values if their sources are these."""
+        return self._evaluated(
+            lambda source: leaves[source.path], lambda call, values: applied(call.operation, values)
+        )
 
     def not_zero(self, leaves: Mapping[Path, Leaf]) -> list[Path]:
         """Of the leaves before that must be zeros, those that are not. Reads them."""
@@ -295,7 +312,7 @@ class LeafMap:
                 taken.add((*outer, last))
                 aside[path] = (*outer, last)
         found = {p: Source(aside.get(p, p), shape) for p, shape in self.sources().items()}
-        moved = _evaluated(self, found)
+        moved = self._of(found)
         rows = dataclasses.replace(self, values=moved).rows()
         return [Row((old,), (new,), None, "map") for old, new in aside.items()] + rows
 
@@ -333,16 +350,9 @@ def _check_free(taken: Iterable[Path]) -> None:
 
 
 def from_rows(rows: Iterable[Row], leaves: Mapping[Path, Shape]) -> LeafMap:
-    """The map of rows that are carried out in order.
-
-    Args:
-      rows: the rows.
-      leaves: the leaves before, with their shapes. Leaves that no row takes stay.
-
-    Raises:
-      TreeMismatchError: rows with missing inputs, with outputs that exist, or with operations that
-        do not apply: all of them.
-    """
+    """The map of rows that are carried out in order. Leaves that no row takes stay. Raises
+    TreeMismatchError: rows with missing inputs, with outputs that exist, or with operations that do
+    not apply: all of them."""
     values: dict[Path, Value] = {path: Source(path, tuple(s)) for path, s in leaves.items()}
     origin: dict[Path, str] = {}
     problems = []
@@ -400,20 +410,6 @@ def _add_calls(call: Call, found: dict[int, Call]) -> None:
             pending += reversed(needed)
         else:
             found[id(call)] = pending.pop()
-
-
-def _evaluated(found: LeafMap, leaves: Mapping[Path, Value]) -> dict[Path, Value]:
-    """The values of a map whose sources are these."""
-    made: dict[int, tuple[Output, ...]] = {}
-
-    def bound(value: Value) -> Value:
-        if isinstance(value, Source):
-            return leaves[value.path]
-        return made[id(value.call)][value.part] if isinstance(value, Output) else value
-
-    for call in found.calls():
-        made[id(call)] = applied(call.operation, list(map(bound, call.inputs)))
-    return {path: bound(value) for path, value in found.values.items()}
 
 
 def sources_of(value: Value) -> list[Path]:

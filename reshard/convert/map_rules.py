@@ -104,14 +104,8 @@ def _pad(shape: Shape, values: Mapping[str, Any]) -> ops.Pad | ops.Crop:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nest:
-    """Converts between one numbering of all members of groups, and group and member numbers.
-
-    Attributes:
-      sizes: the sizes of the groups.
-      flat: the number among all members. It defines the names `outer` and `inner`.
-      outer: the number of the group. With `inner`, it defines the name `flat`.
-      inner: the number within the group.
-    """
+    """Groups of these sizes. The number of a member among all, `flat`, defines the names `outer`,
+    its group, and `inner`, its number there; or these two define `flat`."""
 
     sizes: tuple[int, ...]
     flat: Replacement | None
@@ -238,15 +232,9 @@ class Map:
 
 def inverse(rules: Map) -> Map:
     """The map in the opposite direction. Dropped leaves become initial ones. Initial leaves are
-    dropped if they exist. Optional rules stay optional.
-
-    A rule for several paths may take leaves that it did not make: see
-    `reshard.convert.map_rules.apply_inverse`.
-
-    Raises:
-      TreeMismatchError: rules whose regex and replacement cannot be exchanged, or whose operations
-        do not describe their inverse: all of them.
-    """
+    dropped if they exist. Optional rules stay optional. A rule for several paths may take leaves
+    that it did not make, which `apply_inverse` finds. Raises TreeMismatchError: rules whose regex
+    and replacement cannot be exchanged, or whose operations do not describe their inverse: all."""
     undone: list[Rule] = []
     dropped: list[str] = []
     optional = list(rules.ignored)
@@ -385,17 +373,12 @@ class MapResult:
 def apply_map(
     rules: Map, leaves: Mapping[Path, Shape], left_out: Collection[Path] = ()
 ) -> MapResult:
-    """The leaf map that rules make.
-
-    Args:
-      rules: from `read_map` or `inverse`.
-      leaves: the source leaves with their shapes. All keys are text.
-      left_out: leaves that were dropped before. A rule that only drops these may match nothing.
+    """The leaf map that rules make of the source leaves, whose keys are all text. A rule that only
+    drops leaves which were `left_out` before may match nothing.
 
     Raises:
       TreeMismatchError: rules that match nothing, leaves with one new path or below another leaf,
-        missing pieces, operations that do not fit, texts that should be numbers: all of them, by
-        rule.
+        missing pieces, operations that do not fit, texts that should be numbers: all of them.
     """
     leaves_now = _Tree(leaves, list(map(format_path, left_out)), rules.keeps)
     for rule in rules.rules:
@@ -405,16 +388,9 @@ def apply_map(
 
 
 def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
-    """The leaf map that rules make in the opposite direction.
-
-    Args:
-      rules: from `read_map`.
-      leaves: as for `apply_map`, but of the rules' results.
-
-    Raises:
-      TreeMismatchError: as for `inverse` and `apply_map`; or the rules would not make these leaves
-        again; or several optional rules may have made a leaf.
-    """
+    """The leaf map that rules make in the opposite direction, of their results. Raises
+    TreeMismatchError: as `inverse` and `apply_map`; or the rules would not make these leaves again;
+    or several optional rules may have made a leaf."""
     back = apply_map(inverse(rules), leaves)
     literal = all(pattern.literal is not None for rule in rules.rules for pattern in rule.patterns)
     if literal and not any(rule.optional for rule in rules.rules):
@@ -454,19 +430,12 @@ def _names(paths: Sequence[Path]) -> str:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Leaf:
-    """A source leaf or the result of an operation, at the path that rules gave it.
+    """A source leaf or the result of an operation, at the path that rules gave it."""
 
-    Attributes:
-      text: the printed path.
-      value: its value; None after an operation that did not fit.
-      place: its position in the tree, for sorting.
-      last: the last rule that applied to it.
-    """
-
-    text: str
-    value: Value | None
-    place: tuple[int, ...]
-    last: Rule | None = None
+    text: str  # the printed path
+    value: Value | None  # None after an operation that did not fit
+    place: tuple[int, ...]  # in the tree, for sorting
+    last: Rule | None = None  # the last rule that applied to it
 
     @property
     def source(self) -> Path | None:
@@ -705,9 +674,9 @@ class _Tree:
             if leaf.last and leaf.text != source and pattern.regex.search(source):
                 self.hints.append(f"`{source}` is `{leaf.text}` by rule {leaf.last.number}")
                 return
-        plain = "".join(c for c in pattern.literal or pattern.text if c not in r"\^$*+?()|[]{}")
-        near = tree.nearest(plain, (tuple(text.split("/")) for text in self.here))
-        self.hints += [f"the nearest leaf to `{pattern.text}` is `{name}`" for name in near[:1]]
+        paths = (tuple(text.split("/")) for text in self.here)
+        near = tree.nearest_to_regex(pattern.literal or pattern.text, paths)
+        self.hints += [f"the nearest leaf to `{pattern.text}` is `{name}`" for name in near]
 
     def problem(self, rule: Rule, where: str, text: str) -> None:
         self.problems.append(f"{rule}: {where}: {text}")

@@ -13,6 +13,7 @@ that exist before or after any rule.
 """
 
 import collections
+import dataclasses
 import re
 import tomllib
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -23,9 +24,11 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Operation
 from reshard.convert.leafmap import Filled, LeafMap, Row, Source, Value
 from reshard.convert.map_rules import apply_map, inverse
-from reshard.convert.mapfile import TODO, map_of
+from reshard.convert.mapfile import map_of
 from reshard.convert.replacement import (
+    TODO,
     Group,
+    Mark,
     PathTemplate,
     literal_replacement,
     toml_text,
@@ -81,9 +84,8 @@ def write_map(
 
     Args:
       found: the map.
-      initial: globs of target leaves that keep the model's own initial value.
+      initial, own: globs and paths of target leaves that keep the model's own initial value.
       to: the API that it converts to, `"nnx"` or `"linen"`.
-      own: more such leaves of the target.
       others: leaves of either side that are not in the map.
 
     Raises:
@@ -132,16 +134,11 @@ def draft_map(
     open_rows: Sequence[Row],
     missing: Collection[Path],
 ) -> str:
-    """The text of a map file for the decided leaves, with a `TODO` for each open leaf.
-
-    Args:
-      decided, to, own: as for `write_map`.
-      open_rows: open leaves of the source, each with the target leaves that it may become, perhaps
-        by an operation.
-      missing: other target leaves without a source.
-    """
+    """The text of a map file for the decided leaves, as `write_map` has it, with a `TODO` for each
+    open leaf: for the source leaves of `open_rows`, whose outputs are the target leaves that they
+    may become, and for `missing` target leaves."""
     others = {*missing, *(path for row in open_rows for path in (*row.inputs, *row.outputs))}
-    resets = [f"{TODO} {format_glob(path)}" for path in missing]
+    resets = [Mark(f"{TODO} {format_glob(path)}") for path in missing]
     rules = [write_map(decided, resets, to, own, others)]
     for row in open_rows:
         texts = [literal_replacement(format_path(path)).text for path in row.outputs]
@@ -286,19 +283,12 @@ def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
             return "transpose", axes
         case operations.Reshape(shape=shape):
             return "reshape", {"from": inputs[0], "to": shape}
-        case operations.Pad(widths=widths, fill=fill):
-            return "pad", {"widths": widths, "fill": fill}
         case operations.Crop(widths=widths):
             return "crop", {"widths": widths}
-        case operations.Split(axis=axis, sizes=sizes):
-            return "split", {"axis": axis, "sizes": sizes}
         case operations.Unstack(axis=axis):
             return "unstack", {"axis": axis}
         case operations.Concat(axis=axis):
             return "concat", {"axis": axis, "sizes": [shape[axis] for shape in inputs]}
-        case operations.Stack():
-            names = {"names": operation.names} if operation.names else {}
-            return "stack", {"axis": operation.axis} | names
         case operations.Copies():
             return "to", []
         case operations.Equal():
@@ -307,20 +297,17 @@ def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
             return "scale", {"by": factor, "rounds": True} if rounds else factor
         case operations.Add(constant=addend):
             return "add", addend
-        case operations.Interleave(axis, 2, int(block), undo):
-            return "rope", {
-                "axis": axis,
-                "head_size": block,
-                "to": "halves" if undo else "pairs",
-            }
-        case operations.Interleave(axis, parts, block, undo):
-            size = {} if block is None else {"block": block}
-            key = "deinterleave" if undo else "interleave"
-            return key, {"axis": axis, "parts": parts, **size}
         case operations.Apply(name=name, shape=shape, dtype=dtype):
-            sizes = {} if shape is None else {"shape": shape}
-            kind = {} if dtype is None else {"dtype": dtype.name}
-            return "apply", {"function": name, **sizes, **kind} if sizes or kind else name
+            fields = {} if shape is None else {"shape": shape}
+            fields |= {} if dtype is None else {"dtype": dtype.name}
+            return "apply", {"function": name, **fields} if fields else name
+        case operations.Interleave(undo=undo):
+            key = "deinterleave" if undo else "interleave"
+        case _:
+            key = type(operation).__name__.lower()
+    fields = dataclasses.asdict(operation).items()
+    plain = [("block", None), ("names", ())]  # the defaults
+    return key, {k: v for k, v in fields if k != "undo" and (k, v) not in plain}
 
 
 def _assigned(key: str, value: Any) -> str:
@@ -363,14 +350,8 @@ class _Line(NamedTuple):
 def _blocks(
     rows: Sequence[Row], settings: Sequence[Setting], others: Collection[Path]
 ) -> list[Block]:
-    """Rows as few blocks, in an order in which they can be carried out.
-
-    Args:
-      rows: the rows. Each applies to the result of earlier rows. A row without outputs drops a
-        leaf.
-      settings: the rest of each row's rule, without its paths.
-      others: paths of leaves, on either side, that are in no row.
-    """
+    """Rows as few blocks, in an order in which they can be carried out. `others`: paths of leaves,
+    on either side, that are in no row. A row without outputs drops a leaf."""
     ever = {*others, *(path for row in rows for path in (*row.inputs, *row.outputs))}
     levels: list[int] = []  # rows of one level share no path
     at: dict[Path, int] = {}

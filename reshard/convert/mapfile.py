@@ -30,9 +30,11 @@ from reshard.arrays.dtypes import kind_of, parse_dtype
 from reshard.convert.leafmap import Filled
 from reshard.convert.map_rules import PARTS, Map, Nest, Rule, Step
 from reshard.convert.replacement import (
+    TODO,
     Pattern,
     Replacement,
     evaluate,
+    open_places,
     parse_pattern,
     parse_replacement,
 )
@@ -40,8 +42,6 @@ from reshard.convert.user_code import load_function
 from reshard.errors import ArgumentError, ReshardError
 from reshard.tree import split_path
 
-# Stands for an open leaf in the draft map of a refused conversion.
-TODO = "TODO"
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack", "equal")
 _EACH = ("apply", "scale", "add", "interleave", "deinterleave", "rope")
@@ -92,11 +92,10 @@ def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) ->
         text = pathlib.Path(path).read_bytes().decode()
         document = _parsed(text)
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path}: it cannot be read", [str(error)], [_EXAMPLE]) from error
-    left = re.compile(rf"""["']{TODO}\b""")
-    problems = [
-        f"line {n}: {line}" for n, line in enumerate(text.splitlines(), 1) if left.search(line)
-    ]
+        hints = [] if isinstance(error, OSError) else [_EXAMPLE]
+        raise ArgumentError(f"{path}: it cannot be read", [str(error)], hints) from error
+    lines = enumerate(text.splitlines(), 1)
+    problems = [f"line {n}: {line}" for n, line in lines if open_places(line)]
     if problems:
         hint = "each stands for a leaf: its comment lists the candidates"
         raise ArgumentError(f"{path}: `{TODO}` must be replaced", problems, [hint])
@@ -104,13 +103,10 @@ def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) ->
 
 
 def config_numbers(config: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a Hugging Face `config.json`, by name; true is 1. Those of its `text_config`
-    are among them."""
-    inner = config.get("text_config")
-    every = {**(inner if isinstance(inner, dict) else {}), **config}
+    """The numbers of a Hugging Face `config.json`, by name; true is 1."""
     return {
         key: int(value) if isinstance(value, bool) else value
-        for key, value in every.items()
+        for key, value in config.items()
         if isinstance(value, int | float)
     }
 
@@ -140,7 +136,7 @@ def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {
     top.nothing_else()
     rules = [_rule(number, table, problems, known) for number, table in enumerate(tables, 1)]
     if problems:
-        raise ArgumentError(f"{name}: its rules cannot be read", problems, [_EXAMPLE])
+        raise ArgumentError(f"{name}: its rules cannot be read", problems)
     made = tuple(rule for rule in rules if rule is not None)
     return Map(name, made, initial, may, ignored, to=to)
 

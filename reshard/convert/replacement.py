@@ -42,6 +42,13 @@ _REPLACEMENT = re.compile(r"\\(?:g<([1-9]\d?)>|([1-9]\d?))|(\\)\\|([^\\]+)")
 Names = Mapping[str, int]
 
 
+class Mark(str):
+    """A text that stands for an open leaf in the draft map of a refused conversion."""
+
+
+TODO = Mark("TODO")
+
+
 class Arithmetic(NamedTuple):
     """The content of braces: a Python expression, with names (`_1`, `_layer`) for back-references,
     and all of its names."""
@@ -64,13 +71,8 @@ class Arithmetic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regex on printed paths.
-
-    Attributes:
-      text: the regex.
-      literal: the only path that it matches, if it is a whole path: `^params/w$`. Such a pattern
-        is looked up and never compiled. Compiling 100,000 patterns would take too long.
-    """
+    """A regex on printed paths. `literal` is the only path that it matches, if it is a whole path:
+    `^params/w$`. Such a pattern is looked up, because compiling 100,000 takes too long."""
 
     text: str
     literal: str | None
@@ -100,17 +102,11 @@ def whole_path(text: str) -> Pattern:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replacement:
-    """The replacement of a match.
+    """The replacement of a match."""
 
-    Attributes:
-      text: its text in the file.
-      parts: templates of `re.sub`, and arithmetic.
-      constant: the replacement of every match, if it is the same.
-    """
-
-    text: str
-    parts: tuple[str | Arithmetic, ...]
-    constant: str | None
+    text: str  # in the file
+    parts: tuple[str | Arithmetic, ...]  # templates of `re.sub`, and arithmetic
+    constant: str | None  # the replacement of every match, if it is the same
 
     def expanded(self, match: re.Match[str], names: Names) -> str:
         """The replacement of this match. Raises ValueError: its arithmetic has no value."""
@@ -139,16 +135,8 @@ class Replacement:
 def parse_replacement(
     text: str, patterns: Sequence[Pattern], names: Collection[str] = ()
 ) -> Replacement:
-    """A replacement from its text.
-
-    Args:
-      text: the text.
-      patterns: whose groups it may refer to.
-      names: the names that arithmetic may use.
-
-    Raises:
-      ValueError: it refers to a missing group or name, or braces do not hold arithmetic.
-    """
+    """A replacement that may refer to groups of the patterns and, in arithmetic, to the names.
+    Raises ValueError: one of these is missing, or braces do not hold arithmetic."""
     if not set(text) & set("\\{}"):
         return Replacement(text, (text,), text)
     regexes = [pattern.regex for pattern in patterns]
@@ -225,11 +213,18 @@ def literal_replacement(text: str) -> Replacement:
     return Replacement(escaped, (text.replace("\\", "\\\\"),), text)
 
 
+def open_places(toml: str) -> bool:
+    """Whether a line of TOML has a `TODO` of a draft map."""
+    return bool(re.search(rf"""["']{TODO}\b""", toml))
+
+
 def toml_text(text: str) -> str:
-    """A text as TOML, unescaped if possible."""
-    if text.isprintable() and "'''" not in text:
+    """A text as TOML, unescaped if possible. The `TODO` of a leaf's name is escaped."""
+    plain = text.isprintable() and "'''" not in text
+    if plain and (isinstance(text, Mark) or not open_places(f"'{text}")):
         return f"'''{text}'''" if "'" in text else f"'{text}'"
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    escaped = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return escaped if isinstance(text, Mark) else escaped.replace(TODO, r"\u0054ODO")
 
 
 def number(text: str) -> int:
