@@ -266,10 +266,11 @@ def _encoding(
     encoding: Encoding, derived: bool, cast: bool, codec: Codec | None, version: int
 ) -> Encoding:
     """The encoding of an array that is derived, or cast, from one with another encoding."""
-    if derived:
-        encoding = encoding.of_derived()
-    if cast:
-        encoding = encoding.of_other_dtype()
+    if derived:  # of another shape: inner chunks are whole, and dimensions have no names
+        shards = encoding.shards and (None, encoding.shards[1])
+        encoding = encoding._replace(transposes=(), shards=shards, names="{}")
+    if cast:  # the fill value that Orbax writes
+        encoding = encoding._replace(endian="little", fill="null")
     if codec is not None:
         encoding = codec.applied(encoding)
     return encoding if encoding.zarr_format == version else converted(encoding, version)
