@@ -202,7 +202,7 @@ def unlike(made: Sequence[Alignment]) -> str:
                 side, other = ("Linen", "NNX") if more > 0 else ("NNX", "Linen")
                 return f"{side} has one {name} {list(shape)} more than {other}"
     if not any(pairing.found or pairing.norms for pairing in made):
-        return "no name in one is in the other"
+        return "the two sides have no name in common"
     return ""
 
 

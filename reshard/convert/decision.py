@@ -539,7 +539,7 @@ class Ledger:
             self._hints.append(f"init={as_python([glob])} {text}")
         for saved in initial - {*lacking}:
             name = format_path(names.get(saved, self._target.leaf(saved).path))
-            self._problems.append(f"{name}: init keeps its initial value, but it has a source")
+            self._problems.append(f"{name}: `init` names it, but the checkpoint has it")
 
     def _why_open(self, path: Path | None) -> _Verdict | None:
         """The verdict on an undecided leaf of the model, or on a module around it; else None."""

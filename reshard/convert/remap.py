@@ -11,11 +11,11 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
+from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import Filled, LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.optimizer import followers
 from reshard.convert.ready_maps import PREFIX, find_map, fitting_arguments
-from reshard.convert.stacking import OPTIMIZERS
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, check_lists, format_path, with_positions
 
@@ -27,20 +27,20 @@ def remap(
     reverse: bool = False,
     config: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
-    """The tree that a map file makes of a checkpoint, without a model. Reads no array.
+    """Rewrite the tree of a checkpoint by a map, without a model. Reads no array.
 
-    Every leaf needs a rule: one that drops it, or one that says its path, which may be the old one.
+    Every leaf needs a rule, which gives its new path or drops it. The new path may be the old one.
 
     Args:
       ckpt: the checkpoint.
       map_file: TOML, or a ready map such as `"hf:llama-tunix"`: see `reshard help maps`. A map from
-        `reshard.ready_map` is taken, too.
+        `reshard.ready_map` is accepted, too.
       reverse: whether the map is used in the opposite direction.
       config: a Hugging Face directory, or its `config.json`. Expressions in the map may name its
-        numbers. By default it is beside `ckpt`.
+        numbers. By default, the `config.json` in the directory of `ckpt`.
 
     Raises:
-      ArgumentError: the file is no map.
+      ArgumentError: the file is not a map.
       TreeMismatchError: the map does not fit the leaves, or leaves have no rule: all problems.
 
     Example:
@@ -99,7 +99,7 @@ def _stateful(found: LeafMap) -> Iterator[str]:
     for call in found.calls():
         if not isinstance(call.operation, Moving):
             changed |= dict.fromkeys(LeafMap({(): Output(call, 0)}).sources())
-    state = [path for path in found.sources() if not OPTIMIZERS.isdisjoint(map(str, path))]
+    state = [path for path in found.sources() if not {*OPTIMIZERS}.isdisjoint(map(str, path))]
     parameters = {**found.sources(), **found.must_be_zero}
     for path in state:
         parameters.pop(path)

@@ -90,17 +90,11 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     return ZarrArray(shape, chunks, dtype, metadata, largest, plain, has_chunk)
 
 
-def parse_sharding(encoded: Any, shape: Shape) -> Sharding | None:
-    """Parses a sharding of Orbax, which is a JSON document inside a JSON string, for an array of a
-    shape. Raises ValueError if it is invalid for that rank. The mesh need not divide the shape:
-    that matters only when the sharding is used."""
-    if not isinstance(encoded, str):
-        raise ValueError("its sharding is not text")
-    return _parse_sharding(encoded, len(shape))
-
-
 @functools.lru_cache(maxsize=4096)
-def _parse_sharding(encoded: str, rank: int) -> Sharding | None:
+def parse_sharding(encoded: str, rank: int) -> Sharding | None:
+    """Parses a sharding of Orbax, which is a JSON document inside a JSON string. Raises ValueError
+    if it is invalid for that rank. The mesh need not divide the array's shape: that matters only
+    when the sharding is used."""
     try:
         document = parse_json(encoded)
         if document["sharding_type"] == "SingleDeviceSharding":
@@ -119,7 +113,9 @@ def _parse_sharding(encoded: str, rank: int) -> Sharding | None:
         if devices:
             ids = tuple(_device_ids(devices["mesh"]))
             if len(ids) != mesh.size:
-                raise ValueError(f"a mesh `{mesh}` of {len(ids)} devices")
+                raise ValueError(
+                    f"its mesh `{mesh}` has {mesh.size} devices, but {len(ids)} device ids"
+                )
             mesh = Mesh(names, mesh.axis_sizes, mesh.axis_types, ids)
         spec = document["partition_spec"]
         if not isinstance(spec, list):

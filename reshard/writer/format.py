@@ -106,8 +106,8 @@ def _place(handle: ArrayHandle) -> tuple[int, bytes]:
 def header_problems(files: Sequence[File]) -> list[str]:
     """Files whose headers are too large for readers, a line each."""
     return [
-        f"`{file.name}`: a header of {units.format_bytes(len(file.header))}, and readers take "
-        f"{units.format_bytes(MAX_HEADER)}"
+        f"`{file.name}`: a header of {units.format_bytes(len(file.header))}, but readers accept "
+        f"at most {units.format_bytes(MAX_HEADER)}"
         for file in files
         if len(file.header) - 8 > MAX_HEADER
     ]
@@ -241,8 +241,8 @@ class TargetFormat(ZarrVersion):
         nbytes = math.prod(chunk) * handle.dtype.itemsize
         if nbytes > _MAX_BLOSC and not self.files and self.encoding(handle).is_blosc:
             raise errors.ArgumentError(
-                f"{tree.format_path(handle.path)}: blosc takes no chunks of more than {_MAX_BLOSC} "
-                f"bytes, and one of {list(chunk)} has {nbytes}",
+                f"{tree.format_path(handle.path)}: blosc takes chunks of at most {_MAX_BLOSC} "
+                f"bytes, but one of {list(chunk)} has {nbytes}",
                 hints=['chunks="1GiB"'],
             )
 
@@ -266,10 +266,11 @@ def _encoding(
     encoding: Encoding, derived: bool, cast: bool, codec: Codec | None, version: int
 ) -> Encoding:
     """The encoding of an array that is derived, or cast, from one with another encoding."""
-    if derived:
-        encoding = encoding.of_derived()
-    if cast:
-        encoding = encoding.of_other_dtype()
+    if derived:  # of another shape: inner chunks are whole, and dimensions have no names
+        shards = encoding.shards and (None, encoding.shards[1])
+        encoding = encoding._replace(transposes=(), shards=shards, names="{}")
+    if cast:  # the fill value that Orbax writes
+        encoding = encoding._replace(endian="little", fill="null")
     if codec is not None:
         encoding = codec.applied(encoding)
     return encoding if encoding.zarr_format == version else converted(encoding, version)
@@ -298,7 +299,7 @@ def target_format(
         hints = ['format="zarr2"', 'format="zarr3"']
         raise errors.ArgumentError(f"`{format}` is not a format", hints=hints)
     if ocdbt is not None and type(ocdbt) is not bool:
-        raise errors.ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
+        raise errors.ArgumentError(f"ocdbt must be True, False or None, not `{ocdbt!r:.40}`")
     store = ckpt.source.store
     if codec is None and store.ranged:  # such files are not compressed, and Orbax's are
         codec = "zstd:1"
