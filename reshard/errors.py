@@ -146,7 +146,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raises ArgumentError if the value of an argument is not one of its choices."""
     if value not in choices:
         hints = [f"{name}={choice!r}" for choice in choices if choice is not None]
-        raise ArgumentError(f"{name}={value!r} is not known", hints=hints)
+        raise ArgumentError(f"{name}={value!r} is unknown", hints=hints)
 
 
 def first_line(error: ValueError) -> str:

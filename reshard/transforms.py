@@ -311,7 +311,7 @@ def _axis_hints(
         text = tree.as_python(axis)
         renamed = f"axes={{{text}: {tree.as_python(renames.get(axis))}}} renames, "
         hints.append(
-            renamed * (axis in renames) + f'axes={{{text}: ""}} replicates what is split over it'
+            renamed * (axis in renames) + f'axes={{{text}: ""}} replicates dimensions split over it'
         )
     return hints
 

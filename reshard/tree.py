@@ -288,7 +288,7 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
     wrong = [f"{p!r:.80}" for p in pairs if not isinstance(p, tuple | list) or len(p) != 2]
     if wrong:
         example = r'(r"layer_(\d)", r"block_\1")'
-        raise ArgumentError("a rename is a regex and a replacement", wrong, [example])
+        raise ArgumentError("a rename must be a pair: a regex and a replacement", wrong, [example])
     printed = {path: format_path(path) for path in paths}
     texts = dict(printed)
     problems, hints = [], []

@@ -36,7 +36,7 @@ def test_one_process_exchanges_nothing(tmp_path, monkeypatch):
     layouts.assert_same_tree(got, tree)
     arguments = reshard.ArgumentError, reshard.restore, tmp_path / "saved", tree
     assert layouts.refused(*arguments, replicas="all") == (
-        "replicas='all' is not known\n\nhint: replicas='read'\nhint: replicas='broadcast'"
+        "replicas='all' is unknown\n\nhint: replicas='read'\nhint: replicas='broadcast'"
     )
 
 
@@ -205,7 +205,7 @@ def test_an_interrupt_of_one_process_ends_the_others(processes, copies):
 def test_a_process_that_comes_too_late(processes, copies):
     found = processes.errors("late", copies / "whole")
     assert {kind for kind, _ in found} == {"ReshardError"}
-    assert found[0][1].startswith("not all processes came to the restore within 2 s\n")
+    assert found[0][1].startswith("not all processes called `restore` within 2 s\n")
     all_restore(processes, copies / "whole")
 
 

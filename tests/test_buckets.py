@@ -407,7 +407,7 @@ def test_requests_at_once(saved, stores):
     for options, limit in (({}, 128), ({"concurrency": 3}, 3)):
         context = reshard.open(url, **options).source.store.context
         assert context["s3_request_concurrency"].to_json() == {"limit": limit}
-    with pytest.raises(reshard.ArgumentError, match="concurrency=0 allows no request"):
+    with pytest.raises(reshard.ArgumentError, match="concurrency must be 1 or more, not 0"):
         reshard.open(url, concurrency=0)
 
 

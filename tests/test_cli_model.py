@@ -138,8 +138,8 @@ def test_a_model_with_other_leaves_is_refused(folder):
     )
     renames = ("--rename", "^params/Dense_0/=params/Dense_9/")
     assert run(folder, *MINE, "--drop", "opt_state/0/nu/**", *renames) == (
-        f"Error: `{folder / 'run'}` does not match the target: 4 missing from it, 2 that the "
-        "target lacks\n"
+        f"Error: `{folder / 'run'}` does not match the target: 4 missing in the checkpoint, "
+        "2 not in the target\n"
         "  params/Dense_0/bias  float32[16]: missing\n"
         "  params/Dense_0/kernel  float32[8, 16]: missing\n"
         "  opt_state/0/nu/Dense_0/bias  float32[16]: missing\n"

@@ -275,7 +275,7 @@ REFUSED = {
     ),
     "a name that is taken": (
         ["--stack", "params/l{:2}=params/l5"],
-        "Error: leaves exist in these places already\n  params/l5/w\n",
+        "Error: leaves exist at these paths already\n  params/l5/w\n",
     ),
     "a cycle without all its layers": (
         ["--rename", "l4=m", "--unstack", "params/l{%6}=params/x{}"],

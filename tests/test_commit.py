@@ -95,7 +95,7 @@ def test_an_existing_directory_and_file(one, tmp_path):
     file.write_text("kept")
     text = f"`{out}` exists\n\nhint: overwrite=True replaces it once the new one is complete"
     not_saved(reshard.DestinationExistsError, text, open_on(one), out)
-    text = f"`{file}` is a file or a symbolic link"
+    text = f"`{file}` is a file or a symbolic link, not a directory"
     for overwrite in (False, True):
         not_saved(reshard.DestinationExistsError, text, open_on(one), file, overwrite=overwrite)
     for out in (file / "out", file / "deep" / "out"):
@@ -108,7 +108,7 @@ def test_an_existing_directory_and_file(one, tmp_path):
     ("name", "reason"),
     [
         ("best", "it is not a checkpoint"),
-        ("10", "it is a manager's root, the new one a single checkpoint"),
+        ("10", "it is a manager's root, but the new one is a single checkpoint"),
     ],
 )
 def test_overwrite_deletes_nothing_but_what_it_replaces(one, tmp_path, name, reason):

@@ -694,7 +694,7 @@ def test_initial_values_that_there_are_not(tmp_path):
         )
     summary = f"`{path}` does not become the NNX model\n"
     assert refusal(told, model, init=["a", "b"]) == (
-        f"{summary}  a: init keeps its initial value, but it has a source"
+        f"{summary}  a: `init` names it, but the checkpoint has it"
     )
     assert refusal(reshard.to_nnx, path, model, init=["a", "b"]) == (
         f"{summary}  params/a: NNX has no counterpart"
@@ -772,7 +772,7 @@ def test_moments_follow_the_operations_of_a_map(model, mapped, tmp_path):
         mapped_training: [],
     }
     dropped = "2 leaves of optimizer state are dropped with their parameters: params/table"
-    assert list(ckpt.notes) == [*notes[model], dropped]
+    assert list(ckpt.notes) == [dropped, *notes[model]]
 
 
 def test_what_a_map_drops_comes_back_from_the_initial_values(mapped, tmp_path):
@@ -1382,8 +1382,8 @@ def test_what_orbax_saves_again_has_lost_the_record(tmp_path):
     reshard.save(reshard.to_nnx(source, twin, init=RANDOM), tmp_path / "nnx")
     again = save(tmp_path / "again", load(tmp_path / "nnx", saved_by_nnx(training(ADAM))))
     message = f"""\
-`{again}` has no record of a conversion from Linen: it was not made by one, or was trained on \
-since then
+`{again}` has no record of a conversion from Linen: it was not made by one, or was trained and \
+saved since then
 
 hint: model=..., the Linen model; source=... supplies the classes of the NNX model
 hint: map_file=..., the map of the conversion to NNX"""

@@ -749,7 +749,7 @@ def test_optimizer_state_below_the_same_level_comes_along(tmp_path):
     assert error.hints == (
         r'reshard.rename(ckpt, [("(^|/)transformer/", r"\1")]) removes `transformer`, if the model '
         "lacks that level",
-        f"map_file=... does so for the way back, too: {rule}",
+        f"map_file=... also works in the opposite direction: {rule}",
     )
     expected = reshard.to_nnx(plain, NnxModel)
     renamed = reshard.rename(reshard.open(path), [(r"(^|/)transformer/", r"\1")])

@@ -803,7 +803,7 @@ NOT_AT_THE_TOP = "the state is not at the top of the tree"
         ),
         (
             "params/params/w params/batch_stats/n batch_stats/n",
-            "several leaves would have one path\n"
+            "several leaves would have the same path\n"
             "  batch_stats/n: `params/batch_stats/n`, `batch_stats/n`",
         ),
         ("note:text none:None", NO_MODEL),
@@ -921,7 +921,7 @@ def test_what_it_cannot_be(case):
 def test_leaves_that_would_have_one_path():
     ckpt = made_up("a/value/value/x a/value/x/value b/kernel/value")
     assert refused(ckpt, "nnx-state") == (
-        "several leaves would have one path\n  a/value/x: `a/value/value/x`, `a/value/x/value`"
+        "several leaves would have the same path\n  a/value/x: `a/value/value/x`, `a/value/x/value`"
     )
 
 

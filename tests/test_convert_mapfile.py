@@ -690,18 +690,18 @@ def test_rules_that_have_no_opposite_direction():
     message = r"""
 map.toml: the map cannot be used in the opposite direction
   rule 1, `^[a-z]+/`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
-  rule 3, `^a$`: `\g<0>/b` has more in it than text and `\1`
+  rule 3, `^a$`: `\g<0>/b` contains more than text and `\1`
   rule 4, `^cache/.*$`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
   rule 5, `^a$`: `reshape` lacks `from`, the shape before it
   rule 6, `^a$`: a crop cannot be inverted: the cut elements are lost
-  rule 7, `^a$`: axes [1, 1] are not an order of the axes
+  rule 7, `^a$`: axes [1, 1] are not a permutation of the axes
   rule 8, `^a$` + `^b$`: `concat` lacks the `sizes` of the pieces
-  rule 9, `^a$`: its pieces are neither numbers nor a list of regexes
-  rule 10, `^a$`: `{1 + 1}` has more in it than text and `\1`
-  rule 11, `^x_(\d+)/w$`: the match of group 1 is lost
+  rule 9, `^a$`: `order` has no inverse: number the pieces, or list regexes
+  rule 10, `^a$`: `{1 + 1}` contains more than text and `\1`
+  rule 11, `^x_(\d+)/w$`: the new path lacks group 1
   rule 12, `^x_(\d+)/(\d+)$`: two numbers are adjacent, so the end of the first is ambiguous
   rule 13, `^x_(\d+)/`: `x\1` is not for a regex `^.../`: only one ends with `/`
-  rule 14, `^x_(\d+)$`: the paths of its parts do not have the same numbers in them
+  rule 14, `^x_(\d+)$`: the paths of its parts contain different numbers
   rule 15, `^x_(\d+)/w$`: `a\1` in `by` must be a number and nothing else
   rule 16, `^x_(\d+)$` + `^y/`: some of its regexes are for whole paths, and some for modules
 
@@ -1028,11 +1028,11 @@ map.toml: its rules cannot be read
   rule 27, `a`: `unstack`: `sizes` is not known
   rule 27, `a`: `unstack`: `into`: `{j}`: there is no name `j` here; there is `i`
   rule 27, `a`: `unstack`: `into`: `{` has no partner; doubled it is the character
-  rule 28, `(a)`: `stack`: `by` is missing, the group that says which piece a leaf is
+  rule 28, `(a)`: `stack`: `by` is missing, the group with the number of the piece
   rule 29, `(a)`: `to` is missing, the path of the whole
   rule 29, `(a)`: `stack`: `order` has a piece twice
   rule 29, `(a)`: `stack`: `by`: invalid group reference 2 at position 3
-  rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`: it orders them
+  rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`: the list is its order
   rule 30, `a` + `b`: `to`: invalid group reference 1 at position 1
   rule 30, `a` + `b`: `concat`: `axis` is missing
   rule 30, `a` + `b`: `concat`: `sizes` is not a list of sizes: [-1]
@@ -1080,7 +1080,7 @@ WRONG = {
   rule 2, `nowhere/w$`: matches no leaf
   rule 3, `^params/a/w$`: matches no leaf
   rule 4, `^a/w$` + `^a/w2$`: `^a/w2$`: matches no leaf
-  rule 5, `v$`: every path stays as it is
+  rule 5, `v$`: it changes no path
 
 hint: `params/a/w` is `a/w` by rule 1
 hint: the nearest leaf to `^a/w2$` is `a/w`
@@ -1127,7 +1127,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         r"""{ from = '^a/w$', to = '"b"/w' },""",
         {"a/w": (2,), "b/w": (2,)},
         """
-  rule 1, `^a/w$`: "b"/w and b/w are one path
+  rule 1, `^a/w$`: "b"/w and b/w are the same path
 """,
     ),
     "numbers": (
@@ -1150,7 +1150,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 5, `^(x)?f`: f: `` is not a number
   rule 6, `^g$`: g: `{1 - i}` makes a number below zero, -1
   rule 6, `^g$`: g -> 0: that leaf exists already
-  rule 7, `^(\\d)$`: 5: number 5 is in none of groups of [1, 2]
+  rule 7, `^(\\d)$`: 5: number 5 is beyond the groups of the sizes [1, 2]
   rule 8, `^(\\d)/(\\d)$`: 0/1: groups of [1, 2] have no number 1 in 0
   rule 8, `^(\\d)/(\\d)$`: 2/0: groups of [1, 2] have no number 0 in 2
 """,
@@ -1172,7 +1172,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 3, `^c$`: c: its shape is [6], not [5]
   rule 4, `d`: d: [0] cannot be reshaped to [0, -1]
   rule 5, `e`: e: [(1, 0)] cannot pad [2, 2]
-  rule 7, `g`: g: [2, 2] is not padded by [(0, 0), (2, 2)]
+  rule 7, `g`: g: [2, 2] is not a result of padding by [(0, 0), (2, 2)]
 """,
     ),
     "parts": (
@@ -1186,7 +1186,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """,
         {"a": (2, 3), "b": (2, 4), "c": (6,), "e": (2, 3), "f": (0, 3)},
         """
-  rule 1, `^a$`: a: axis 1 of [2, 3] has no 2 equal parts; give `sizes`
+  rule 1, `^a$`: a: axis 1 of [2, 3] does not have 2 equal parts; give `sizes`
   rule 2, `^b$`: b: axis 1 of [2, 4] cannot be split into [1, 2]
   rule 3, `^c$`: c: [6] has no axis 1
   rule 4, `^e$`: e: axis 1 of [2, 3] does not have 2 parts
@@ -1238,7 +1238,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 2, `^c` + `c$`: c: more than one of the regexes match it
   rule 2, `^c` + `c$`: v: there is no piece for `c$`
   rule 3, `^g/(.)` + `^h/(.)`: 2: there is no piece for `^g/(.)`
-  rule 4, `^i$` + `^j$`: ij: its pieces have the sizes [2, 3], not [1, 4]
+  rule 4, `^i$` + `^j$`: ij: the sizes of its pieces are [2, 3], not [1, 4]
   rule 5, `^ij$`: ij: an operation made it; drop its inputs
 """,
     ),
@@ -1249,8 +1249,8 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """,
         {"a/w": (2,), "c": (2,), "d/v": (2,)},
         """
-  rule 1, `a`: b/w: `init` has `*/w`, but it is made here
-  rule 2, `^c$`: c: `init` has `c`, but it is made here
+  rule 1, `a`: b/w: this rule makes it, but `init` has `*/w`
+  rule 2, `^c$`: c: this rule makes it, but `init` has `c`
 """,
     ),
 }

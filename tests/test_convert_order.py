@@ -24,7 +24,7 @@ WIDE = {"kernel": (3, 4), "bias": (4,)}
 NORM = {"scale": (3,), "bias": (3,)}
 MOVED = "the map puts other leaves of"
 RENAME = "[[rule]]\nfrom = '^{}'\nto = '{}'\n"
-OTHER_ORDER = "the map has others beside them in another order than NNX defines them in"
+OTHER_ORDER = "the map pairs other modules of their class in another order than NNX defines them"
 
 
 linear, norm = functools.partial(twins.linear, 3, 3), functools.partial(twins.norm, 3)
@@ -227,7 +227,7 @@ def test_axes_that_a_map_moves_in_one_layer_are_open_in_its_like(known, tmp_path
     rule = TURNED.replace("to = '", "to = 'params/") if known else TURNED
     rules = renames([("first", "first")], rule) + renames([("params/third", "third")])
     text = forth(tmp_path, linen, model, rules)
-    why = "the map moves the axes of others of its class and shape"
+    why = "the map moves the axes of other leaves of its class and shape"
     assert f"\n  params/second/kernel, perhaps second/kernel: {why}\n" in text
     assert text.count("perhaps") == 1
 

@@ -7,10 +7,8 @@ import shutil
 import layouts
 import pytest
 from jax.sharding import PartitionSpec as P
-from sampling import some
 
 import reshard
-from reshard.writer import plan
 
 CUT = re.compile(r"(\w+): its data file `(.*)` has (\d+) bytes, expected (.*)")
 
@@ -107,24 +105,3 @@ def test_a_truncated_chunk_file(tmp_path, form, key, size, needed):
     file.write_bytes(whole)
     picked = reshard.select(reshard.open(path), "b")
     reshard.save(picked, tmp_path / "out", verify=True)
-
-
-@pytest.mark.sampled
-def test_parts_truncated_while_a_job_was_stopped(tmp_path, monkeypatch):
-    """Its share is written again."""
-    monkeypatch.setattr(plan, "SHARE_BYTES", 1 << 20)
-    path = save(tmp_path / "saved", "abcdefgh", (512, 512))
-    kept, out = tmp_path / "kept" / "out", tmp_path / "new" / "out"
-    options = {"chunks": "64KiB", "max_memory": "1MiB"}
-    with layouts.killed_at_the_end():
-        reshard.save(reshard.open(path), out, **options)
-    left = layouts.unfinished(out)
-    shutil.copytree(out.parent, kept)
-    files = [file for file in left.glob("ocdbt.process_*/d/*") if file.stat().st_size > 100_000]
-    assert files
-    for file in some(sorted(files)):
-        shutil.rmtree(out.parent)
-        shutil.copytree(kept, out.parent)
-        os.truncate(file, file.stat().st_size // 2)
-        reshard.save(reshard.open(path), out, resume=True, **options)
-        assert reshard.verify(out, path).ok

@@ -28,7 +28,6 @@ from reshard.engine.batches import Unit, in_batches
 from reshard.engine.cost import ChunkUnion, chunks_of, decoded_together, total
 from reshard.engine.memory import READ_OVERHEAD, MemoryLimiter, Reservation
 from reshard.engine.read import READ_AHEAD, Batch, Filled, Read, read
-from reshard.errors import CorruptCheckpointError
 from reshard.units import parse_bytes
 from reshard.writer import arrays as stream
 
@@ -206,36 +205,6 @@ def test_buffers_of_a_batch_are_gone_when_the_next_is_asked_for(handle):
         gc.collect()
         assert first() is None
         reads.close()
-
-
-def test_parts_of_a_box_go_where_they_belong(handle):
-    whole = np.zeros((2, 8))
-
-    def into():
-        return [((slice(0, 8),), whole[0]), ((slice(8, 16),), whole[1])]
-
-    batch = Batch([Read(handle, (slice(0, 16),), "mine", into)], 1, 0)
-    with MemoryLimiter(1) as limiter:
-        for filled in read([batch], limiter):
-            assert (filled.values, filled.batch.reads[0].owner) == ([None], "mine")
-    assert whole.ravel().tolist() == list(range(16))
-
-
-@pytest.mark.parametrize("when", ["view", "read"])
-def test_an_error_is_that_of_its_read_alone(handle, when):
-    broken = Views(np.arange(8.0))
-    broken.path = ("params", "b")
-    expected = "damaged" if when == "view" else "params/b: its stored bytes cannot be read"
-    broken.error = CorruptCheckpointError("damaged") if when == "view" else ValueError("no")
-    box = (slice(0, 8),)
-    batch = Batch([Read(handle, box), Read(broken, box), Read(handle, box)], 1, 0)
-    with MemoryLimiter(1) as limiter:
-        for filled in read([batch], limiter):
-            assert [values is None for values in filled.values] == [False, True, False]
-            assert list(filled.errors) == [1]
-            with pytest.raises(CorruptCheckpointError, match=expected):
-                filled.check()
-    assert limiter.used == 0
 
 
 @pytest.mark.parametrize("error", [ValueError("consumer"), KeyboardInterrupt()])

@@ -127,15 +127,21 @@ def test_one_byte_is_the_least():
 
 
 OF_A_CHECKPOINT = [
-    (lambda ckpt: reshard.save(ckpt, None), "the destination is missing"),
+    (lambda ckpt: reshard.save(ckpt, None), "no destination was given"),
     (lambda ckpt: reshard.plan(ckpt, max_memory=0), "`0` is not a number of bytes"),
     (lambda ckpt: reshard.plan(ckpt, file_size=math.inf), "`inf` is not a file size"),
     (lambda ckpt: reshard.cast(ckpt, None), "not a dtype: None"),
     (lambda ckpt: reshard.cast(ckpt, "float16", None), "a glob must be text\n  where: None"),
     (lambda ckpt: reshard.select(ckpt, 3), "a glob must be text\n  patterns: 3"),
     (lambda ckpt: reshard.select(ckpt, drop=["w", 3]), "a glob must be text\n  drop: 3"),
-    (lambda ckpt: reshard.rename(ckpt, "x"), "a rename is a regex and a replacement\n  'x'"),
-    (lambda ckpt: reshard.rename(ckpt, 3), "a rename is a regex and a replacement\n  3"),
+    (
+        lambda ckpt: reshard.rename(ckpt, "x"),
+        "a rename must be a pair: a regex and a replacement\n  'x'",
+    ),
+    (
+        lambda ckpt: reshard.rename(ckpt, 3),
+        "a rename must be a pair: a regex and a replacement\n  3",
+    ),
     (lambda ckpt: reshard.rename(ckpt, {3: "x"}), "rename `3=x`: first argument must be"),
     (
         lambda ckpt: reshard.diff(ckpt, ckpt, values=True, rtol="1"),

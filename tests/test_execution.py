@@ -118,7 +118,7 @@ def test_all_problems_of_a_plan_are_told_together(saved, tmp_path):
         reshard.MemoryLimitError,
     ]
     assert plan.problems[:2] == (
-        f"`{tmp_path}/out` is a file or a symbolic link",
+        f"`{tmp_path}/out` is a file or a symbolic link, not a directory",
         f"`{source}/{FILE}` is not a record of digests",
     )
     with pytest.raises(reshard.DestinationExistsError) as error:

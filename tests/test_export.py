@@ -265,7 +265,7 @@ def test_a_taken_destination(source, tmp_path, taken):
     else:
         out.symlink_to(tmp_path / "nowhere")
     text = refused(DestinationExistsError, reshard.export, reshard.open(source), out)
-    words = "exists" if taken == "directory" else "is a file or a symbolic link"
+    words = "exists" if taken == "directory" else "is a file or a symbolic link, not a directory"
     assert text.startswith(f"`{out}` {words}")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
@@ -345,7 +345,7 @@ def test_a_killed_job_is_resumed(source, tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     text = refused(CorruptCheckpointError, reshard.export, ckpt, out, resume=True, **sizes)
-    assert text.startswith("written values differ when read back")
+    assert text.startswith("the values read back differ from those written")
     assert text.endswith("hint: resume=True writes their shares again")
     text = refused(DestinationError, reshard.commit, out)
     assert "1 of" in text and "not complete" in text
@@ -478,7 +478,7 @@ def test_a_record_of_a_single_file_is_refused(source, tmp_path):
     file = tmp_path / "hf/model.safetensors"
     text = refused(DestinationError, reshard.digest, file, write=True)
     assert text == (
-        f"`{file}` is a single file, and a record is in a directory\n\n"
+        f"`{file}` is a single file: a record of digests needs a directory\n\n"
         f"hint: reshard.digest('{tmp_path}/hf', write=True)"
     )
 

@@ -285,7 +285,7 @@ def test_a_chunk_larger_than_blosc_can_take(saved, monkeypatch):
     ckpt = reshard.open(saved("standalone").path)
     plan = reshard.plan(ckpt, codec="blosc")
     assert plan.problems == (
-        "params/embed: blosc takes no chunks of more than 3000 bytes, and one of [32, 24] has 3072",
+        "params/embed: blosc takes chunks of at most 3000 bytes, but one of [32, 24] has 3072",
     )
     assert plan.hints == ('chunks="1GiB"',)
     assert not reshard.plan(ckpt, codec="blosc", chunks=3000).problems
@@ -451,9 +451,6 @@ def test_names_that_are_none_of_files(tmp_path):
         f"{'x' * 80}: its name is longer than a file's may be",
     ]
     assert not out.exists()
-
-
-# Resuming, and checking.
 
 
 # Wrong values.

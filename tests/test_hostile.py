@@ -381,8 +381,7 @@ FAULTS = [
     ),
     array("it has a codec without a name", "zarr3-ocdbt", codecs=["bytes"]),
     array(
-        "it is compressed with blosc inside another codec, where chunks decode to 2 GiB if "
-        "they say so",
+        "it is compressed with blosc inside another codec, so a chunk may decode to 2 GiB",
         "zarr3-files",
         codecs=[{"name": "zstd"}, {"name": "blosc"}],
     ),
@@ -404,11 +403,11 @@ FAULTS = [
         "P('data', 'x') names axis 'x', which `data=2,model=2` lacks", partition_spec=["data", "x"]
     ),
     sharding(
-        "the mesh `data=1099511627776,model=1099511627776` has 1208925819614629174706176 devices, "
-        "more than can exist",
+        "the mesh `data=1099511627776,model=1099511627776` has "
+        "1208925819614629174706176 devices: too many",
         shape=[2**40, 2**40],
     ),
-    sharding("a mesh `data=2,model=4` of 4 devices", shape=[2, 4]),
+    sharding("its mesh `data=2,model=4` has 8 devices, but 4 device ids", shape=[2, 4]),
     sharding("the list of devices is 'abc'", device_mesh={"mesh": "abc"}),
     sharding(f"not a partition spec: 'P{'(' * 78}", partition_spec=f"P{'(' * 100_000})"),
     sharding("not the name of a mesh axis: '\\x1b[2J'", axis_names=["data", "\x1b[2J"]),
@@ -451,10 +450,10 @@ FAULTS = [
     ),
     # A node that is its own child, and nodes that share their children.
     nodes(
-        "several nodes refer to node btreenode::d/nodes:0:38",
+        "several nodes of its B-tree refer to node btreenode::d/nodes:0:38",
         *(1, lambda: [inner(1, "d/nodes", (b"", 0, 38))]),
     ),
-    nodes("several nodes refer to node btreenode::d/nodes:1879:50", 39, shared_node),
+    nodes("several nodes of its B-tree refer to node btreenode::d/nodes:1879:50", 39, shared_node),
     nodes("the data file `d/none` is missing", 1, lambda: [inner(1, "d/none", (b"", 7, 500))]),
     nodes("its B-tree is larger than any checkpoint's", 0, lambda: [long_keys(20_000)]),
     nodes(
@@ -926,7 +925,7 @@ MAKING = [
     (f"reshape = [{'1, ' * 32}2048]", f"{RULE}`reshape`: arrays have 32 axes at most"),
     (
         f"reshape = [64, 32{', 1' * 30}]\nto = 'l'\nstack = {{ axis = 0, by = '0' }}",
-        f"{RULE}l: arrays have 32 axes at most, not 33",
+        f"{RULE}l: an array has at most 32 axes, not 33",
     ),
     (
         "pad = { widths = [[0, 0], [0, 65505]], fill = 0 }\nunstack = { axis = 1, into = '{}' }",
@@ -1018,8 +1017,8 @@ RECORDED: dict[str, Callable[[Json], Any]] = {
         one_more("7")(record),
     ),
     f"its paths do not form one tree: {'a/' * 100}": one_more(*["a"] * 101),
-    "there are no such leaves: ['x']": lambda record: record["leaves"][0].__setitem__(1, ["x"]),
-    "there are no such leaves: {'shape': []}": (
+    "not a kind of leaf: ['x']": lambda record: record["leaves"][0].__setitem__(1, ["x"]),
+    "not a kind of leaf: {'shape': []}": (
         lambda record: record["leaves"][0].__setitem__(1, {"shape": []})
     ),
     "leaves cannot have the type 'jax.Arrays'": kind(type="jax.Arrays"),
@@ -1033,7 +1032,7 @@ RECORDED: dict[str, Callable[[Json], Any]] = {
     "not a dtype of arrays of numbers: 'json'": kind(dtype="json"),
     "not a shape: '8'": kind(shape="8"),
     "not a shape: [8.0]": kind(shape=[8.0]),
-    "arrays have 32 axes at most, not 33": kind(shape=[1] * 33),
+    "an array has at most 32 axes, not 33": kind(shape=[1] * 33),
     "`axes` of an operation is 'x'": operation(Transpose={"axes": "x"}),
     "`axes` of an operation is 0": operation(Transpose={"axes": 0}),
     "`sizes` of an operation is 4.0": operation(Split={"axis": 0, "sizes": [4.0]}),
@@ -1084,7 +1083,7 @@ def test_huge_zeros_in_a_record(tmp_path, base):
         record["leaves"].append([["params", "zeros"], kind])
         record["route"]["vanish"].append([["params", "zeros"], shape, "float32"])
 
-    problem = "params/zeros: [1099511627776, 1048576] is larger than all arrays"
+    problem = "params/zeros: [1099511627776, 1048576] is too large for an array"
     assert refused_record(base, tmp_path, change) == NO_RECORD.replace("PROBLEM", problem)
 
 
@@ -1157,5 +1156,6 @@ def test_a_flipped_bit_in_a_staged_document(tmp_path, base):
     flip(file)
     told = ours(lambda: fuzz_jobs.go_on(base("recorded"), tmp_path / "out"), Corrupt)
     assert told == (
-        f"written values differ when read back\n  `{file}`\n\nhint: overwrite=True starts again"
+        f"the values read back differ from those written\n  `{file}`\n\n"
+        "hint: overwrite=True starts again"
     )

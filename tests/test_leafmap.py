@@ -207,9 +207,9 @@ def test_no_leaf_replaces_another():
     """Neither one that stays where another is put, nor one of two that get the same path."""
     stays = LeafMap({("a",): Source(("x",), (2,)), ("b",): Source(("y",), (2,))})
     other = LeafMap({("b",): Source(("a",), (2,))})
-    assert refusal(stays.then, other) == "two leaves would have one path\n  b"
+    assert refusal(stays.then, other) == "two leaves would have the same path\n  b"
     names, shapes = {("a",): ("c",), ("b",): ("c",)}, {("a",): (2,), ("b",): (2,)}
-    assert refusal(renaming, names, shapes) == "two leaves would have one path\n  c"
+    assert refusal(renaming, names, shapes) == "two leaves would have the same path\n  c"
     swapped = LeafMap({("b",): Source(("a",), (2,)), ("a",): Source(("b",), (2,))})
     assert stays.then(swapped).values == {
         ("b",): Source(("x",), (2,)),

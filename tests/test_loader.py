@@ -256,9 +256,7 @@ def test_the_hint_finishes_a_deletion(tmp_path):
 def test_a_deletion_record_without_an_item(copy, record):
     path = copy("items")
     (path / "3" / "_CHECKPOINT_DELETION").write_text(json.dumps(record))
-    text = (
-        f"`{path}/3/_CHECKPOINT_DELETION` must name the item that Orbax was deleting, and does not"
-    )
+    text = f"`{path}/3/_CHECKPOINT_DELETION` does not name the item that Orbax was deleting"
     for place in (path, path / "3", path / "3" / "state"):
         corrupt(text, place)
 

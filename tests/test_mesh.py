@@ -356,7 +356,7 @@ def test_every_leaf_that_does_not_fit_is_named_and_specs_that_fit(trained):
         )
     ]
     assert hints == [
-        'axes={"model": ""} replicates what is split over it',
+        'axes={"model": ""} replicates dimensions split over it',
         'specs=[("(^|/)mu/wi$", "data,")] fits',
         'specs=[("(^|/)embed$", ",")] fits',
         'specs=[("(^|/)bias$", "")] fits',
@@ -381,7 +381,7 @@ def test_numbers_of_leaves_are_sorted_as_numbers(trained):
 
 
 def test_axes_that_the_mesh_lacks_are_paired_in_order_if_there_are_as_many(trained):
-    replicates = 'axes={{"{0}": ""}} replicates what is split over it'
+    replicates = 'axes={{"{0}": ""}} replicates dimensions split over it'
     renames = f'axes={{{{"{{0}}": "{{1}}"}}}} renames, {replicates}'
     for mesh, expected in (
         ("fsdp=1,tensor=8", [("data", "fsdp"), ("model", "tensor")]),
@@ -398,7 +398,7 @@ def test_an_axis_that_is_spelt_wrongly_is_named(trained):
     _, hints = told(trained, "data=1,modle=8")
     assert hints == [
         "did you mean `data=1,model=8`?",
-        'axes={"model": "modle"} renames, axes={"model": ""} replicates what is split over it',
+        'axes={"model": "modle"} renames, axes={"model": ""} replicates dimensions split over it',
     ]
     # In a spec, too: renamed axes of the saved specs are not meant by it.
     ckpt = reshard.select(trained, ["params/wi", "opt_state/sums/wi"])
@@ -425,7 +425,7 @@ def test_an_axis_is_not_renamed_where_it_would_not_help(trained):
     ckpt = reshard.select(trained, "params/wi")
     _, hints = told(ckpt, "data=4,model=3")
     assert hints == [
-        'axes={"model": ""} replicates what is split over it',
+        'axes={"model": ""} replicates dimensions split over it',
         'specs=[("(^|/)wi$", "data,")] fits',
     ]
     _, hints = told(ckpt, "rows=4,columns=3", axes={"data": "rows", "model": "columns"})

@@ -258,23 +258,29 @@ def chunked(shape, *chunks, **more):
 F4 = np.arange(4, dtype="f4")
 GOOD = packed(ext(1, [2, 2], "float32", F4.tobytes()))
 WRONG = {
-    "truncated": (GOOD[:-1], r"an extension of 30 is longer than the file, which ends at 38"),
-    "short": (b"\x81\xa2a", r"a text of 2 is longer than the file, which ends at 3"),
+    "truncated": (
+        GOOD[:-1],
+        r"an extension of length 30 does not fit in the file of 38 bytes",
+    ),
+    "short": (b"\x81\xa2a", r"a text of length 2 does not fit in the file, which has 3 bytes"),
     "trailing": (GOOD + b"\xc0\xc0", r"2 bytes follow the end of its tree"),
     "map of 2**32": (
         b"\xdf\xff\xff\xff\xff\xa1a\xc0",
-        r"a map of 4294967295 is longer than the file, which ends at 8",
+        r"a map of length 4294967295 does not fit in the file, which has 8 bytes",
     ),
     "list of 2**32": (
         b"\x81\xa1a\xdd\xff\xff\xff\xff",
-        "a list of 4294967295 is longer than the file",
+        "a list of length 4294967295 does not fit in the file",
     ),
     "many": (b"\x81\xa1a\xdd\x00\x20\x00\x00" + bytes(1 << 21), "it has over 1048576 entries"),
     "text of 2**32": (
         b"\x81\xdb\xff\xff\xff\xff",
-        "a text of 4294967295 is longer than the file, which ends at 6",
+        "a text of length 4294967295 does not fit in the file, which has 6 bytes",
     ),
-    "extension of 2**32": (b"\x81\xa1w\xc9\xff\xff\xff\xff\x01", "an? extension of 4294967295"),
+    "extension of 2**32": (
+        b"\x81\xa1w\xc9\xff\xff\xff\xff\x01",
+        "an? extension of length 4294967295",
+    ),
     "nested": (b"\x81\xa1a" * 5000 + b"\xc0", "it is nested more than 100 levels deep"),
     "nested lists": (b"\x81\xa1a" + b"\x91" * 5000 + b"\xc0", "nested more than 100 levels"),
     "twice": (b"\x82\xa1a\xc0\xa1a\xc0", "the key 'a' occurs twice"),

@@ -358,7 +358,7 @@ def test_parts_of_nothing():
 ERRORS = [
     (Transpose((1, 0)), [(2, 3, 4)], "axes [1, 0] do not reorder [2, 3, 4]"),
     (Transpose((0, -1)), [(2, 3)], "axes [0, -1] do not reorder [2, 3]"),
-    (Transpose((1, 0)), [], "0 arrays where 1 is needed"),
+    (Transpose((1, 0)), [], "0 arrays, but this operation takes 1"),
     (Reshape((4, 2)), [(3, 3)], "[3, 3] cannot be reshaped to [4, 2]"),
     (Reshape((-3, -3)), [(3, 3)], "[3, 3] cannot be reshaped to [-3, -3]"),
     (Split(1, (2, 2)), [(4, 5)], "axis 1 of [4, 5] cannot be split into [2, 2]"),
@@ -373,7 +373,7 @@ ERRORS = [
     (Unstack(-3, 3), [(2, 3)], "[2, 3] has no axis -3"),
     (Pad(((1, 1),), 0), [(2, 3)], "[(1, 1)] cannot pad [2, 3]"),
     (Pad(((1, -1), (0, 0)), 0), [(2, 3)], "[(1, -1), (0, 0)] cannot pad [2, 3]"),
-    (Pad((), 0), [(), ()], "2 arrays where 1 is needed"),
+    (Pad((), 0), [(), ()], "2 arrays, but this operation takes 1"),
     (Interleave(0, 2, 4), [(6,)], "axis 0 of [6] does not have blocks of 4 with 2 equal parts"),
     (Interleave(1, 4), [(2, 6)], "axis 1 of [2, 6] does not have 4 equal parts"),
     (Interleave(0, 0, 0), [(0,)], "axis 0 of [0] does not have blocks of 0 with 0 equal parts"),
@@ -383,8 +383,8 @@ ERRORS = [
     (Equal(2), [(2,)], "[2] cannot be equal"),
     (Scale(0.0), [(2,)], "scaled by 0.0: the number must be finite, and not 0"),
     (Add(math.inf), [(2,)], "increased by inf: the number must be finite, and not 0"),
-    (Crop(((1, 2),)), [(2,)], "[2] is not padded by [(1, 2)]"),
-    (Crop(((1, 0),)), [(2, 3)], "[2, 3] is not padded by [(1, 0)]"),
+    (Crop(((1, 2),)), [(2,)], "[2] is not a result of padding by [(1, 2)]"),
+    (Crop(((1, 0),)), [(2, 3)], "[2, 3] is not a result of padding by [(1, 0)]"),
 ]
 
 

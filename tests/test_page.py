@@ -541,7 +541,7 @@ def test_html_replaces_only_a_page(run, tmp_path):
     assert [*tmp_path.iterdir()] == [file]
     file.write_text("<!doctype html>\nsomething else")
     told = refused(run, *words)
-    assert told.startswith(f"Error: --html {file}: the file exists and is not a page\n")
+    assert told.startswith(f"Error: --html {file}: this file exists and is not a page\n")
     assert file.read_text() == "<!doctype html>\nsomething else"
 
 
@@ -1035,7 +1035,7 @@ def test_every_page_can_be_read(chromium, pages, dark):
         assert tab.value(CONTRAST) == [], name
         assert len(tab.screenshot(whole=False)) > 4 * blank, name
         assert tab.texts("#sections h2") or name == "nothing"
-        for width in (360, 700):
+        for width in () if dark else (360, 700):
             tab.resize(width)
             wide = tab.value("document.documentElement.scrollWidth")
             assert wide <= width, (name, width)

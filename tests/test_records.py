@@ -161,16 +161,16 @@ GARBAGE = [
     (one_array(shape=[True]), "ValueError: an array of 'float32' [True]"),
     (one_array(shape="12"), "ValueError: an array of 'float32' '12'"),
     (one_array(shape=None), "TypeError: 'NoneType' object is not iterable"),
-    (one_array(digest="0" * 31), f"ValueError: the digest '{'0' * 31}'"),
-    (one_array(digest=f"{'0' * 32}\n"), f"ValueError: the digest '{'0' * 32}\\n'"),
+    (one_array(digest="0" * 31), f"ValueError: not a digest: '{'0' * 31}'"),
+    (one_array(digest=f"{'0' * 32}\n"), f"ValueError: not a digest: '{'0' * 32}\\n'"),
     (one_array(digest=5), "TypeError: expected string or bytes-like object, got 'int'"),
     *(
         (dumped(files={path: "0" * 64}), f"ValueError: a path outside of the checkpoint: {path!r}")
         for path in ("", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\0b")
     ),
     (dumped(beside={"../x": "0" * 64}), "ValueError: a path outside of the checkpoint: '../x'"),
-    (dumped(strings={"a": "0" * 63}), f"ValueError: the hash '{'0' * 63}'"),
-    (dumped(files={"a": "0" * 32}), f"ValueError: the hash '{'0' * 32}'"),
+    (dumped(strings={"a": "0" * 63}), f"ValueError: not a hash: '{'0' * 63}'"),
+    (dumped(files={"a": "0" * 32}), f"ValueError: not a hash: '{'0' * 32}'"),
 ]
 
 

@@ -690,8 +690,8 @@ def target(plain):
 
 
 HEAD = "does not match the target"
-CAST_HINT = 'hint: cast=True for casts that keep every value, cast="lossy" for all of floats'
-KEPT_HINT = "hint: a target whose kept leaves are initialised arrays, not abstract ones"
+CAST_HINT = 'hint: cast=True allows casts that keep every value, cast="lossy" all float casts'
+KEPT_HINT = "hint: pass a target whose kept leaves are arrays, not abstract leaves"
 TARGET_HINT = "hint: reshard.target(state, mesh=mesh, ...) gives every leaf a sharding"
 
 
@@ -707,7 +707,7 @@ def test_everything_at_once(plain, target):
     target["extra"], target["note"] = 1, ""
     del target["name"]
     assert refused(path, target) == (
-        f"`{path}` {HEAD}: 4 missing from it, 3 that the target lacks, 1 of another kind, "
+        f"`{path}` {HEAD}: 4 missing in the checkpoint, 3 not in the target, 1 of another kind, "
         "1 of another shape, 1 of another dtype, 1 without a usable sharding\n"
         "  extra  a Python int: missing\n"
         "  note  a Python str: missing\n"
@@ -748,7 +748,7 @@ def test_a_real_state_may_keep_what_is_missing(plain):
     target = real(tree, layouts.mesh((1, 8)))
     target["params"]["lora"] = {"a": jnp.ones(3), "b": jnp.zeros((2, 2))}
     assert refused(path, target) == (
-        f"`{path}` {HEAD}: 2 missing from it\n"
+        f"`{path}` {HEAD}: 2 missing in the checkpoint\n"
         "  params/lora/a  float32[3]: missing\n"
         "  params/lora/b  float32[2, 2]: missing\n\n"
         'hint: keep=("params/lora/a",) keeps its value; globs work'
@@ -829,7 +829,7 @@ def test_a_part_of_a_checkpoint(saved, layout):
 
 def test_options_that_are_unknown(plain, target):
     bytes_hint = "is not a number of bytes\n\nhint: `256MiB`, `1GiB`"
-    known = "is not known\n\nhint:"
+    known = "is unknown\n\nhint:"
     for name, value, text in [
         ("cast", "yes", f"cast='yes' {known} cast=False\nhint: cast=True\nhint: cast='lossy'"),
         ("unexpected", 1, f"unexpected=1 {known} unexpected='error'\nhint: unexpected='ignore'"),

@@ -308,7 +308,7 @@ def test_a_flipped_bit(sources, expected, tmp_path):
             flip(path.parents[1] / max(item["files"].items(), key=lambda pair: pair[1])[0])
             break
     with pytest.raises(
-        reshard.CorruptCheckpointError, match="written values differ when read back"
+        reshard.CorruptCheckpointError, match="the values read back differ from those written"
     ):
         save(source, out, resume=True)
     with pytest.raises(reshard.DestinationError, match="not complete"):

@@ -238,10 +238,10 @@ WRONG = {
         header({"a": entry(0, 8, dtype="F4")}, bytes(8)),
         "`a`: the dtype 'F4' is not supported",
     ),
-    "negative": (header({"a": entry(-8, 0)}), "`a`: a shape and offsets are whole numbers"),
+    "negative": (header({"a": entry(-8, 0)}), "`a`: a shape or an offset is not a whole number"),
     "fraction": (
         header({"a": entry(0, 8, (2.0,))}, bytes(8)),
-        "`a`: a shape and offsets are whole",
+        "`a`: a shape or an offset is not a whole",
     ),
     "size": (
         header({"a": entry(0, 8, (3,))}, bytes(8)),

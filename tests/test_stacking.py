@@ -575,7 +575,7 @@ NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers are not alike"
 KEYS = "params/l0/w: PRNG keys can only be moved, stacked or unstacked"
 STEP = "steps that cannot be carried out\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
-TAKEN = "leaves exist in these places already"
+TAKEN = "leaves exist at these paths already"
 
 
 def refused(function, ckpt, arguments, **names):
@@ -776,9 +776,8 @@ def test_placeholders_that_are_not_zero(tmp_path):
     state = {name: {f"l{i}": {"w": np.full(1, i, "f4")} for i in range(2)} for name in ("a", "b")}
     state["c"] = {f"l{i}": {"w": np.zeros(1, "f4")} for i in range(2)}
     ckpt = put(tmp_path / "a", tree_of(ALIKE) | {"opt_state": state})
-    message = (
-        "placeholders of layers must be zero, and are not\n  opt_state/a/l1/w\n  opt_state/b/l1/w"
-    )
+    message = "the optimizer's placeholders of layers are not zero"
+    message += "\n  opt_state/a/l1/w\n  opt_state/b/l1/w"
     assert refused(stack, ckpt, ALL) == message
 
 

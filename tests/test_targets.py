@@ -905,7 +905,7 @@ def test_all_problems_of_a_train_state_at_once():
         "  params/odd  [7, 6] ('embed', 'hidden'): dimension 1 of 6 does not divide by 4 (model)\n"
         "  params/twice: its names ('embed', 'embed') have 'embed' twice\n\n"
         "hint: the rule (\"expert\", None) replicates dimensions named 'expert'\n"
-        'hint: the rule ("model", "model") splits over it, ("model", None) replicates'
+        'hint: the rule ("model", "model") shards this axis, ("model", None) replicates it'
     )
     assert raised(make, mesh=MESH, rules=RULES) == expected
     report = reshard.coverage(make, mesh=MESH, rules=RULES)

@@ -344,7 +344,7 @@ def test_values_that_are_not_those_on_record_are_not_passed_on(copied, tmp_path)
     assert reshard.verify(out).compared == 1
     # What is moved undecoded is found when it is read back.
     assert refusal(some, tmp_path / "moved", chunks="keep", verify=True) == (
-        "written values differ when read back\n"
+        "the values read back differ from those written\n"
         "  w: its values differ from the written ones\n\n"
         f'hint: reshard.verify("{path}")'
     )
@@ -381,7 +381,7 @@ def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
     monkeypatch.setattr(execution, "write_item", and_a_bit_flips)
     ckpt = reshard.to_mesh(reshard.open(path), "8x1")
     assert refusal(ckpt, out, verify=True) == (
-        "written values differ when read back\n"
+        "the values read back differ from those written\n"
         "  w: its values differ from the written ones\n\n"
         "hint: resume=True writes their shares again"
     )
@@ -758,7 +758,7 @@ def test_a_job_records_and_reads_back(copied, tmp_path, run):
     reshard.digest(path, write=True)
     corrupt(path)
     call, typed = f'reshard.verify("{path}")', f"reshard verify {path}"
-    told = "written values differ when read back\n"
+    told = "the values read back differ from those written\n"
     told += "  w: its values differ from the written ones\n\n"
     assert run(*arguments, "--verify") == (2, "", f"Error: {told}hint: {typed}\n")
     said = words(path, "w  float32[64,96]").replace(call, typed)

@@ -19,8 +19,10 @@ ODD = re.compile(
     r"|so much as|in one another|would have to have|is of no use|has it that|as many as|anew"
     r"|what is there|there twice|than it is|in want of|on the way (of|back)|has no part in"
     r"|exclude each other|no model does|was to be made|run backwards|half[- ]written|takes it away"
-    r"|was asked to be|lies? beside|holds what)\b"
-    r"|(?<!there )\bis no (regex|codec|number|function|list|tree|box|share|path|file|step|mesh)\b",
+    r"|was asked to be|lies? beside|holds what|way back|what is split|not one each"
+    r"|stays as it is|no such leaves|taken, too)\b"
+    r"|(?<!there )\bis no "
+    r"(regex|codec|number|function|list|tree|box|share|path|file|step|mesh|name)\b",
     re.IGNORECASE,
 )
 

@@ -208,7 +208,7 @@ def test_what_is_complete_is_not_replaced(small, stores, url):
     refused(complete(url), on("2x4", small), url, error=error, resume=True)
     reshard.save(ckpt, url, resume=True)
     for below in ("extra", "extra/1000"):
-        text = f"`{url}/{below}` is inside `{url}`, which is complete"
+        text = f"`{url}/{below}` is inside `{url}`, which is a complete checkpoint"
         refused(f"{text}\n\nhint: write to another prefix", ckpt, f"{url}/{below}")
         assert reshard.plan(ckpt, f"{url}/{below}").problems == (text,)
     assert stores.keys(url) == keys
@@ -229,7 +229,9 @@ def test_what_is_something_else_is_not_cleared(small, stores):
         refused(complete(f"{bucket}/other"), ckpt, f"{bucket}/other", error=error, **options)
     refused(f"`{bucket}/object` is an object, not a prefix", ckpt, f"{bucket}/object")
     refused(
-        f"`{bucket}` is a bucket, not a path in it\n\nhint: add a path: {bucket}/1000", ckpt, bucket
+        f"`{bucket}` is a bucket, not a path in a bucket\n\nhint: add a path: {bucket}/1000",
+        ckpt,
+        bucket,
     )
     reshard.save(ckpt, f"{bucket}/in")
     inside = f"the destination `{bucket}/in/2` and the source `{bucket}/in` overlap"

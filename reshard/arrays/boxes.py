@@ -100,7 +100,7 @@ def shape_text(shapes: Sequence[Shape]) -> str:
 def one_shape(shapes: Sequence[Shape]) -> Shape:
     """The shape of the only array."""
     if len(shapes) != 1:
-        raise TreeMismatchError(f"{len(shapes)} arrays where 1 is needed")
+        raise TreeMismatchError(f"{len(shapes)} arrays, but this operation takes 1")
     return shapes[0]
 
 
@@ -130,7 +130,7 @@ def common_multiple(chunks: Sequence[Shape], shape: Shape) -> Shape:
 def check_size(shape: Shape) -> None:
     """Raises TreeMismatchError if an array of this shape cannot exist."""
     if len(shape) > MOST_AXES:
-        raise TreeMismatchError(f"arrays have {MOST_AXES} axes at most, not {len(shape)}")
+        raise TreeMismatchError(f"an array has at most {MOST_AXES} axes, not {len(shape)}")
     elements = math.prod(max(size, 1) for size in shape)
     if elements > _MOST_ELEMENTS:
         raise TreeMismatchError(

@@ -321,7 +321,9 @@ class Crop(_Moving):
         if len(shape) != len(self.widths) or any(
             min(a, b) < 0 or size < a + b for size, (a, b) in zip(shape, self.widths, strict=True)
         ):
-            raise TreeMismatchError(f"{list(shape)} is not padded by {list(self.widths)}")
+            raise TreeMismatchError(
+                f"{list(shape)} is not a result of padding by {list(self.widths)}"
+            )
         return [tuple(size - a - b for size, (a, b) in zip(shape, self.widths, strict=True))]
 
     def inverse(self, inputs: Shapes) -> NoReturn:

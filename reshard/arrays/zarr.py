@@ -82,8 +82,7 @@ def _check_bounded(codecs: list[str]) -> None:
     """Raises ValueError if chunks may decode to more than their size, which only blosc does."""
     _require(
         "blosc" not in codecs,
-        "it is compressed with blosc inside another codec, where chunks decode to 2 GiB if "
-        "they say so",
+        "it is compressed with blosc inside another codec, so a chunk may decode to 2 GiB",
     )
 
 

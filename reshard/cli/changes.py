@@ -44,9 +44,11 @@ class MapFile(click.Path):
 
 READY_MAP = options.all_of(
     options.value(
-        "--config", "HF_DIR", "Folder of config.json for the map; by default SRC or --like."
+        "--config", "HF_DIR", "Directory of the config.json for the map; SRC or --like by default."
     ),
-    options.value("--vocab", "N", "With a ready map: rows of the embedding.", type=options.COUNT),
+    options.value(
+        "--vocab", "N", "With a ready map: rows of the embedding in JAX.", type=options.COUNT
+    ),
     options.value(
         "--scan-axis",
         "N",

@@ -14,10 +14,10 @@ from reshard.writer.save import commit
 @click.argument("dst", type=click.Path())
 @options.ANSWER
 def command(dst: str, **flags: Any) -> None:
-    """Combine the shares that `ckpt --shard` or `convert --shard` wrote into checkpoint DST.
+    """Combine the shares that `ckpt`, `convert` or `export` wrote with --shard into DST.
 
     If shares are missing, the error lists them as a range for an array job. You can stop the
-    command at any moment and run it again. If DST is complete, it does nothing.
+    command at any moment and run it again. If DST is complete, the command does nothing.
 
     \b
     Example:

@@ -21,7 +21,7 @@ from reshard.writer.export import export, plan_export
     "Copy the configuration, tokenizer, licence and model card of this directory. Fail if its "
     "tensors have other names or shapes.",
 )
-@options.value("--file-size", "SIZE", "Bytes of a file.", default="5GB")
+@options.value("--file-size", "SIZE", "Largest size of a file.", default="5GB")
 @CHANGES
 @MAP
 @options.value("--step", "N", "Step of a root to export; the latest by default.")

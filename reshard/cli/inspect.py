@@ -38,7 +38,7 @@ _BAR = 20
 @options.PLACE
 @options.CONCURRENCY
 @options.value("--filter pattern", "GLOB", "Show only leaves that match.")
-@options.flag("--tree as_tree", "Show levels with their bytes, alike levels once.")
+@options.flag("--tree as_tree", "Show levels with their bytes; equal levels once.")
 @options.value("--sharding", "LEAF", "Draw the devices that hold each part of a leaf.")
 @options.value("--mesh", "MESH", "With --sharding: on this mesh; the saved mesh by default.")
 @HTML

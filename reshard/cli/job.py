@@ -58,11 +58,14 @@ job_options = options.all_of(
     CHANGES,
     options.PLACE,
     options.value(
-        "--chunks", "shard|keep|SIZE", "One per shard, as in SRC, or at most SIZE.", default="shard"
+        "--chunks",
+        "shard|keep|SIZE",
+        "A chunk per shard, chunks as in SRC, or at most SIZE.",
+        default="shard",
     ),
-    options.value("--format", "zarr2|zarr3", "Version of zarr; as in SRC by default."),
+    options.value("--format", "zarr2|zarr3", "Version of zarr to write; as in SRC by default."),
     click.option(
-        "--ocdbt/--no-ocdbt", default=None, help="An OCDBT database, or plain files; as in SRC."
+        "--ocdbt/--no-ocdbt", default=None, help="Write an OCDBT database, or plain files."
     ),
     options.value(
         "--codec", "CODEC", "none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in SRC by default."

@@ -76,9 +76,13 @@ def refusal(error: ReshardError, dst: str | None) -> dict[str, Any]:
 
 COUNT = click.IntRange(1)
 CONCURRENCY = value(
-    "--concurrency", "N", "Requests to a bucket at once.", type=COUNT, default=REQUESTS
+    "--concurrency",
+    "N",
+    "Limit for simultaneous requests to a bucket.",
+    type=COUNT,
+    default=REQUESTS,
 )
-ITEM = value("--item", None, "Item of a step that has several items.")
+ITEM = value("--item", None, "Item to read, if a step has several.")
 PLACE = all_of(
     value("--step", None, "Steps of a root to read: N, N,M, N..M or all; the latest by default."),
     ITEM,
@@ -88,7 +92,7 @@ SELECTION = all_of(
     values("--drop", "GLOB", "Leave these leaves out."),
 )
 WORK = all_of(
-    value("--max-memory", "SIZE", "Bytes in flight at most, per process.", default="1GiB"),
+    value("--max-memory", "SIZE", "Limit for arrays in memory, per process.", default="1GiB"),
     CONCURRENCY,
     value("--workers", "N", "Processes of this machine that share the work.", type=COUNT),
     value(

@@ -42,8 +42,8 @@ def check_page(file: str | None, *checkpoints: str) -> None:
             text = f"--html {file}: it would be inside the checkpoint {checkpoint}"
             raise DestinationError(text, hints=["write the page to another directory"])
     if begins and not begins.startswith(MARK):
-        text = f"--html {file}: the file exists and is not a page"
-        raise DestinationExistsError(text, hints=["give it another name"])
+        text = f"--html {file}: this file exists and is not a page"
+        raise DestinationExistsError(text, hints=["write the page to another file"])
 
 
 def write_page(flags: options.Flags, document: Callable[[], Mapping[str, Any]]) -> None:

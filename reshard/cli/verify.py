@@ -44,9 +44,9 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     """Check that a checkpoint is complete, undamaged and unchanged.
 
     Reads every array. Checks that the checkpoint is committed, that every chunk decodes, and that
-    the values equal the recorded digests. --step and --item also apply to OTHER. If OTHER is in
-    Flax's other API, it is converted by the record of `reshard convert` in one of the two, or by
-    the options of `reshard convert`. Exits with 0 if nothing is wrong, else with 1.
+    the values equal the recorded digests. --step and --item also apply to OTHER. If OTHER belongs
+    to Flax's other API, it is converted first, by the record that `reshard convert` wrote, or by
+    the options below. Exits with 0 if nothing is wrong, else with 1.
 
     \b
     Example:
@@ -132,9 +132,9 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
         return other
     if alike and kinds[0].api != kinds[1].api:
         raise TreeMismatchError(
-            "one is from Linen, the other from NNX, and no leaf has the same path in both",
+            "one checkpoint is from Linen, the other from NNX, and they have no path in common",
             [f"`{c.source.path}` is {k.kind}" for c, k in zip(unknown, kinds, strict=True)],
-            ["--model MODULE:NAME, the model of PATH; --map FILE, if its names are ambiguous"],
+            ["--model MODULE:NAME, the model of PATH; --map FILE, if names are ambiguous"],
         )
     if alike or kinds[0].api != "linen":
         return other

@@ -204,7 +204,7 @@ def unlike(made: Sequence[Alignment]) -> str:
                 side, other = ("Linen", "NNX") if more > 0 else ("NNX", "Linen")
                 return f"{side} has one {name} {list(shape)} more than {other}"
     if not any(pairing.found or pairing.norms for pairing in made):
-        return "no name in one is in the other"
+        return "the two sides have no name in common"
     return ""
 
 
@@ -258,21 +258,13 @@ _COUNTED = re.compile(r"(.*_)(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """Modules of one class.
+    """Modules of one class."""
 
-    Attributes:
-      kinds: the class, or classes with the same leaves, in NNX.
-      linen: Linen's modules.
-      nnx: NNX's modules with leaves, in the order of their counterparts if `reason` is empty.
-      reason: why their order does not decide.
-      numbered: whether numbers in names pair them.
-    """
-
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # the class, or classes with the same leaves, in NNX
     linen: tuple[Module, ...]
-    nnx: tuple[Module, ...]
-    reason: str = ""
-    numbered: bool = False
+    nnx: tuple[Module, ...]  # with leaves; in the order of their counterparts without a `reason`
+    reason: str = ""  # why their order does not decide
+    numbered: bool = False  # whether numbers in names pair them
 
 
 # An NNX module that counts, after the modules that it is in.

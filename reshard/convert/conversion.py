@@ -158,7 +158,7 @@ def to_nnx(
     source: Any = None,
     check: Any = False,
 ) -> Checkpoint:
-    """Convert a Linen checkpoint to one of an NNX model. Reads no array, except for `check`.
+    """Convert a Linen checkpoint to an NNX checkpoint. Reads no array, except for `check`.
 
     Args:
       checkpoint: a checkpoint, or the path of one.
@@ -184,8 +184,8 @@ def to_nnx(
       the model is a module alone, the two are below the keys `model` and `optimizer`.
 
     Raises:
-      ArgumentError: the model is of the other API or makes none, the map cannot be read, or there
-        is neither a model nor a map.
+      ArgumentError: the model belongs to the other API or returns no model, the map cannot be read,
+        or there is neither a model nor a map.
       TreeMismatchError: leaves of the source without a place, leaves of the target without a
         source, shapes, dtypes and collections that differ, optimizer state that cannot follow: all
         of them. Or, with `check`, the outputs of the models differ.
@@ -216,7 +216,7 @@ def to_linen(
     source: Any = None,
     check: Any = False,
 ) -> Checkpoint:
-    """Convert an NNX checkpoint to that of a Linen model: the inverse of `to_nnx`.
+    """Convert an NNX checkpoint to a Linen checkpoint: the inverse of `to_nnx`.
 
     A checkpoint that `to_nnx` made converts back to the same bits without a model. If you have
     trained it since, give the Linen model.
@@ -225,7 +225,7 @@ def to_linen(
       checkpoint: a checkpoint, or the path of one.
       model: the Linen model: a function that returns its variables or its `TrainState`, or such a
         state, abstract or real.
-      map_file: a map file or a ready map. A map for the way to NNX is run backwards.
+      map_file: a map file or a ready map. A map for the conversion to NNX is inverted.
       drop: as for `to_nnx`.
       init: as for `to_nnx`.
       layout: as for `to_nnx`.
@@ -302,7 +302,7 @@ def conversion(
         if not has_record(ckpt):
             raise TreeMismatchError(
                 f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
-                "by one, or was trained on since then",
+                "by one, or was trained and saved since then",
                 hints=[
                     "model=..., the Linen model; source=... supplies the classes of the NNX model",
                     "map_file=..., the map of the conversion to NNX",

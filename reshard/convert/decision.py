@@ -163,7 +163,7 @@ class Ledger:
         # Where the optimizer's state is saved in the target, and copies of the parameters.
         self._state_there = {} if there is None else there.optimizer
         self._copies_there = {} if there is None else there.beside
-        self._checked = {path[0] for path in self._copies_there}
+        self._checked = {path[0] for path in self._copies_there}  # keys of copies in the model
         self._known = {} if target is None else parameters_of(target.shapes(), to)
         self.notes: list[str] = []
         self.groups: tuple[Modules, ...] = ()
@@ -176,7 +176,6 @@ class Ledger:
         self._verdicts_there: dict[Path, _Verdict] = {}
         self._apart: dict[Path, Row] = {}  # those of Linen's that are some of NNX's in one array
         self._surplus: list[Path] = []  # saved paths of leaves without a place
-        self._drop_note = ""
 
     def decide(
         self, map_file: str | os.PathLike | map_rules.Map | None, init: Sequence[str]
@@ -204,10 +203,8 @@ class Ledger:
         value."""
         target, layout = self._target, self._layout
         known = None if self._other is None else self._other.outline
-        source_side, target_side = side_of(self._ckpt, layout, known), None
-        if target is not None:
-            dtypes = {path: target.leaf(saved).dtype for path, saved in target.layout.model.items()}
-            target_side = Side(self._to, target.shapes(), dtypes, target.outline)
+        source_side = side_of(self._ckpt, layout, known)
+        target_side = target and side_of(target.leaves, target.layout, target.outline)
         rules = None if map_file is None else find_map(map_file, self._ckpt, self._to)
         said = by_map(rules, source_side, target_side, self._left_out)
         self._problems += said.problems
@@ -308,9 +305,9 @@ class Ledger:
             there = self._target.layout.optimizer_root
         gone = (layout.optimizer_root, layout.step if there is None else None)
         given = [f"drop={as_python([format_glob(path)])}" for path in gone if path]
-        if there is None:
-            return f"{' with '.join(given)} leaves that state out"
-        return f"{given[0]} with init={as_python([format_glob(there)])} resets that state"
+        given += [f"init={as_python([format_glob(there)])}"] if there is not None else []
+        end = "leaves that state out" if there is None else "resets that state"
+        return f"{' with '.join(given)} {end}"
 
     def _copied(self) -> Followed:
         """The map of copies of the parameters, which follow the model's leaves."""
@@ -364,7 +361,7 @@ class Ledger:
         if dropped and not beside:
             told = listed(list(dict.fromkeys(owners[path] for path in dropped)))
             text = f"{len(dropped)} leaves of optimizer state are dropped with their parameters"
-            self._drop_note = f"{text}: {told}"
+            self.notes.append(f"{text}: {told}")
         found_map = LeafMap(values, whole.origin, dropped, {**whole.must_be_zero, **zeros})
         return dataclasses.replace(found, map=found_map)
 
@@ -392,13 +389,9 @@ class Ledger:
     def _copy_place(self, path: Path) -> Path | None:
         """The place of a leaf of a copy of the parameters. If the model has no copy under the same
         key, the leaf keeps its path."""
-        if self._is_checked(path):
+        if path[0] in self._checked:
             return self._copies_there.get(path)
         return (*path, "value") if self._to == "nnx" else path
-
-    def _is_checked(self, path: Path) -> bool:
-        """Whether the model has a copy of the parameters under the same key."""
-        return path[0] in self._checked
 
     def _step_place(self) -> tuple[Path, np.dtype, str] | None:
         """The place of the step counter, with its dtype and how it is saved."""
@@ -547,7 +540,7 @@ class Ledger:
             self._hints.append(f"init={as_python([glob])} {text}")
         for saved in initial - {*lacking}:
             name = format_path(names.get(saved, self._target.leaf(saved).path))
-            self._problems.append(f"{name}: init keeps its initial value, but it has a source")
+            self._problems.append(f"{name}: `init` names it, but the checkpoint has it")
 
     def _why_open(self, path: Path | None) -> _Verdict | None:
         """The verdict on an undecided leaf of the model, or on a module around it; else None."""
@@ -626,8 +619,7 @@ class Ledger:
                 "`optimizer`, unchecked"
             )
         for root, count in collections.Counter(path[:1] for path in _made(copies.map)).items():
-            self.notes.append(follows_note(root, count, self._is_checked(root)))
-        self.notes += [self._drop_note] if self._drop_note else []
+            self.notes.append(follows_note(root, count, root[0] in self._checked))
         if reset:
             self.notes.append(
                 f"{len(reset)} leaves of optimizer state keep the model's own initial values "
@@ -697,21 +689,18 @@ def differences(
 ) -> Iterator[tuple[Path | None, str, str]]:
     """Differences between the arrays that a map makes and the leaves of the model: the place, if it
     is one leaf; the problem; and a hint or nothing. `names`: of the leaves of the model."""
-    # The first array that a call is made of, and the function that made one of them.
-    made: dict[int, tuple[ArrayHandle, Apply | None]] = {}
+    made: dict[int, ArrayHandle] = {}  # the first array that a call is made of
 
-    def made_of(value: Value) -> tuple[ArrayHandle, Apply | None]:
+    def first_of(value: Value) -> ArrayHandle:
         assert not isinstance(value, Filled)
-        return (arrays[value.path], None) if isinstance(value, Source) else made[id(value.call)]
+        return arrays[value.path] if isinstance(value, Source) else made[id(value.call)]
 
     for call in whole.calls():
-        inputs = [made_of(value) for value in call.inputs if not isinstance(value, Filled)]
-        first, function = inputs[0][0], next((one for _, one in inputs if one), None)
+        first, *others = [first_of(value) for value in call.inputs if not isinstance(value, Filled)]
         if isinstance(call.operation, Apply):
-            function = call.operation
-            first = dataclasses.replace(first, dtype=function.dtype or first.dtype)
-        made[id(call)] = first, function
-        for other, _ in inputs[1:]:
+            first = dataclasses.replace(first, dtype=call.operation.dtype or first.dtype)
+        made[id(call)] = first
+        for other in others:
             if other.dtype != first.dtype:
                 pair = f"{format_path(first.path)} and {format_path(other.path)}"
                 both = f"{first.dtype.name} and {other.dtype.name}"
@@ -727,8 +716,7 @@ def differences(
                 text = f"filled as {filled}, the model has {expected}"
                 yield place, f"{format_path(names[place])}: {text}", ""
             continue
-        source, function = made_of(value)
-        text, key, wants, hint = "", "", None, ""
+        source, text, hint = first_of(value), "", ""
         if wanted.kind == "key":
             shape = value.shape[:-1] if source.key_impl else value.shape
             if (source.key_impl, shape) != (wanted.key_impl, wanted.shape):
@@ -736,14 +724,12 @@ def differences(
                 text = f"{given}{list(shape)}, the model has {wanted}"
         elif wanted.kind == "array" and tuple(value.shape) != wanted.shape:
             text = f"shape {list(value.shape)}, the model has {list(wanted.shape)}"
-            key, wants = "shape", list(wanted.shape)
         elif wanted.kind == "array" and source.dtype != wanted.dtype:
             text = f"dtype {source.dtype.name}, the model has {wanted.dtype}"
-            key, wants = "dtype", str(wanted.dtype)
-            hint = f'reshard.cast(ckpt, "{wants}", {as_python(format_glob(source.path))})'
-        if function is not None and key:  # how a rule says what it makes, if not what it is given
-            call = f"{{ function = '{function.name}', {key} = {wants!r} }}"
-            hint = f"apply = {call}, if that is what it makes"
+            calls = LeafMap({place: value}).calls()
+            if not any(isinstance(call.operation, Apply) for call in calls):
+                glob = as_python(format_glob(source.path))
+                hint = f'reshard.cast(ckpt, "{wanted.dtype}", {glob})'
         if text:
             both = f"{format_path(source.path)} -> {format_path(names[place])}"
             yield place, f"{both}: {text}", hint

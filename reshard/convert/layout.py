@@ -693,5 +693,5 @@ def _unique(pairs: Iterable[tuple[Path, Path]]) -> dict[Path, Path]:
         if found.setdefault(path, saved) is not saved:
             problems.append(f"{format_path(path)}: {_named(found[path], saved)}")
     if problems:
-        raise TreeMismatchError("several leaves would have one path", problems)
+        raise TreeMismatchError("several leaves would have the same path", problems)
     return found

@@ -115,7 +115,7 @@ def applied(operation: Operation, inputs: Sequence[Value]) -> tuple[Output, ...]
     shapes, or one of them is filled."""
     shapes = operation.shapes([value.shape for value in inputs])
     if any(isinstance(value, Filled) for value in inputs):
-        raise TreeMismatchError("a filled leaf cannot be changed: `fill` says its last shape")
+        raise TreeMismatchError("a filled leaf cannot be changed: `fill` gives its final shape")
     call = Call(operation, tuple(inputs), tuple(shapes))
     return tuple(Output(call, part) for part in range(len(shapes)))
 
@@ -180,7 +180,7 @@ class LeafMap:
     def then(self, other: "LeafMap") -> "LeafMap":
         """This map, followed by a map of its result. Leaves that the other map does not name stay.
         Raises TreeMismatchError: the other map drops the result of an operation, except rearranged
-        zeros; or two leaves would have one path."""
+        zeros; or two leaves would have the same path."""
         gone = {path: self.values[path] for path in other.dropped}
         zero = {path: _rearranged(self.values[path]) for path in other.must_be_zero}
         lost = [path for path, value in gone.items() if not isinstance(value, Source)]
@@ -338,7 +338,7 @@ class LeafMap:
 
 def renaming(paths: Mapping[Path, Path], shapes: Mapping[Path, Shape]) -> LeafMap:
     """The map of leaves that only change their paths, before -> after. `shapes` has the paths
-    before. Raises TreeMismatchError: two leaves would have one path."""
+    before. Raises TreeMismatchError: two leaves would have the same path."""
     _check_free(path for path, n in collections.Counter(paths.values()).items() if n > 1)
     return LeafMap({new: Source(old, shapes[old]) for old, new in paths.items()})
 
@@ -346,7 +346,7 @@ def renaming(paths: Mapping[Path, Path], shapes: Mapping[Path, Shape]) -> LeafMa
 def _check_free(taken: Iterable[Path]) -> None:
     """Raises TreeMismatchError for paths at which one leaf would replace another."""
     if problems := [format_path(path) for path in taken]:
-        raise TreeMismatchError("two leaves would have one path", problems)
+        raise TreeMismatchError("two leaves would have the same path", problems)
 
 
 def from_rows(rows: Iterable[Row], leaves: Mapping[Path, Shape]) -> LeafMap:

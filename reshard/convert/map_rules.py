@@ -65,7 +65,7 @@ class Step(NamedTuple):
                 concat.shapes(shapes)
                 made = tuple(shape[axis] for shape in shapes)
                 if sizes not in (None, made):
-                    text = f"its pieces have the sizes {list(made)}, not {list(sizes)}"
+                    text = f"the sizes of its pieces are {list(made)}, not {list(sizes)}"
                     raise TreeMismatchError(text)
                 return concat
         size = shape[from_front(axis, shape)]
@@ -75,7 +75,7 @@ class Step(NamedTuple):
                 raise TreeMismatchError(text)
             return ops.Unstack(axis, size if count is None else count)
         if sizes is None and size % count:
-            text = f"axis {axis} of {list(shape)} has no {count} equal parts; give `sizes`"
+            text = f"axis {axis} of {list(shape)} does not have {count} equal parts; give `sizes`"
             raise TreeMismatchError(text)
         return ops.Split(axis, (size // count,) * count if sizes is None else sizes)
 
@@ -120,7 +120,7 @@ class Nest:
                 if inner < size:
                     return {"outer": outer, "inner": inner}
                 inner -= size
-            raise ValueError(f"number {flat} is in none of groups of {list(self.sizes)}")
+            raise ValueError(f"number {flat} is beyond the groups of the sizes {list(self.sizes)}")
         assert self.outer is not None and self.inner is not None
         outer, inner = number_of(self.outer), number_of(self.inner)
         if outer >= len(self.sizes) or inner >= self.sizes[outer]:
@@ -250,7 +250,7 @@ def inverse(rules: Map) -> Map:
             elif rule.fill is not None:
                 places = tuple(pattern.literal or "" for pattern in rule.patterns)
                 if "" in places:
-                    raise ValueError("the paths of the leaves that it removes are not all in it")
+                    raise ValueError("`from` is not the exact path of each leaf")
                 undone.append(Rule(rule.number, (), fill=rule.fill, places=places))
             else:
                 undone += _undone(rule)
@@ -287,7 +287,7 @@ def _undone(rule: Rule) -> list[Rule]:
         regroup.values["sizes"], numbered = values.get("sizes"), False
         if rule.joins:
             if values.get("order") is not None:
-                raise ValueError("its pieces are neither numbers nor a list of regexes")
+                raise ValueError("`order` has no inverse: number the pieces, or list regexes")
             if key == "concat" and regroup.values["sizes"] is None:
                 raise ValueError("`concat` lacks the `sizes` of the pieces")
             if rule.by is not None:
@@ -300,7 +300,7 @@ def _undone(rule: Rule) -> list[Rule]:
         else:
             groups, numbered = targets[0].groups, values["count"] is None
             if any(part.groups != groups for part in targets) or (0 in groups) != numbered:
-                raise ValueError("the paths of its parts do not have the same numbers in them")
+                raise ValueError("the paths of its parts contain different numbers")
     patterns = tuple(target.pattern() for target in targets)
     if regroup is not None and numbered:
         by = parse_replacement(rf"\{targets[0].groups.index(0) + 1}", patterns)
@@ -314,7 +314,7 @@ def _undone(rule: Rule) -> list[Rule]:
 def _undone_step(step: ops.Operation | Step) -> ops.Operation | Step:
     if not isinstance(step, Step):
         if isinstance(step, ops.Transpose) and sorted(step.axes) != [*range(len(step.axes))]:
-            raise TreeMismatchError(f"axes {list(step.axes)} are not an order of the axes")
+            raise TreeMismatchError(f"axes {list(step.axes)} are not a permutation of the axes")
         return step.inverse([])
     before = step.values["from"]
     if before is None:
@@ -525,7 +525,7 @@ class _Tree:
         else:
             moves = [move for leaf in found[0] if (move := self.alone(rule, leaf)) is not None]
             if found[0] and not moves:
-                self.problems.append(f"{rule}: every path stays as it is")
+                self.problems.append(f"{rule}: it changes no path")
         for pattern, hits in zip(rule.patterns, found, strict=True):
             if not hits and not (rule.optional and not any(found)):
                 self.matches_nothing(rule, pattern)
@@ -691,7 +691,7 @@ class _Tree:
             # Leaves below a module of that name may be made.
             exact = tree.compile_glob(glob).fullmatch(tree.glob_text(self.path(leaf)))
             if leaf.last is not None and exact:
-                self.problem(leaf.last, leaf.text, f"`init` has `{glob}`, but it is made here")
+                self.problem(leaf.last, leaf.text, f"this rule makes it, but `init` has `{glob}`")
         if self.keeps and (left := [leaf.text for leaf in last if leaf.last is None]):
             self.problems += [f"no rule applies to {text}" for text in left]
             self.hints.append("`drop = true` leaves a leaf out; a rule with its own path keeps it")
@@ -721,7 +721,7 @@ class _Tree:
     def check_tree(self, leaves: Sequence[_Leaf], paths: Sequence[Path]) -> None:
         """Finds leaves with the same path, and leaves below other leaves."""
         for other, leaf, above in tree.overlaps(zip(leaves, paths, strict=True)):
-            problem = f"{other.text} and {leaf.text} are one path"
+            problem = f"{other.text} and {leaf.text} are the same path"
             if above:
                 problem = f"{leaf.text} would be below the leaf {other.text}"
             if rule := leaf.last or other.last if above else other.last or leaf.last:

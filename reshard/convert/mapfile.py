@@ -422,9 +422,9 @@ def _check_keys(entry: _Table, several: bool) -> None:
         by = isinstance(entry.table[key], dict) and "by" in entry.table[key]
         if key in ("concat", "stack") and by == several:
             entry.wrong(
-                f"`{key}`: `by` cannot be combined with a list in `from`: it orders them"
+                f"`{key}`: `by` cannot be combined with a list in `from`: the list is its order"
                 if several
-                else f"`{key}`: `by` is missing, the group that says which piece a leaf is"
+                else f"`{key}`: `by` is missing, the group with the number of the piece"
             )
 
 

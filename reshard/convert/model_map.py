@@ -33,8 +33,8 @@ from reshard.tree import Path, format_glob, format_path, glob_text, named_by, ne
 # - If a map reorders the axes of a leaf, leaves of the same shape in layers of the same class may
 #   have their axes in that order, too.
 
-_REASON = "the map has others beside them in another order than NNX defines them in"
-_MOVED = "the map moves the axes of others of its class and shape"
+_REASON = "the map pairs other modules of their class in another order than NNX defines them"
+_MOVED = "the map moves the axes of other leaves of its class and shape"
 _NUMBER = re.compile(r"\d+")
 
 # A Linen leaf, with its collection, and the NNX leaf that it becomes, or becomes a part of.
@@ -42,15 +42,8 @@ Pair = tuple[Path, Path]
 
 
 class _Evidence:
-    """Compares the rules of a map with an alignment of the other leaves.
-
-    Args:
-      rules: the map of the rules.
-      found: the alignment.
-      linen: the outline of the Linen model, without the map.
-      nnx: the outline of the NNX model, without the map.
-      to: the API that the rules convert to.
-    """
+    """Compares the rules of a map with an alignment of the other leaves. The outlines are those of
+    the models without the map; `to` is the API that the rules convert to."""
 
     def __init__(self, rules: LeafMap, found: Alignment, linen: Module, nnx: Module, to: str):
         self._found = found
@@ -88,12 +81,10 @@ class _Evidence:
                 self._by_map.append(pair)
                 if source in turned:
                     self._moved.add(self._like(pair[1], rules.values[path].shape))
-        # The pairs of the map by the modules that contain them, in Linen and in NNX; and by leaf.
+        # The pairs of the map by the modules that contain them, in Linen and in NNX.
         self._below: tuple[dict[Path, list[Pair]], ...] = ({}, {})
-        self._of_leaf: tuple[dict[Path, list[Pair]], ...] = ({}, {})
         for pair in self._by_map:
             for side, keys in enumerate((pair[0][1:], pair[1])):
-                self._of_leaf[side].setdefault(pair[side], []).append(pair)
                 for end in range(len(keys)):
                     self._below[side].setdefault(keys[:end], []).append(pair)
 
@@ -155,7 +146,8 @@ class _Evidence:
     def _is_also(self, side: int, pair: Pair, module: Path) -> bool:
         """Whether the map also has another pair for the leaf, whose other end is in this module of
         the other side, and belongs there."""
-        others = (other for other in self._of_leaf[side][pair[side]] if other != pair)
+        own = (pair[0][1:-1], pair[1][:-1])[side]
+        others = (x for x in self._below[side][own] if x[side] == pair[side] and x != pair)
         ends = ((other[0][1:], other[1])[1 - side] for other in others)
         return any(
             path[: len(module)] == module and self._confused(1 - side, module, path[:-1]) is None

@@ -69,16 +69,17 @@ def ready_map(
     """The ready map for a model. `reshard help maps` lists their names.
 
     Args:
-      name: `"hf:MODEL-TARGET"`; with `"hf:auto-TARGET"`, the configuration says the model.
+      name: `"hf:MODEL-TARGET"`, or `"hf:auto-TARGET"`, which takes the model from the
+        configuration.
       config: a Hugging Face directory, or its `config.json`.
-      vocab: rows that the JAX model's embedding has. Rows beyond the vocabulary are zeros. If there
-        are fewer, rows are cut off, and the map has no inverse.
+      vocab: the number of rows of the JAX model's embedding. Rows beyond the vocabulary are zeros.
+        If `vocab` is smaller, the map removes rows and has no inverse.
       scan_axis: the axis of layers in the JAX model's scanned arrays, 1 by default.
       to: for `to_nnx`, `"nnx"`. By default, the map is for `remap`.
 
     Raises:
-      ArgumentError: there is no such map, the configuration is of another model or a quantized one
-        or lacks a size, or an argument does not fit.
+      ArgumentError: there is no such map, an argument does not fit, or the configuration lacks a
+        size, or belongs to another model or to a quantized one.
 
     Example:
       >>> with open("config.json", "w") as file:
@@ -116,9 +117,9 @@ def ready_map(
     untrue = [rule for rule in document.get("require", ()) if not evaluated(rule, variables)]
     if untrue:
         problems = [f"it requires that {rule}" for rule in untrue]
-        raise ArgumentError(f"{name} is not for the model of `{config}`", problems)
+        raise ArgumentError(f"{name} does not fit the model of `{config}`", problems)
     if to not in (None, variables.get("api")):
-        raise ArgumentError(f"{name} is not for a conversion to {to}: it is for `reshard.remap`")
+        raise ArgumentError(f"{name} is not for a conversion to {to}: use it with `reshard.remap`")
     return map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
 
 

@@ -27,20 +27,20 @@ def remap(
     reverse: bool = False,
     config: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
-    """The tree that a map file makes of a checkpoint, without a model. Reads no array.
+    """Rewrite the tree of a checkpoint by a map, without a model. Reads no array.
 
-    Every leaf needs a rule: one that drops it, or one that says its path, which may be the old one.
+    Every leaf needs a rule, which gives its new path or drops it. The new path may be the old one.
 
     Args:
       ckpt: the checkpoint.
       map_file: TOML, or a ready map such as `"hf:llama-tunix"`: see `reshard help maps`. A map from
-        `reshard.ready_map` is taken, too.
+        `reshard.ready_map` is accepted, too.
       reverse: whether the map is used in the opposite direction.
       config: a Hugging Face directory, or its `config.json`. Expressions in the map may name its
-        numbers. By default it is beside `ckpt`.
+        numbers. By default, the `config.json` in the directory of `ckpt`.
 
     Raises:
-      ArgumentError: the file is no map.
+      ArgumentError: the file is not a map.
       TreeMismatchError: the map does not fit the leaves, or leaves have no rule: all problems.
 
     Example:

@@ -361,7 +361,7 @@ class PathTemplate(NamedTuple):
             elif piece.number == 0:
                 text += "{}"
             else:
-                raise ValueError(f"the match of group {piece.number} is lost")
+                raise ValueError(f"the new path lacks group {piece.number}")
         return parse_replacement(text, [pattern.pattern()], ["i"])
 
     def numbered(self, group: int) -> "PathTemplate":
@@ -401,7 +401,7 @@ def replacement_template(replacement: Replacement, whole: bool) -> PathTemplate:
         else:
             tokens = _tokens(_REPLACEMENT, part)
         if tokens is None:
-            raise ValueError(f"`{replacement.text}` has more in it than text and `\\1`")
+            raise ValueError(f"`{replacement.text}` contains more than text and `\\1`")
         for named, group, slash, text in tokens:
             number = named or group
             pieces.append(Group(int(number)) if number else slash or text or "")

@@ -110,8 +110,8 @@ def _row(document: Mapping[str, Any]) -> Row:
     if "Apply" in document:
         raise TreeMismatchError(
             f"{format_path(outputs[0])} was made by a function of a map, "
-            f"{document['Apply']['function']!r:.80}, which no record runs",
-            hints=["map_file=... with model=..., the map that names it"],
+            f"{document['Apply']['function']!r:.80}, and a record never runs functions",
+            hints=["map_file=... with model=..., the map that names the function"],
         )
     if document.keys() == {"from", "to"}:
         return Row(inputs, outputs)
@@ -148,7 +148,7 @@ def shape_of(sizes: Any) -> Shape:
     if not isinstance(sizes, list) or not all(type(s) is int and s >= 0 for s in sizes):
         raise ValueError(f"not a shape: {sizes!r:.80}")
     if len(sizes) > MOST_AXES:
-        raise ValueError(f"arrays have {MOST_AXES} axes at most, not {len(sizes)}")
+        raise ValueError(f"an array has at most {MOST_AXES} axes, not {len(sizes)}")
     return tuple(sizes)
 
 
@@ -353,7 +353,7 @@ def _recorded_leaf(kind: Any) -> _Array | str:
     if isinstance(kind, str) and kind in EMPTY_LEAVES:
         return kind
     if not isinstance(kind, dict) or kind.keys() != {"shape", "dtype", "type", "keys"}:
-        raise ValueError(f"there are no such leaves: {kind!r:.80}")
+        raise ValueError(f"not a kind of leaf: {kind!r:.80}")
     shape, dtype = shape_of(kind["shape"]), dtype_of(kind["dtype"])
     value_type, keys = kind["type"], kind["keys"]
     if value_type not in ("jax.Array", "np.ndarray", "scalar"):
@@ -378,7 +378,7 @@ def _check_zeros(found: LeafMap, ckpt: Checkpoint) -> None:
     largest = max((math.prod(array.shape) for array in ckpt.arrays), default=0)
     for path, value in (*found.must_be_zero.items(), *found.values.items()):
         if isinstance(value, Filled) and math.prod(value.shape) > largest:
-            raise ValueError(f"{format_path(path)}: {list(value.shape)} is larger than all arrays")
+            raise ValueError(f"{format_path(path)}: {list(value.shape)} is too large for an array")
 
 
 @contextlib.contextmanager

@@ -296,7 +296,7 @@ def _applied(
     not_zero = whole.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
-            "placeholders of layers must be zero, and are not",
+            "the optimizer's placeholders of layers are not zero",
             [format_path(path) for path in not_zero],
         )
     made: dict[Path, Leaf] = whole.bind(ckpt)
@@ -307,7 +307,7 @@ def _applied(
     gone = {*whole.sources(), *must_be_zero}.union(*without.values())
     kept = {path: leaf for path, leaf in ckpt.items() if path not in gone}
     if collisions := _collisions(made, kept):
-        raise TreeMismatchError("leaves exist in these places already", collisions)
+        raise TreeMismatchError("leaves exist at these paths already", collisions)
     leaves = kept | made
     tree.check_lists(leaves, ckpt)
     own = {*model.values}

@@ -109,7 +109,7 @@ def _level_hints(source: Side, target: Side) -> list[str]:
         kinds = {str(path[0]) for path in source.shapes}
         kind, kept = (*kinds, *kinds) if len(kinds) == 1 else (r"([^/]+)", r"\1")
         rule = f"from = {toml_text(f'^{kind}/{regex}/')}, to = {toml_text(f'{kept}/')}"
-        hints.append(f"map_file=... does so for the way back, too: {rule}")
+        hints.append(f"map_file=... also works in the opposite direction: {rule}")
     return hints
 
 

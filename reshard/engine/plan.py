@@ -345,8 +345,8 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
     return MemoryLimitError(
         f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
         [
-            f"a chunk of {list(array.source_chunk)} has {format_bytes(decoded)} decoded, and it "
-            f"takes {format_bytes(needed)} to rewrite one"
+            f"a chunk of {list(array.source_chunk)} has {format_bytes(decoded)} decoded, and "
+            f"rewriting it takes {format_bytes(needed)}"
         ],
         hints,
         needed,

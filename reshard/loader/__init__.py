@@ -46,7 +46,7 @@ def open(
       ['data=2,model=4']
     """
     if concurrency < 1:
-        raise ArgumentError(f"concurrency={concurrency!r} allows no request", hints=["1, or more"])
+        raise ArgumentError(f"concurrency must be 1 or more, not {concurrency!r}")
     if isinstance(step, str):
         hints = [f"step={int(step)}"] if step.isdecimal() else []
         raise ArgumentError(f"a step is a number, not text: {step!r:.40}", hints=hints)

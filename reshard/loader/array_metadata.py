@@ -119,7 +119,9 @@ def _parse_sharding(encoded: str, rank: int) -> Sharding | None:
         if devices:
             ids = tuple(_device_ids(devices["mesh"]))
             if len(ids) != mesh.size:
-                raise ValueError(f"a mesh `{mesh}` of {len(ids)} devices")
+                raise ValueError(
+                    f"its mesh `{mesh}` has {mesh.size} devices, but {len(ids)} device ids"
+                )
             mesh = Mesh(names, mesh.axis_sizes, mesh.axis_types, ids)
         spec = document["partition_spec"]
         if not isinstance(spec, list):

@@ -253,12 +253,12 @@ def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
         listed = ", ".join(sorted(others)[:_MOST_LISTED])
         return f"it also holds files that no export writes: {listed}"
     if is_export or TREE_FILE in names or CHECKPOINT_FILE in names:
-        return "it is one checkpoint, the new one a manager's root" if steps else None
+        return "it is a single checkpoint, but the new one is a manager's root" if steps else None
     present = step_directories(directory)
     if not present:
         return "it is not a checkpoint"
     if not steps:
-        return "it is a manager's root, the new one a single checkpoint"
+        return "it is a manager's root, but the new one is a single checkpoint"
     lost = sorted(set(present) - steps)
     return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None
 
@@ -336,7 +336,7 @@ def _deleted_item(step: Location) -> str:
     name = record.get("checkpointable_name")
     if not isinstance(name, str) or not name:
         raise CorruptCheckpointError(
-            f"`{step / DELETION_FILE}` must name the item that Orbax was deleting, and does not"
+            f"`{step / DELETION_FILE}` does not name the item that Orbax was deleting"
         )
     return name
 

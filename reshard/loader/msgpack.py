@@ -139,7 +139,7 @@ class _Reader:
             raise ValueError(f"no msgpack value begins with the byte 0x{first:02x}")
         if length * (2 if kind == "map" else 1) > self.size - self.at:
             raise ValueError(
-                f"a {kind} of {length} is longer than the file, which ends at {self.size}"
+                f"a {kind} of length {length} does not fit in the file, which has {self.size} bytes"
             )
         return kind, length
 
@@ -188,7 +188,7 @@ class _Reader:
         start, end = self.at, self.at + length
         if end > self.size:
             raise ValueError(
-                f"an extension of {length} is longer than the file, which ends at {self.size}"
+                f"an extension of length {length} does not fit in the file of {self.size} bytes"
             )
         try:
             if code == 2 and self.head() == ("list", 2):

@@ -88,7 +88,7 @@ def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[s
         try:
             dtype, shape, (begin, end) = (entry[k] for k in ("dtype", "shape", "data_offsets"))
             if not all(type(number) is int and number >= 0 for number in [*shape, begin, end]):
-                raise ValueError("a shape and offsets are whole numbers")
+                raise ValueError("a shape or an offset is not a whole number")
             if dtype not in DTYPES:
                 raise ValueError(f"the dtype {dtype!r:.40} is not supported")
             runs = ((start + begin, end - begin),)

@@ -34,9 +34,9 @@ _KINDS = {
 def to_html(x: Any) -> str:
     """Return a self-contained HTML page of a checkpoint, a plan, a diff, a coverage or an array.
 
-    The page shows where the bytes are, what each device holds, and what a job changes. No array is
-    read. The page needs no network and no other file. For 10,000 leaves it has about 1 MB, on any
-    number of devices.
+    The page shows the bytes of each part of the tree, the shards of each device, and the changes of
+    a job. No array is read. The page needs no network and no other file. For 10,000 leaves it has
+    about 1 MB, on any number of devices.
 
     Raises:
       ArgumentError: the object has no page.

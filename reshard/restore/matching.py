@@ -246,8 +246,8 @@ def mismatch_error(
     resolve everything else, and are then the only hint. `of_nnx`: the target has NNX variables.
     """
     words = {
-        "missing": "missing from it",
-        "unexpected": "that the target lacks",
+        "missing": "missing in the checkpoint",
+        "unexpected": "not in the target",
         "tied": "tied in the target only",
         "kind": "of another kind",
         "shape": "of another shape",

@@ -111,9 +111,9 @@ def _wait_for_all() -> None:
         client.wait_at_barrier(name, _PATIENCE * 1000)
     except RuntimeError as error:
         raise ReshardError(
-            f"not all processes came to the restore within {_PATIENCE} s",
+            f"not all processes called `restore` within {_PATIENCE} s",
             [str(error).partition("\n")[0]],
-            ["all processes must restore at the same time", 'replicas="read" waits for none'],
+            ["all processes must restore at the same time", 'replicas="read" does not wait'],
         ) from error
 
 

@@ -48,7 +48,7 @@ def restore(
     """Read a checkpoint into live arrays, in the containers and with the shardings of a target.
 
     Every mismatch is found before an array is read. Each process reads the bytes of its own
-    devices, and each stored chunk once. CPU arrays are the buffers that the bytes were read into,
+    devices, and each stored chunk once. CPU arrays use the buffers of the reads, without a copy,
     unless processes exchange them.
 
     Args:
@@ -57,12 +57,12 @@ def restore(
         used; or a `jax.sharding.Mesh` alone, for nested dicts and lists of arrays on the saved
         specs. A real pytree is returned as a new one. A real NNX module is updated in place, after
         every read has succeeded.
-      cast: False for equal dtypes. True also for casts that keep every value (wider floats,
-        integers that fit). `"lossy"` also for floats rounded to nearest even.
+      cast: False requires equal dtypes. True allows casts that keep every value (wider floats,
+        integers that fit). `"lossy"` also allows floats to be rounded, to nearest even.
       keep: globs of leaves of a real target that keep their own values.
       unexpected: `"error"`, or `"ignore"` to leave out leaves that the target lacks.
-      max_memory: bytes in flight at most, beyond the result, a number or text (`"256MiB"`); by
-        default, enough to keep all cores busy.
+      max_memory: the most bytes of arrays in memory, not counting the result: a number, or text
+        such as `"256MiB"`. By default, enough to keep all cores busy.
       replicas: how the processes of a `jax.distributed` job read an array or chunk that several of
         them need. `"read"`: each reads it. `"broadcast"`: each stored byte is fetched once per
         job. Every process reads a part, and their devices exchange the parts in bounded memory.
@@ -200,9 +200,9 @@ def _hints(
     if tied := [format_path(problem.copy) for problem in problems if problem.copy]:
         hints.append(f"ckpt = reshard.select({given}, drop={as_python(tied)})")
     if "dtype" in kinds and cast != "lossy":
-        hints.append('cast=True for casts that keep every value, cast="lossy" for all of floats')
+        hints.append('cast=True allows casts that keep every value, cast="lossy" all float casts')
     texts = {
-        "kept": "a target whose kept leaves are initialised arrays, not abstract ones",
+        "kept": "pass a target whose kept leaves are arrays, not abstract leaves",
         "x64": 'jax.config.update("jax_enable_x64", True)',
         "sharding": "reshard.target(state, mesh=mesh, ...) gives every leaf a sharding",
     }

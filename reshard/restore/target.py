@@ -48,8 +48,8 @@ def target(
         an NNX module class (called with `rngs=nnx.Rngs(0)` if it asks for `rngs`);
         an NNX module, optimizer or state; or any pytree of arrays or `jax.ShapeDtypeStruct`s.
       mesh: the mesh.
-      rules: logical axis names to mesh axes: ordered pairs, a dict, or a callable (`MeshRules`). A
-        value is a mesh axis, a tuple of axes, or None. Without rules, the names in NNX and in
+      rules: logical axis names to mesh axes: ordered pairs, a dict, or a callable (`MeshRules`).
+        Each name has a mesh axis, a tuple of axes, or None. Without rules, the names in NNX and in
         `Partitioned` are mesh axes.
       specs: for leaves without annotations, and as overrides: ordered (path regex, partition spec)
         pairs or a dict of them, the first match wins; or a pytree of `PartitionSpec`s with the
@@ -66,11 +66,11 @@ def target(
       NNX module is returned as a new, abstract module.
 
     Warns:
-      UserWarning: an axis name has no rule, with the bytes that are replicated for it; or a rule
-        has no leaf.
+      UserWarning: an axis name has no rule; the warning has the replicated bytes. Or a rule matches
+        no leaf.
 
     Raises:
-      ArgumentError: the model is not one of these forms, or makes none.
+      ArgumentError: the model, or what it returns, has none of these forms.
       ShardingError: specs that do not fit: all of them.
 
     Example:

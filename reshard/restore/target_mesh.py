@@ -22,7 +22,7 @@ def to_mesh(
     axes: Mapping[str, str] | None = None,
     target: Any = None,
 ) -> Checkpoint:
-    """Lay every device array out on `mesh`.
+    """Shard every device array over `mesh`.
 
     Each saved partition spec is projected by axis name. Arrays saved from a single device become
     replicated, and a note lists them. Host values stay on the host. This includes Python scalars,

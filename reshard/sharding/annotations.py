@@ -330,7 +330,7 @@ class _Cover:
                     f"`{self.mesh}`"
                 )
                 split = as_python((name, name))
-                self.hints.append(f"the rule {split} splits over it, {replicates} replicates")
+                self.hints.append(f"the rule {split} shards this axis, {replicates} replicates it")
             elif passes:
                 near = get_close_matches(name, [rule for rule, _ in self.rules], 1)
                 says = "".join(f"; the nearest rule is `{rule}`" for rule in near)

@@ -186,7 +186,7 @@ def _checked(mesh: Mesh) -> Mesh:
     if not names or min(sizes) < 1:
         raise ShardingError(f"every axis of the mesh `{mesh}` needs at least one device")
     if mesh.size > _MAX_DEVICES:
-        raise ShardingError(f"the mesh `{mesh}` has {mesh.size} devices, more than can exist")
+        raise ShardingError(f"the mesh `{mesh}` has {mesh.size} devices: too many")
     return mesh
 
 

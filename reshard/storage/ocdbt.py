@@ -284,7 +284,7 @@ def _btree_nodes(
                 reads = [_begin_node(directory, base, location) for location, _ in group]
                 for (location, prefix), read in zip(group, reads, strict=True):
                     if location in seen:
-                        raise ValueError(f"several nodes refer to node {location}")
+                        raise ValueError(f"several nodes of its B-tree refer to node {location}")
                     seen.add(location)
                     file, _, size = _split_location(location)
                     if (data := read()) is None:

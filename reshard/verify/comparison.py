@@ -46,8 +46,8 @@ def diff(
     compared by recorded digests. Arrays without a digest on both sides are read. Other items,
     metrics and custom metadata are not compared.
 
-    A leaf has moved if it alone on its side, and exactly one leaf on the other side, has its
-    contents. Several leaves with the same contents, for example zeros, are removed and added.
+    A leaf has moved if its contents occur once on each side, at different paths. If several leaves
+    have the same contents, for example zeros, they count as removed and added.
 
     Args:
       a: a checkpoint, or the path of one.
@@ -63,7 +63,7 @@ def diff(
         and formats.
       select: globs of the leaves to compare; each must match a leaf of one side.
       drop: globs of leaves to leave out.
-      max_memory: bytes in flight at most, in each worker.
+      max_memory: the most bytes of arrays in memory, in each worker.
       workers: how many processes of this machine read. With `executor`, the number of its workers.
       executor: any `concurrent.futures.Executor` that reads instead.
       progress: called with (bytes done, bytes in all).

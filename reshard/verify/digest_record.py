@@ -166,7 +166,7 @@ def read_record(path: Location, hint: str = "") -> Record | None:
                 f"its format version is {document['version']!r}; only {_VERSION} is supported"
             )
         if unknown := sorted(document.keys() - _KEYS):
-            raise ValueError(f"the keys {unknown}")
+            raise ValueError(f"unknown keys: {unknown}")
         arrays = {name: _array(entry) for name, entry in document["arrays"].items()}
         strings = {name: _hash(text) for name, text in document.get("strings", {}).items()}
         files, beside = (_hashes(document[key]) for key in ("files", "beside"))
@@ -184,7 +184,7 @@ def _array(entry: Any) -> ArrayRecord:
     if not isinstance(dtype, str) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"an array of {dtype!r} {shape!r}")
     if digest is not None and not _DIGEST.fullmatch(digest):
-        raise ValueError(f"the digest {digest!r}")
+        raise ValueError(f"not a digest: {digest!r}")
     return ArrayRecord(dtype, tuple(shape), digest)
 
 
@@ -200,7 +200,7 @@ def _hashes(entries: Any) -> dict[str, str]:
 
 def _hash(text: Any) -> str:
     if not _SHA256.fullmatch(text):
-        raise ValueError(f"the hash {text!r}")
+        raise ValueError(f"not a hash: {text!r}")
     return text
 
 

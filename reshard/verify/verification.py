@@ -83,9 +83,9 @@ def verify(
     Args:
       checkpoint: a checkpoint, or the path of one.
       against: also compare with a checkpoint of the same tree, on any mesh and in any format, or
-        with its path; or with the path of a record of digests. `to_nnx`, `rename` and the other
-        transforms make trees the same.
-      max_memory: bytes in flight at most, in each worker.
+        with its path; or with the path of a record of digests. If the trees differ, first make them
+        equal with `to_nnx`, `rename` or another transform.
+      max_memory: the most bytes of arrays in memory, in each worker.
       workers: how many processes of this machine read. With `executor`, the number of its workers.
       executor: any `concurrent.futures.Executor` that reads instead.
       progress: called with (bytes done, bytes in all).
@@ -204,7 +204,7 @@ def digest(
       checkpoint: a checkpoint, or the path of one.
       write: record the digests beside the arrays, with hashes of the tree's documents. Records of
         arrays that are not in this checkpoint (`select`) stay.
-      max_memory: bytes in flight at most, in each worker.
+      max_memory: the most bytes of arrays in memory, in each worker.
       workers: how many processes of this machine read. With `executor`, the number of its workers.
       executor: any `concurrent.futures.Executor` that reads instead.
       progress: called with (bytes done, bytes in all).
@@ -228,7 +228,7 @@ def digest(
     directory = ckpt.source.store.directory
     if write and directory.is_file():
         raise DestinationError(
-            f"`{directory}` is a single file, and a record is in a directory",
+            f"`{directory}` is a single file: a record of digests needs a directory",
             hints=[f"reshard.digest({str(directory.parent)!r}, write=True)"],
         )
     file = directory / FILE

@@ -161,7 +161,7 @@ def _array_metadatas(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -
 # The record of digests.
 
 NO_RECORD = digest_record.Record({}, {}, {}, {})
-NOT_READ_BACK = "written values differ when read back"
+NOT_READ_BACK = "the values read back differ from those written"
 
 
 def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> digest_record.Record:

@@ -92,7 +92,7 @@ def export(
     executor: Executor | None = None,
     progress: values.Progress | None = None,
 ) -> Export:
-    """Write a checkpoint as safetensors files, as Hugging Face has them.
+    """Write a checkpoint as safetensors files, in Hugging Face's layout.
 
     The name of a tensor is its path, joined with dots. Shardings are not written. The files are
     the same for any mesh, and for any number of workers.
@@ -100,10 +100,10 @@ def export(
     Args:
       ckpt: the checkpoint, from `open` or a transform.
       destination: the new directory, or the prefix in a bucket.
-      file_size: bytes of tensors in a file at most, unless a single one has more.
+      file_size: the most bytes of tensors in a file. A larger tensor has its own file.
       like: a Hugging Face directory. Its configuration, tokenizer, licence and model card are
         copied. The names and shapes of its tensors, if it has any, must be those of `ckpt`.
-      max_memory: bytes in flight at most, in each worker.
+      max_memory: the most bytes of arrays in memory, in each worker.
       overwrite: replace an earlier export on a disk once the new one is complete; ignore the
         leftovers of unfinished jobs.
       resume: use the shares that an earlier run of the same export has finished.
@@ -244,10 +244,12 @@ def _clashes(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:
     for path in ckpt:
         name = stored_name(path)
         if name == "__metadata__" or not name.isprintable() or not name:
-            problems.append(f"{tree.format_path(path)}: `{name!a}` is no name of a tensor")
+            problems.append(f"{tree.format_path(path)}: `{name!a}` is not a valid name of a tensor")
     if problems:
         hints = ["reshard.rename(ckpt, [(..., ...)])"]
-        yield errors.TreeMismatchError("names of tensors are not one each", problems, hints)
+        yield errors.TreeMismatchError(
+            "names of tensors are not unique or not valid", problems, hints
+        )
 
 
 def _unlike(ckpt: Checkpoint, like: location.Location | None) -> Iterator[errors.ReshardError]:

@@ -106,8 +106,8 @@ def _place(handle: ArrayHandle) -> tuple[int, bytes]:
 def header_problems(files: Sequence[File]) -> list[str]:
     """Files whose headers are too large for readers, a line each."""
     return [
-        f"`{file.name}`: a header of {units.format_bytes(len(file.header))}, and readers take "
-        f"{units.format_bytes(MAX_HEADER)}"
+        f"`{file.name}`: a header of {units.format_bytes(len(file.header))}, but readers accept "
+        f"at most {units.format_bytes(MAX_HEADER)}"
         for file in files
         if len(file.header) - 8 > MAX_HEADER
     ]
@@ -241,8 +241,8 @@ class TargetFormat(ZarrVersion):
         nbytes = math.prod(chunk) * handle.dtype.itemsize
         if nbytes > _MAX_BLOSC and not self.files and self.encoding(handle).is_blosc:
             raise errors.ArgumentError(
-                f"{tree.format_path(handle.path)}: blosc takes no chunks of more than {_MAX_BLOSC} "
-                f"bytes, and one of {list(chunk)} has {nbytes}",
+                f"{tree.format_path(handle.path)}: blosc takes chunks of at most {_MAX_BLOSC} "
+                f"bytes, but one of {list(chunk)} has {nbytes}",
                 hints=['chunks="1GiB"'],
             )
 

@@ -272,7 +272,9 @@ def _check_directory(destination: Location, steps: Sequence[Source], overwrite: 
     """Notes about a destination on a disk. Raises DestinationError if it may not be written."""
     exists = destination.exists()
     if destination.is_symlink() or (exists and not destination.is_dir()):
-        raise errors.DestinationExistsError(f"`{destination}` is a file or a symbolic link")
+        raise errors.DestinationExistsError(
+            f"`{destination}` is a file or a symbolic link, not a directory"
+        )
     reserved = committing.REPLACED_SUFFIX in destination.name
     if reserved or destination.name.startswith(UNFINISHED_PREFIX):
         text = f"`{destination}` has a name that is reserved for unfinished jobs"
@@ -301,7 +303,7 @@ def _check_prefix(destination: Location) -> list[str]:
     parent = destination.parent
     if destination == parent:
         raise errors.DestinationError(
-            f"`{destination}` is a bucket, not a path in it",
+            f"`{destination}` is a bucket, not a path in a bucket",
             hints=[f"add a path: {destination}/1000"],
         )
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -310,7 +312,7 @@ def _check_prefix(destination: Location) -> list[str]:
     for place, is_complete in above.items():
         if is_complete:
             raise errors.DestinationError(
-                f"`{destination}` is inside `{place}`, which is complete",
+                f"`{destination}` is inside `{place}`, which is a complete checkpoint",
                 hints=["write to another prefix"],
             )
     if destination.is_file():

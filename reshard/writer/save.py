@@ -166,7 +166,7 @@ def check_share(share: object, resume: bool, workers: object, executor: object) 
     if share is not None and (resume or workers is not None or executor is not None):
         raise errors.ArgumentError(
             "a share cannot be combined with resume, workers or executor",
-            hints=["share=(i, n) alone"],
+            hints=["leave these out"],
         )
 
 
@@ -236,7 +236,7 @@ def _begun(
     are already written. None if the job to resume is complete."""
     destination = plan.destination
     if destination is None:
-        raise errors.ArgumentError("the destination is missing")
+        raise errors.ArgumentError("no destination was given")
     if share is not None:
         plan.share(*share)  # is there one?
     token = job_token(plan, loaded=not shared)
@@ -452,7 +452,8 @@ def _entry(
 def commit(destination: str | os.PathLike, *, progress: Progress | None = None) -> bool:
     """Make a checkpoint of the shares that `save(..., share=(i, n))` has written.
 
-    Merges their databases and digests, then gives the result its name, or in a bucket its markers.
+    Merges the databases and digests of the shares. Then renames the result, or in a bucket writes
+    its markers.
     You can repeat the call, also after it was stopped.
 
     Args:
@@ -461,11 +462,11 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         verifies.
 
     Returns:
-      True if there was something to commit, False if the destination is already complete.
+      True if it committed the shares, False if the destination is already complete.
 
     Raises:
       CheckpointNotFoundError: there are no shares for this destination.
-      DestinationError: shares are missing, or files of theirs.
+      DestinationError: shares are missing, or some of their files.
       CorruptCheckpointError: the source has changed, or values differ from their recorded digests.
 
     Example:
@@ -557,7 +558,7 @@ def complete(
                 read = functools.partial(documents.read_back, handles, checked, limit, report)
                 checks.append((number, read))
         if wrong := [n for n, found in zip(hashes, hashed, strict=True) if found != hashes[n]]:
-            text = "written values differ when read back"
+            text = "the values read back differ from those written"
             places = [f"`{job.directory / name}`" for name in wrong]
             raise errors.CorruptCheckpointError(text, places, [committing.OVERWRITE])
     markers = [(path, files.pop(path)) for path in unshared["last"]]
