@@ -4,7 +4,7 @@ import random
 
 import pytest
 import tensorstore as ts
-from jobs import MARKER, Killed, save
+from jobs import MARKER, Killed, refused, save
 from sampling import few
 from servers import Fault
 
@@ -79,6 +79,17 @@ def test_refusals_in_a_bucket(stores, jobs):
         save(path, url, share=(1, 3))
     with pytest.raises(reshard.DestinationError, match="missing: 0\n"):
         reshard.commit(url)
+    place = parse_location(url)
+    (document,) = (place / e.path for e in place.walk() if e.path.endswith("/1.json"))
+    document.write(b"{")
+    text = (
+        f"`{document}` is damaged\n\nhint: delete `{document}`; resume=True writes its part again"
+    )
+    refused(reshard.DestinationError, text, reshard.commit, url)
+    document.remove()
+    with pytest.raises(reshard.CheckpointNotFoundError, match=f"no shares exist for `{url}`"):
+        reshard.commit(url)
+    save(path, url, share=(1, 2))
     with pytest.raises(reshard.DestinationExistsError, match="left finished shares of"):
         save(path, url)
     other = f"{stores.bucket('conditional')}/runs/other"

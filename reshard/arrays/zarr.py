@@ -172,16 +172,6 @@ class Encoding(NamedTuple):
             return re.compile(places or "0", re.ASCII)
         return re.compile(f"c{separator}{places}" if places else "c", re.ASCII)
 
-    def of_derived(self) -> "Encoding":
-        """The encoding for the same values in another shape: inner chunks are whole, axes are in
-        order, and dimensions have no names."""
-        shards = self.shards and (None, self.shards[1])
-        return self._replace(transposes=(), shards=shards, names="{}")
-
-    def of_other_dtype(self) -> "Encoding":
-        """The encoding for another dtype, with the fill value that Orbax writes."""
-        return self._replace(endian="little", fill="null")
-
     def most_encoded(self, chunk: Shape, itemsize: int) -> int:
         """The most bytes of an encoded chunk: values that do not compress become larger, and inner
         chunks have an index."""

@@ -9,7 +9,7 @@ is read. The result is a `Checkpoint` whose leaves are computed when they are wr
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.derived import constant
@@ -35,7 +35,7 @@ from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.map_writer import write_map
 from reshard.convert.model import TargetTree, target_tree_of
-from reshard.convert.model_run import OutputComparison, RunModel, compare_outputs, runs
+from reshard.convert.model_run import OutputComparison, RunModel, compare_outputs, run
 from reshard.convert.roundtrip import (
     beside,
     counter,
@@ -105,8 +105,12 @@ class Conversion:
         as for `to_nnx`."""
         if check is False:
             return self.checkpoint
-        run = runs({self.to: model, self.layout.api: source}, self.leaves)
-        found = self.compare_outputs(run, None if check is True else check)
+        models = {self.to: model, self.layout.api: source}
+        if None in models.values():
+            hint = "model=... and source=..."
+            raise ArgumentError("comparing outputs needs both models", hints=[hint])
+        runs = {api: functools.partial(run, api, m, self.leaves(api)) for api, m in models.items()}
+        found = self.compare_outputs(runs, None if check is True else check)
         if not found.equal:
             raise TreeMismatchError(
                 f"`{self.source.source.root}` is converted, but the outputs of the models differ",
@@ -276,17 +280,19 @@ def conversion(
     limit = None if max_memory is None else parse_bytes(max_memory)
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     dropped, init = parse_globs("drop", drop), parse_globs("init", init)
-    whole, before = ckpt, None
+    original, before = ckpt, None
     if dropped:
         ckpt, before = _without_dropped(ckpt, dropped, layout, map_rules.OPPOSITE[to])
-    known = recorded_kind(ckpt) if layout is None else None
-    found = detect(ckpt, layout or known, map_rules.OPPOSITE[to])
-    if known is not None:
-        found = dataclasses.replace(found, why=("the record of its conversion says so",))
-    if found.api == to:
+    kind = recorded_kind(ckpt) if layout is None else None
+    source_layout = detect(ckpt, layout or kind, map_rules.OPPOSITE[to])
+    if kind is not None:
+        source_layout = dataclasses.replace(
+            source_layout, why=("the record of its conversion says so",)
+        )
+    if source_layout.api == to:
         raise TreeMismatchError(
-            f"`{ckpt.source.root}` is {found.kind} already",
-            found.why,
+            f"`{ckpt.source.root}` is {source_layout.kind} already",
+            source_layout.why,
             [
                 f"reshard.to_{map_rules.OPPOSITE[to]}(ckpt, ...) converts it",
                 "layout=... chooses another, if that is wrong",
@@ -310,24 +316,24 @@ def conversion(
             )
         made, back = from_record(ckpt)
         rows = tuple(outcomes(back, "record"))
-        return Conversion(made, found, LeafMap({}), (), to, ckpt, "linen-variables", rows)
+        return Conversion(made, source_layout, LeafMap({}), (), to, ckpt, "linen-variables", rows)
     if model is None and map_file is None:
         raise ArgumentError(
             "a conversion needs a model or a map",
             hints=["model=...", "map_file=..."],
         )
     target = None if model is None else target_tree_of(model, to)
-    other = source
+    source_tree = source
     if source is not None and not isinstance(source, TargetTree):
-        other = target_tree_of(source, found.api, "the model of the source")
-    left_out = {} if whole is ckpt else _left_out_of(whole, ckpt, found, before)
-    decided = Ledger(ckpt, found, to, target, other, left_out)
+        source_tree = target_tree_of(source, source_layout.api, "the model of the source")
+    left_out = {} if original is ckpt else _left_out_of(original, ckpt, source_layout, before)
+    decided = Ledger(ckpt, source_layout, to, target, source_tree, left_out)
     decided.decide(map_file, init)
-    lost = [path for path in whole if path not in ckpt]
-    made = _made(ckpt, found, to, target, decided, model, limit, lost)
+    lost = [path for path in original if path not in ckpt]
+    made = _made(ckpt, source_layout, to, target, decided, model, limit, lost)
     model_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
-    gone = (Outcome((path,), None, "dropped") for path in lost)
-    return dataclasses.replace(made, map=model_map, outcomes=(*made.outcomes, *gone))
+    left = (Outcome((path,), None, "dropped") for path in lost)
+    return dataclasses.replace(made, map=model_map, outcomes=(*made.outcomes, *left))
 
 
 def _made(
@@ -359,7 +365,9 @@ def _made(
             place = decided.prefix + path
             made[place] = beside(constant(place, values, like, impl), like)
     made |= decided.empty
-    order = list(made) if target is None else sorted(made, key=_order(target, decided.prefix))
+    leaves = () if target is None else target.leaves  # other leaves come last
+    places = {decided.prefix + path: place for place, path in enumerate(leaves)}
+    order = sorted(made, key=lambda path: places.get(path, len(places)))
     check_lists(made)
     ordered = by_order(decided.model, to)
     warnings = [] if ordered is None else [order_warning(ordered)]
@@ -389,12 +397,6 @@ def _made(
         tuple(warnings),
         decided.groups,
     )
-
-
-def _order(target: TargetTree, prefix: Path) -> Callable[[Path], int]:
-    """The position of a leaf in the model's tree; other leaves come last."""
-    places = {prefix + path: place for place, path in enumerate(target.leaves)}
-    return lambda path: places.get(path, len(places))
 
 
 def _without_dropped(

@@ -100,11 +100,11 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None 
         raise TreeMismatchError("the tree has no array below a key, so it holds no model")
     root, leaves = _nested(ckpt)
     top = {key: node for key, node in root.items() if key != _BOOKKEEPING}
-    beside = _training(top)
+    training = _training(top)
     if layout is not None:
-        return _read(layout, [f"`{layout}` was asked for"], top, beside, leaves)
-    kind, why = _decide(root, top, beside, leaves, api)
-    return _read(kind, why, top, beside, leaves)
+        return _read(layout, [f"`{layout}` was asked for"], top, training, leaves)
+    kind, why = _decide(root, top, training, leaves, api)
+    return _read(kind, why, top, training, leaves)
 
 
 # The tree as nested dicts with text keys.
@@ -257,37 +257,37 @@ def _training(top: _Node) -> _Training:
 
 
 def _decide(
-    root: _Node, top: _Node, beside: _Training, leaves: Sequence[_SavedLeaf], api: str | None
+    root: _Node, top: _Node, training: _Training, leaves: Sequence[_SavedLeaf], api: str | None
 ) -> tuple[str, list[str]]:
     """The kind, and why."""
     params, model = top.get("params"), top.get("model")
-    trained = beside.root is not None or beside.wrapped
-    names = _named(*((name,) for name in beside.names))
-    if _BOOKKEEPING in root and not trained and not (model and beside.names):
+    trained = training.root is not None or training.wrapped
+    names = _named(*((name,) for name in training.names))
+    if _BOOKKEEPING in root and not trained and not (model and training.names):
         return "nnx-state", ["the tree is a module that was saved directly (`_pytree__state`)"]
-    others = top.keys() - {"model", *beside.names}
+    others = top.keys() - {"model", *training.names}
     others = [key for key, node in top.items() if key in others and isinstance(node, dict)]
     below: dict[str, str] = {}
     if all(key in COLLECTIONS and _is_mapping(node) for key, node in top.items()) or (
         _is_mapping(params) and not _is_stream(params)
     ):
-        kind, reason, at = _linen_kind(top, beside, names)
-        proofs = _proofs(top["params"]["params"] if at[1:] else params, at, beside, certain=False)
+        kind, reason, at = _linen_kind(top, training, names)
+        proofs = _proofs(top["params"]["params"] if at[1:] else params, at, training, certain=False)
         proofs["linen"].insert(0, reason)
         kinds = [kind, *(_nnx_kinds(leaves) if kind == "linen-variables" else [])]
-    elif isinstance(model, dict) and (beside.names or not others):
-        proofs = _proofs(model, ("model",), beside)
+    elif isinstance(model, dict) and (training.names or not others):
+        proofs = _proofs(model, ("model",), training)
         variables = _is_mapping(model.get("params"))
         proofs["linen"] += ["`model/params` is a collection"] * variables
-        both = beside.root == ("opt_state",) or _dtype_name(top.get("step")) == "uint32"
+        both = training.root == ("opt_state",) or _dtype_name(top.get("step")) == "uint32"
         kinds = ["nnx-model-and-optimizer" if both else "nnx-model"]
-        kinds += ["linen-params"] * (not variables and not beside.names)
+        kinds += ["linen-params"] * (not variables and not training.names)
         what, new = ("variables", "") if variables else ("parameters", "params/")
         below[f"Linen's {what} below `model`"] = f'reshard.rename(ckpt, [("^model/", "{new}")])'
     elif trained or (list(top) == ["step"] and _dtype_name(top["step"]) == "uint32"):
         if not others:
             _check_top(top, ("opt_state",))
-        proofs = _proofs(None, (), beside)
+        proofs = _proofs(None, (), training)
         if top.keys() - {"opt_state", "step"}:
             above = "model/" if proofs["nnx"] else "params/"
             raise TreeMismatchError(
@@ -301,28 +301,28 @@ def _decide(
         proofs = _proofs(top)
         _check_top(top, ("opt_state",) if proofs["nnx"] else ("opt_state", "params"))
         kinds = ["linen-params", *_nnx_kinds(leaves), *["nnx-model"] * isinstance(model, dict)]
-    return _chosen({**{kind: _layout_hint(kind) for kind in kinds}, **below}, proofs, api)
+    return _chosen({**{kind: f"layout={as_python(kind)}" for kind in kinds}, **below}, proofs, api)
 
 
-def _linen_kind(top: _Node, beside: _Training, names: str) -> tuple[str, str, Path]:
+def _linen_kind(top: _Node, training: _Training, names: str) -> tuple[str, str, Path]:
     """The kind of a tree with collections at the top, why, and where its parameters are. `names`:
     the optimizer state and the step."""
     nested = _holds_variables(top.get("params"))
-    roots = _collection_roots(top, beside, nested)
+    roots = _collection_roots(top, training, nested)
     if nested:
-        _check_variables(top["params"], beside)
+        _check_variables(top["params"], training)
     at: Path = ("params", "params") if nested else ("params",)
     if AUXILIARY in roots.values():
         return "maxtext", "`nnx_aux` is next to `params`, as MaxText saves NNX runs", at
     if nested:
         return "linen-train-state", "`params/params`: all variables are below `params`", at
-    if beside.names:
+    if training.names:
         return "linen-train-state", f"`params` is next to {names}", at
     return "linen-variables", f"collections are at the top: {_named(*roots)}", at
 
 
 def _proofs(
-    top: Any, at: Path = (), beside: _Training | None = None, certain: bool = True
+    top: Any, at: Path = (), training: _Training | None = None, certain: bool = True
 ) -> dict[str, list[str]]:
     """What only one of the APIs writes, by API, in words, with the first place of each. `certain`:
     modules and streams of NNX outweigh names, which an attribute may have as well."""
@@ -347,25 +347,21 @@ def _proofs(
     ):
         proofs[api] += [f"{_named(found[mark])} {words}"] if mark in found else []
     outweighs = certain and not found.keys().isdisjoint(("module", "stream"))
-    if beside and beside.wrapped:
+    if training and training.wrapped:
         words = "holds the state and the steps of an optimizer, as `nnx.Optimizer` does"
-        proofs["nnx"].append(f"{_named(beside.names[:1])} {words}")
-    if beside and beside.root:
-        leaves = list(_leaves_of(beside.state))
+        proofs["nnx"].append(f"{_named(training.names[:1])} {words}")
+    if training and training.root:
+        leaves = list(_leaves_of(training.state))
         listed = any(isinstance(key, int) for leaf in leaves for key in leaf.path)
         if listed and all(leaf.lone is None for leaf in leaves):
             words = "has list positions, as in saved optax tuples"
-            proofs["linen"].append(f"{_named(beside.root)} {words}")
-        states = beside.state if isinstance(beside.state, dict) and not listed else {}
+            proofs["linen"].append(f"{_named(training.root)} {words}")
+        states = training.state if isinstance(training.state, dict) and not listed else {}
         valued = all(isinstance(state, dict) or _array(state) for state in states.values())
         if states and valued and all(map(str.isdecimal, states)):
             words = "has keys only for positions with a value, as in `nnx.Optimizer`"
-            proofs["nnx"].append(f"{_named(beside.root)} {words}")
+            proofs["nnx"].append(f"{_named(training.root)} {words}")
     return {**proofs, "linen": []} if outweighs else proofs
-
-
-def _layout_hint(kind: str) -> str:
-    return f"layout={as_python(kind)}"
 
 
 def _api_of(kind: str) -> str:
@@ -466,7 +462,7 @@ def _holds_variables(params: Any) -> bool:
     )
 
 
-def _check_variables(params: _Node, beside: _Training) -> None:
+def _check_variables(params: _Node, training: _Training) -> None:
     """Raises TreeMismatchError if the containers beside `params/params` may be modules: no name
     among theirs is one of Flax's collections."""
     others = params.keys() - {"params"}
@@ -474,7 +470,7 @@ def _check_variables(params: _Node, beside: _Training) -> None:
         return
     paths = _named(*(("params", name) for name in sorted(others)))
     modules, collections = 'layout="linen-variables"', 'layout="linen-train-state"'
-    if beside.names:  # both are train states
+    if training.names:  # both are train states
         modules = 'reshard.rename(ckpt, [("^params/", "params/params/")])'
         collections = 'reshard.rename(ckpt, [("^params/", "")])'
     raise TreeMismatchError(
@@ -487,7 +483,7 @@ def _check_variables(params: _Node, beside: _Training) -> None:
     )
 
 
-def _collection_roots(top: _Node, beside: _Training, nested: bool) -> dict[Path, str]:
+def _collection_roots(top: _Node, training: _Training, nested: bool) -> dict[Path, str]:
     """Where collections are saved -> their names; `nested`: all of them are below `params`."""
     params = top.get("params")
     roots: dict[Path, str] = {}
@@ -497,12 +493,12 @@ def _collection_roots(top: _Node, beside: _Training, nested: bool) -> dict[Path,
     elif _is_mapping(params):
         roots = {("params",): "params"}
     for name, node in top.items():
-        if name in ("params", *beside.names) or not _is_mapping(node):
+        if name in ("params", *training.names) or not _is_mapping(node):
             continue
         inner = node if isinstance(node, dict) else {}
         if name == AUXILIARY and _is_mapping(inner.get("model")):
             roots[name, "model"] = name
-        elif name in COLLECTIONS or _is_collection(inner, params, bool(beside.names)):
+        elif name in COLLECTIONS or _is_collection(inner, params, bool(training.names)):
             roots[(name,)] = name
         elif inner and all(key in COLLECTIONS and _is_mapping(c) for key, c in inner.items()):
             roots |= {(name, key): key for key in inner}
@@ -575,7 +571,7 @@ def _boxes(
 
 
 def _read(
-    kind: str, why: list[str], top: _Node, beside: _Training, leaves: Sequence[_SavedLeaf]
+    kind: str, why: list[str], top: _Node, training: _Training, leaves: Sequence[_SavedLeaf]
 ) -> Layout:
     """The layout of a tree of a kind."""
     linen = _api_of(kind) == "linen"
@@ -583,23 +579,23 @@ def _read(
         roots: dict[Path, Path] = {(): ("params",) if linen else ()}
     elif linen:
         nested = kind != "linen-variables" and _holds_variables(top.get("params"))
-        if nested and beside.names:  # the kind does not say it
-            _check_variables(top["params"], beside)
-        roots = {path: (name,) for path, name in _collection_roots(top, beside, nested).items()}
+        if nested and training.names:  # the kind does not say it
+            _check_variables(top["params"], training)
+        roots = {path: (name,) for path, name in _collection_roots(top, training, nested).items()}
     else:
         roots = {("model",): ()} if kind != "nnx-optimizer" else {}
-    if unfit := _objections(kind, top, beside, roots, leaves):
+    if unfit := _objections(kind, top, training, roots, leaves):
         raise TreeMismatchError(f"the tree cannot be {kind}", unfit)
     if kind in (*_WHOLE, "linen-variables"):
-        beside = _Training()
+        training = _Training()
     model: dict[Path, list[_SavedLeaf]] = {root: [] for root in roots}
     optimizer, rest = [], []
-    size, depths = len(beside.root or ()), sorted({len(root) for root in roots}, reverse=True)
+    size, depths = len(training.root or ()), sorted({len(root) for root in roots}, reverse=True)
     for leaf in leaves:
-        if leaf is beside.step:
+        if leaf is training.step:
             continue
         at = next((begin for n in depths if (begin := leaf.keys[:n]) in roots), None)
-        if beside.root and leaf.keys[:size] == beside.root and leaf.keys[-1] != _BOOKKEEPING:
+        if training.root and leaf.keys[:size] == training.root and leaf.keys[-1] != _BOOKKEEPING:
             # Text is neither a state nor a masked leaf.
             (rest if isinstance(leaf.value, str) else optimizer).append(leaf)
         else:
@@ -611,7 +607,7 @@ def _read(
             words = "is taken for a parameter of that name: nothing else is in a box"
             why = [*why, f"{_named(ambiguous.path)} {words}"]
     else:
-        one, other = _variables(kind, [*itertools.chain(*model.values())], optimizer, beside.step)
+        one, other = _variables(kind, [*itertools.chain(*model.values())], optimizer, training.step)
         in_model, in_optimizer = lambda leaf, start: one, lambda leaf, start: other
     arrays = [leaf for leaf in rest if leaf.is_array]
     return Layout(
@@ -626,10 +622,10 @@ def _read(
         optimizer=_unique(
             (leaf.below(size, in_optimizer(leaf, size)), leaf.path) for leaf in optimizer
         ),
-        step=beside.step.path if beside.step else None,
+        step=training.step.path if training.step else None,
         rest=tuple(leaf.path for leaf in rest),
         roots=_unique((beginning, path) for path, beginning in roots.items()),
-        optimizer_root=beside.root,
+        optimizer_root=training.root,
         beside=_unique((leaf.below(0, in_model(leaf, 1)), leaf.path) for leaf in arrays),
     )
 
@@ -637,7 +633,7 @@ def _read(
 def _objections(
     kind: str,
     top: _Node,
-    beside: _Training,
+    training: _Training,
     roots: Mapping[Path, Path],
     leaves: Sequence[_SavedLeaf],
 ) -> list[str]:
@@ -652,7 +648,7 @@ def _objections(
         (("linen-", "maxtext"), modules, saved_itself),
         ("linen-params", params, "`params` is a collection at the top"),
         ("linen-params", "opt_state" in top, "`opt_state` is at the top"),
-        ("linen-variables", beside.root, f"{_named(beside.root or ())} is at the top"),
+        ("linen-variables", training.root, f"{_named(training.root or ())} is at the top"),
         ("linen-variables", not roots, "no collection is at the top"),
         (("linen-train-state", "maxtext"), not params, "there is no `params` at the top"),
         ("maxtext", (AUXILIARY,) not in roots.values(), "there is no `nnx_aux/model`"),

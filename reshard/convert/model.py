@@ -95,7 +95,11 @@ def target_tree_of(model: Any, api: str, role: str = "the model to convert to") 
     values = {path: _as_saved(leaf) for path, leaf in tree.items()}
     held = {path: leaf for path, leaf in tree.items() if isinstance(leaf, StateLeaf)}
     leaves = {**tree, **{path: leaf.target for path, leaf in held.items()}}
-    random = frozenset(path for path, leaf in held.items() if _is_random(leaf))
+    random = frozenset(
+        path
+        for path, leaf in held.items()
+        if any(base.__name__ == "RngState" for base in type(leaf.wrapper).__mro__)
+    )
     if api == "linen":
         layout = detect(values, _linen_kind(values))
         arrays = {path: values[saved] for path, saved in layout.model.items()}
@@ -140,11 +144,6 @@ def _other_api(text: str, api: str) -> ArgumentError:
     which = "model=... is the model to convert to, source=... the model of the checkpoint"
     other_way = f"reshard.to_{other}(ckpt, ...), if the other way is meant"
     return ArgumentError(text, hints=[f"it must be {needed}'s: {which}", other_way])
-
-
-def _is_random(leaf: StateLeaf) -> bool:
-    """Whether it is random state."""
-    return any(base.__name__ == "RngState" for base in type(leaf.wrapper).__mro__)
 
 
 def _as_saved(leaf: Any) -> Any:
@@ -328,7 +327,9 @@ class _Walk:
         leaves: dict[str, tuple[Leaf, ...]] = {}
         repeated = set()
         self._around.add(id(node))
-        for name, value in _items(node, names):
+        held_by_name = vars(node) if _is_module(node) else node
+        for key in names:
+            name, value = str(key), held_by_name[key]
             here = (*path, name)
             if not _is_node(value):
                 held = self._held(value, here)
@@ -428,9 +429,3 @@ def _is_module(value: Any) -> bool:
 def _is_node(value: Any) -> bool:
     """Whether it is a module, or a container that may hold modules."""
     return _is_module(value) or isinstance(value, list | tuple | Mapping)
-
-
-def _items(node: Any, names: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    held = vars(node) if _is_module(node) else node
-    for name in names:
-        yield str(name), held[name]

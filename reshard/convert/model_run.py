@@ -10,7 +10,6 @@ only order has paired are exchanged, and the outputs have to differ.
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -303,18 +302,6 @@ def _counterparts(
     }
 
 
-def runs(
-    models: Mapping[str, Any], leaves: Callable[[str], Mapping[Path, Leaf]]
-) -> dict[str, RunModel]:
-    """Functions that run both models in this process, by API. Raises ArgumentError: a model is
-    missing."""
-    if None in models.values():
-        raise ArgumentError(
-            "comparing outputs needs both models", hints=["model=... and source=..."]
-        )
-    return {api: functools.partial(run, api, models[api], leaves(api)) for api in API_NAMES}
-
-
 def run(
     api: str,
     model: Any,
@@ -358,8 +345,8 @@ def run(
 
         def outputs(some: Mapping[int, Any]) -> tuple[_Outputs, _Calls]:
             kept: list[tuple[Path, Any]] = []
-            made = call(replaced(some), kept)
-            return _named(api, made), [
+            made, _ = jax.tree_util.tree_flatten_with_path(call(replaced(some), kept))
+            return [(jax.tree_util.keystr(keys), _array(api, value)) for keys, value in made], [
                 (path, None if value is None else _array(api, value))
                 for path, node in kept
                 for value in _arrays(node)
@@ -377,7 +364,13 @@ def run(
             changed = outputs({n: jax.numpy.asarray(moved(np.asarray(values[n]))) for n in floats})
         for one, other in (map(paths.index, exchange) for exchange in exchanges):
             exchanged = outputs({one: values[other], other: values[one]})
-            seen.append(_differ(made, exchanged[0], changed[0]))
+            pairs = zip(made, exchanged[0], changed[0], strict=True)
+            seen.append(
+                any(
+                    x.shape != y.shape or (_times_noise(x, y, again) > _LIMIT).any()
+                    for (_, x), (_, y), (_, again) in pairs
+                )
+            )
     return Run(api, arguments, made, calls, unused, changed, seen)
 
 
@@ -400,26 +393,6 @@ def _check_present(
             f"the outputs of the {api} model depend on leaves that the checkpoint lacks",
             sorted(missing),
         )
-
-
-def _named(api: str, made: Any) -> list[tuple[str, np.ndarray]]:
-    """The arrays that a model returned, with their places."""
-    import jax
-
-    found, _ = jax.tree_util.tree_flatten_with_path(made)
-    return [(jax.tree_util.keystr(keys), _array(api, value)) for keys, value in found]
-
-
-def _differ(
-    ones: Sequence[tuple[str, np.ndarray]],
-    others: Sequence[tuple[str, np.ndarray]],
-    moved: Sequence[tuple[str, np.ndarray]],
-) -> bool:
-    """Whether outputs of one model differ by more than noise."""
-    return any(
-        one.shape != other.shape or (_times_noise(one, other, again) > _LIMIT).any()
-        for (_, one), (_, other), (_, again) in zip(ones, others, moved, strict=True)
-    )
 
 
 def _weighted_sum(outputs: Any) -> Any:
@@ -541,7 +514,7 @@ def _nnx_model(
     if not isinstance(module, nnx.Module):
         raise ArgumentError(
             f"the NNX model is a {type(module).__name__}, not a module, so it cannot be run",
-            hints=["its class, or a function that returns it"],
+            hints=["give the module's class, or a function that returns the module"],
         )
     apart = flatten_state(module)
     args, kwargs = _as_float32(arguments)
@@ -591,7 +564,7 @@ def _linen_call(model: Any) -> tuple[Any, str | None, Arguments | None]:
     if apply is None:
         raise ArgumentError(
             "the module of the Linen model is unknown, so the model cannot be run",
-            hints=["a function that calls the `init` of the module"],
+            hints=["give a function that calls the module's `init`"],
         )
     module = getattr(apply, "__self__", None)
     return (module if isinstance(module, linen.Module) else apply), None, None

@@ -493,8 +493,8 @@ class _Subtree:
 
     def _become(self, call: Call, have: Sequence[_Held | None]) -> list[_Held] | str:
         """The moments after an operation, or why there are none."""
-        there = [held for held in have if held is not None]
-        valued = [held for held in there if held.value is not None]
+        present = [held for held in have if held is not None]
+        valued = [held for held in present if held.value is not None]
         absent = [
             format_path(path)
             for value, held in zip(call.inputs, have, strict=True)
@@ -504,7 +504,7 @@ class _Subtree:
         if absent:
             verb = "has" if len(absent) == 1 else "have"
             return f"they become one, but {' and '.join(absent)} {verb} no value"
-        paths = tuple(path for held in there for path in held.paths)
+        paths = tuple(path for held in present for path in held.paths)
         if not valued:
             return [_Held(paths)] * len(call.shapes)
         if isinstance(call.operation, Apply):

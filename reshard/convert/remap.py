@@ -11,11 +11,11 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
+from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.optimizer import followers
 from reshard.convert.ready_maps import PREFIX, find_map, fitting_arguments
-from reshard.convert.stacking import OPTIMIZERS
 from reshard.errors import TreeMismatchError
 from reshard.tree import Path, check_lists, format_path, with_positions
 
@@ -99,7 +99,7 @@ def _stateful(found: LeafMap) -> Iterator[str]:
     for call in found.calls():
         if not isinstance(call.operation, Moving):
             changed |= dict.fromkeys(sources_of(Output(call, 0)))
-    state = [path for path in found.sources() if not OPTIMIZERS.isdisjoint(map(str, path))]
+    state = [path for path in found.sources() if not {*OPTIMIZERS}.isdisjoint(map(str, path))]
     constant = {path: value.shape for path, value in found.must_be_zero.items()}
     parameters = {**found.sources(), **constant}
     for path in state:

@@ -8,6 +8,7 @@ from reshard import tree
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.operations import Stack, Unstack
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes
+from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Row, Value, from_rows
 from reshard.convert.optimizer import Followed, followed, follows_note
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
@@ -16,10 +17,8 @@ from reshard.tree import Path, format_path
 
 _DIGITS = 5  # of the number of layers in a cycle
 _HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any key"
-# Keys of the parameters, which have their optimizer state next to them; and keys of that state, for
-# trees without such a key.
+# Keys of the parameters, which have their optimizer state next to them.
 _COLLECTIONS = frozenset(("params", "model"))
-OPTIMIZERS = frozenset(("opt_state", "optimizer", "opt", "optimizer_state"))
 
 
 def stack(
@@ -314,7 +313,7 @@ def _applied(
     copies = collections.Counter(
         _beside(path, next(iter(own)))
         for path in made
-        if path not in own and path not in small and OPTIMIZERS.isdisjoint(map(str, path))
+        if path not in own and path not in small and {*OPTIMIZERS}.isdisjoint(map(str, path))
     )
     notes = [follows_note(root, count) for root, count in copies.items()]
     return ckpt.replace(leaves, notes=notes, retyped=True)

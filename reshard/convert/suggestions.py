@@ -35,7 +35,7 @@ _Rename = tuple[Path, Path, bool]
 
 def hints_for(
     abstentions: Sequence[Abstention],
-    said: MapResult,
+    result: MapResult,
     source: Side,
     target: Side,
     known: bool,
@@ -44,28 +44,28 @@ def hints_for(
     """Hints for what is open after a map has been applied, which may be for the other direction.
     `known`: the model of the source is given. `saved`: the source's saved paths."""
     forth = target.api == "nnx"
-    leaves, others = said.map.shapes, (target if said.to == target.api else source).shapes
-    linen, nnx = (leaves, others) if said.to == "nnx" else (others, leaves)
-    ahead = [] if forth else ['to = "nnx"\n']
-    if not said.map.origin and (rules := _unstack_rules(abstentions, linen, nnx)):
-        return [_shown([*ahead, *rules])]  # which may decide what else is open
-    if not (said.map.origin or known) and (
+    leaves, others = result.map.shapes, (target if result.to == target.api else source).shapes
+    linen, nnx = (leaves, others) if result.to == "nnx" else (others, leaves)
+    header = [] if forth else ['to = "nnx"\n']
+    if not result.map.origin and (rules := _unstack_rules(abstentions, linen, nnx)):
+        return [_shown([*header, *rules])]  # which may decide what else is open
+    if not (result.map.origin or known) and (
         calls := _stack_calls(abstentions, linen, nnx, saved, forth)
     ):
         return calls
-    if not said.map.origin and (hints := _level_hints(source, target)):
+    if not result.map.origin and (hints := _level_hints(source, target)):
         return hints
     hints = []
     if rows := [entry.rule for entry in abstentions if entry.rule]:
         rules = [f"{rule.rstrip()}  # or in another order\n" for rule in rules_of(rows, linen)]
-        hints.append(_shown([*ahead, *rules]))
+        hints.append(_shown([*header, *rules]))
     rest = [
         entry for entry in abstentions if not (entry.rule or (forth and entry.reason == STACKED))
     ]
     if not known and any(COLLECTIONS.isdisjoint(p[:1]) for entry in rest for p in entry.linen):
         api = "Linen" if forth else "NNX"
         hints.append(f"source=..., the {api} model, supplies the classes")
-    numbered, others = _renames(rest, linen, nnx, said)
+    numbered, others = _renames(rest, linen, nnx, result)
     rules = renaming_rules(numbered, leaves) or renaming_rules(others, leaves)[:1]
     if len(rules) > 1:
         hints.append(_shown([f"[[rule]]\n{rule}\n" for rule in rules]))
@@ -117,13 +117,13 @@ def _renames(
     abstentions: Sequence[Abstention],
     linen: Mapping[Path, Shape],
     nnx: Mapping[Path, Shape],
-    said: MapResult,
+    result: MapResult,
 ) -> tuple[list[_Rename], list[_Rename]]:
     """Renames by numbers in names; and, of as many candidates on both sides, the first two whose
     leaves have the same shapes. No numbers in modules that hold leaves which the map has made: it
     may have another order."""
-    made = {p[begin:end] for p in said.map.origin for begin in (0, 1) for end in range(1, len(p))}
-    forth = said.to == "nnx"
+    made = {p[begin:end] for p in result.map.origin for begin in (0, 1) for end in range(1, len(p))}
+    forth = result.to == "nnx"
     found: tuple[list[_Rename], list[_Rename]] = ([], [])
     for entry in abstentions:
         ones, others = _below(entry.linen, linen, (0, 1)), _below(entry.nnx, nnx)
@@ -195,8 +195,8 @@ def _unstack_rules(
 ) -> list[str]:
     """The rules that unstack modules of Linen's, as the shapes of their leaves show."""
     pairs: dict[tuple[int, ...], list[tuple[Path, Path]]] = {}
-    for stack, there, axes in _stacked(abstentions, linen, nnx, "linen"):
-        into = (*(stack[:-1] or there[:-1]), f"{there[-1]}_")
+    for stack, list_path, axes in _stacked(abstentions, linen, nnx, "linen"):
+        into = (*(stack[:-1] or list_path[:-1]), f"{list_path[-1]}_")
         for kind in sorted({path[:1] for path in linen if path[1 : len(stack) + 1] == stack}):
             pairs.setdefault(axes, []).append(((*kind, *stack), (*kind, *into)))
     return [rule for axes, of in pairs.items() for rule in unstacking_rules(of, linen, axes)]
@@ -211,13 +211,13 @@ def _stack_calls(
 ) -> list[str]:
     """The calls that give a source the form of the other side, where NNX has the stack."""
     calls: dict[str, None] = {}
-    for stack, there, axes in _stacked(abstentions, linen, nnx, "nnx"):
-        apart, whole = (*there[:-1], f"{there[-1]}_{{}}"), (*there[:-1], stack[-1])
+    for stack, list_path, axes in _stacked(abstentions, linen, nnx, "nnx"):
+        apart, whole = (*list_path[:-1], f"{list_path[-1]}_{{}}"), (*list_path[:-1], stack[-1])
         if not forth:
             apart, whole = (*stack[:-1], apart[-1]), stack
         for path, name in saved.items():
-            part = path[1 : 1 + len(there)] if forth else path[: len(stack)]
-            if (_list_of(part) if forth else part) != (there if forth else stack):
+            part = path[1 : 1 + len(list_path)] if forth else path[: len(stack)]
+            if (_list_of(part) if forth else part) != (list_path if forth else stack):
                 continue
             texts = tuple(map(str, name))  # the collection may not be saved
             begin = next(i for i in range(len(name)) if texts[i : i + len(part)] == part)
@@ -245,9 +245,9 @@ def _stacked(
         open_.append(([part for path in ones for part in (path, path[:-1]) if part], near))
 
     def candidates(layer: Path) -> Iterator[Path]:
-        there = _list_of(layer)
-        for modules, near in open_ if there != layer else ():
-            if any(there[: len(path)] == path[: len(there)] for path in near):
+        list_path = _list_of(layer)
+        for modules, near in open_ if list_path != layer else ():
+            if any(list_path[: len(path)] == path[: len(list_path)] for path in near):
                 yield from modules
 
     arrays = {path: shape for path, shape in apart.items() if shape}  # scalars are in no stack
@@ -256,9 +256,9 @@ def _stacked(
         for layer, stack, axes in stacks_in(arrays, stacks, candidates, len, 0.5)
     }
     firsts, seconds = (collections.Counter(pair[side] for pair in found) for side in (0, 1))
-    for (stack, there), axes in found.items():
-        if firsts[stack] == seconds[there] == 1:
-            yield stack, there, axes
+    for (stack, list_path), axes in found.items():
+        if firsts[stack] == seconds[list_path] == 1:
+            yield stack, list_path, axes
 
 
 def _list_of(path: Path) -> Path:

@@ -90,17 +90,11 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     return ZarrArray(shape, chunks, dtype, metadata, largest, plain, has_chunk)
 
 
-def parse_sharding(encoded: Any, shape: Shape) -> Sharding | None:
-    """Parses a sharding of Orbax, which is a JSON document inside a JSON string, for an array of a
-    shape. Raises ValueError if it is invalid for that rank. The mesh need not divide the shape:
-    that matters only when the sharding is used."""
-    if not isinstance(encoded, str):
-        raise ValueError("its sharding is not text")
-    return _parse_sharding(encoded, len(shape))
-
-
 @functools.lru_cache(maxsize=4096)
-def _parse_sharding(encoded: str, rank: int) -> Sharding | None:
+def parse_sharding(encoded: str, rank: int) -> Sharding | None:
+    """Parses a sharding of Orbax, which is a JSON document inside a JSON string. Raises ValueError
+    if it is invalid for that rank. The mesh need not divide the array's shape: that matters only
+    when the sharding is used."""
     try:
         document = parse_json(encoded)
         if document["sharding_type"] == "SingleDeviceSharding":

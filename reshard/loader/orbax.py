@@ -253,7 +253,7 @@ def array(
     name = name.removesuffix("/")  # TensorStore stores `a/` as `a`
     try:
         array = parse_zarr(metadata, store.driver)
-        sharding = None if encoded is None else parse_sharding(encoded, array.shape)
+        sharding = None if encoded is None else parse_sharding(str(encoded), len(array.shape))
     except ValueError as error:
         problems.append(f"{format_path(path)}: its metadata cannot be read: {error}")
         return None

@@ -410,7 +410,7 @@ def write_box(
         runs = np.ascontiguousarray(values).reshape(-1, run).view(np.uint8)
         for data, offset in zip(runs, corners.reshape(-1).tolist(), strict=True):
             while len(data):
-                written = os.pwrite(target.fileno(), data, offset)
+                written = os.pwrite(target.fileno(), data.data, offset)
                 data, offset = data[written:], offset + written
 
 

@@ -5,7 +5,7 @@ Facts about the B-tree are from TensorStore (`tensorstore.ocdbt.dump`).
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -267,7 +267,19 @@ def _btree_nodes(
     """The file, the key prefix and the entries of each node of a database's newest version, level
     by level. Only leaves have entries here, and only if `leaves` are read. The manifest may be in
     another directory, or in memory."""
-    base, decode, seen = directory.open(new_context()), _Decoder(), set[str]()
+    base, seen, nbytes = directory.open(new_context()), set[str](), 0
+    memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+
+    def decode(file: str, data: bytes, location: str | None = None) -> dict[str, Any]:
+        nonlocal nbytes
+        nbytes += decoded_bytes(data)  # bounds the memory that TensorStore takes
+        if nbytes > MAX_BTREE:
+            raise ValueError("its B-tree is larger than any checkpoint's")
+        memory.write(file, data).result()
+        node = ocdbt.dump(memory, location).result()
+        memory.write(file, None).result()
+        return node
+
     with translated_errors(f"the OCDBT database in `{directory}`", other=CorruptCheckpointError):
         data = manifest
         if not isinstance(data, bytes):
@@ -287,14 +299,12 @@ def _btree_nodes(
                         raise ValueError(f"several nodes of its B-tree refer to node {location}")
                     seen.add(location)
                     file, _, size = _split_location(location)
-                    if (data := read()) is None:
+                    if (found := read.result()).state != "value":
                         raise ValueError(f"the data file `{file}` is missing")
-                    node = decode(file, data, f"{location.rsplit(':', 2)[0]}:0:{size}")
+                    node = decode(file, found.value, f"{location.rsplit(':', 2)[0]}:0:{size}")
                     entries = node["entries"]
-                    if node["height"] != height:
-                        raise ValueError(
-                            f"node {location} is at height {node['height']}, not {height}"
-                        )
+                    if (own := node["height"]) != height:
+                        raise ValueError(f"node {location} is at height {own}, not {height}")
                     yield file, prefix, [] if height else entries
                     for entry in entries if height else ():
                         below.append((entry["location"], prefix + entry["subtree_common_prefix"]))
@@ -307,34 +317,14 @@ def _btree_nodes(
             yield file, prefix, []
 
 
-def _begin_node(directory: Location, base: ts.KvStore, location: str) -> Callable[[], bytes | None]:
-    """Starts to read a node. Returns a function that waits for its bytes: None without its file."""
+def _begin_node(directory: Location, base: ts.KvStore, location: str) -> ts.Future:
     file, offset, size = _split_location(location)
     place = _data_file(directory, file)
     if size > MAX_DOCUMENT:
         raise ValueError(f"a node of its B-tree has {format_bytes(size)}")
     if directory.is_local:
         place.file_bytes()  # raises for a pipe, which may never end
-    read = base.read(file, byte_range=slice(offset, offset + size))
-    return lambda: found.value if (found := read.result()).state == "value" else None
-
-
-class _Decoder:
-    """Decodes nodes of one database, each at the start of its data. Bounds the memory that this
-    takes before TensorStore decodes them."""
-
-    def __init__(self) -> None:
-        self._memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
-        self._decoded = 0
-
-    def __call__(self, file: str, data: bytes, location: str | None = None) -> dict[str, Any]:
-        self._decoded += decoded_bytes(data)
-        if self._decoded > MAX_BTREE:
-            raise ValueError("its B-tree is larger than any checkpoint's")
-        self._memory.write(file, data).result()
-        node = ocdbt.dump(self._memory, location).result()
-        self._memory.write(file, None).result()
-        return node
+    return base.read(file, byte_range=slice(offset, offset + size))
 
 
 def _data_file(directory: Location, file: str) -> Location:

@@ -266,10 +266,11 @@ def _encoding(
     encoding: Encoding, derived: bool, cast: bool, codec: Codec | None, version: int
 ) -> Encoding:
     """The encoding of an array that is derived, or cast, from one with another encoding."""
-    if derived:
-        encoding = encoding.of_derived()
-    if cast:
-        encoding = encoding.of_other_dtype()
+    if derived:  # of another shape: inner chunks are whole, and dimensions have no names
+        shards = encoding.shards and (None, encoding.shards[1])
+        encoding = encoding._replace(transposes=(), shards=shards, names="{}")
+    if cast:  # the fill value that Orbax writes
+        encoding = encoding._replace(endian="little", fill="null")
     if codec is not None:
         encoding = codec.applied(encoding)
     return encoding if encoding.zarr_format == version else converted(encoding, version)
@@ -298,7 +299,7 @@ def target_format(
         hints = ['format="zarr2"', 'format="zarr3"']
         raise errors.ArgumentError(f"`{format}` is not a format", hints=hints)
     if ocdbt is not None and type(ocdbt) is not bool:
-        raise errors.ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
+        raise errors.ArgumentError(f"ocdbt must be True, False or None, not `{ocdbt!r:.40}`")
     store = ckpt.source.store
     if codec is None and store.ranged:  # such files are not compressed, and Orbax's are
         codec = "zstd:1"
