@@ -160,7 +160,7 @@ def convert(variables: Any, make: Callable[[], Any]) -> Converted:
     assert not values, "the model has other leaves than its outline"
     outputs = {path for step in alignment.map.rows() for path in step.outputs}
     return Converted(
-        parts.update(filled),
+        parts.unflatten(filled, in_place=True),
         alignment,
         set(leaves) - {p for step in alignment.map.rows() for p in step.inputs},
         {

@@ -535,7 +535,7 @@ linen-train-state: `params` is next to `opt_state`, `step`
 linen-train-state: `params/Dense_0` has a name that Linen generates
 linen-train-state: `opt_state` has list positions, as in saved optax tuples
 map  params/Dense_0/bias -> bias
-map  params/Dense_0/kernel -> left + right  Split(axis=1, sizes=(8, 8))
+map  params/Dense_0/kernel -> left + right  part 0-1 of 2 along axis 1
 map  params/Dense_1/bias -> outer/bias
 map  params/Dense_1/kernel -> outer/kernel
 """
@@ -580,7 +580,7 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
     layouts.assert_same_tree(load("back"), load("run/1/default"))
     assert refusal(run("convert", "trained", "back", "--to", "linen")) == (
         f"Error: `{folder}/trained` has no record of a conversion from Linen: it was not made by "
-        "one, or was trained on since then\n"
+        "one, or was trained and saved since then\n"
         "\n"
         "hint: --model MODULE:NAME, the Linen model; --source-model MODULE:NAME supplies the "
         "classes of the NNX model\n"

@@ -412,14 +412,14 @@ def test_a_job_reads_ahead_while_it_writes(columns, tmp_path, monkeypatch, memor
     path, tree = columns
     ckpt, plan = to_rows(path, memory, serial)
     seen, ahead, told = Watched(monkeypatch), [], []
-    taken = stream._whole_box
+    taken = Filled.check
 
-    def watched(one, values):
-        here = next(n for n, batch in enumerate(seen.batches) if one in batch.reads)
+    def watched(filled):
+        here = next(n for n, batch in enumerate(seen.batches) if batch is filled.batch)
         ahead.append(len(seen.batches) - 1 - here)
-        return taken(one, values)
+        taken(filled)
 
-    monkeypatch.setattr(stream, "_whole_box", watched)
+    monkeypatch.setattr(Filled, "check", watched)
     monkeypatch.setattr(
         MemoryLimiter, "is_ready", lambda limiter: True
     )  # no commit is slower than reads

@@ -176,7 +176,6 @@ def lines_of(function):
 # What exceeds the two limits today. These numbers may only shrink.
 LONG_FUNCTIONS = {
     "reshard.convert.conversion.conversion": 72,
-    "reshard.writer.planning.plan": 67,
 }
 MANY_IMPORTS = {
     "reshard.cli.inspect": 31,
@@ -193,11 +192,11 @@ MANY_IMPORTS = {
     "reshard.verify.values": 29,
     "reshard.writer.arrays": 34,
     "reshard.writer.commit": 26,
-    "reshard.writer.documents": 28,
-    "reshard.writer.format": 30,
-    "reshard.writer.plan": 33,
-    "reshard.writer.planning": 52,
-    "reshard.writer.save": 51,
+    "reshard.writer.documents": 27,
+    "reshard.writer.format": 29,
+    "reshard.writer.plan": 31,
+    "reshard.writer.planning": 51,
+    "reshard.writer.save": 50,
 }
 
 

@@ -34,13 +34,19 @@ MIB = 1 << 20
 
 def layout(shape, source_chunk, target_shard, **fields):
     """A layout; float32 by default, read alone, with stored chunks as large as decoded ones."""
+    handle = types.SimpleNamespace(
+        path=fields.pop("path", ("params", "w")),
+        saved_sharding=None,
+        sharding=NamedSharding(parse_mesh("x=8"), ()),
+        data=types.SimpleNamespace(operation=None, inputs=()),
+    )
     itemsize = fields.get("source_itemsize", 4)
     decoded = math.prod(source_chunk) * itemsize
     chunk_bytes = decoded + fields.get("largest_stored", decoded)
     return ArrayLayout(
         **(
             {
-                "path": ("params", "w"),
+                "handle": handle,
                 "shape": shape,
                 "source_itemsize": 4,
                 "target_itemsize": 4,
@@ -352,13 +358,7 @@ def test_splitting_to_the_source_grid_copies_it_verbatim():
 def plan_of(*arrays, files=None, **attributes):
     """A plan of one item on a disk, with these arrays and shared files."""
     ckpt = types.SimpleNamespace(source=types.SimpleNamespace(root=Location("/run"), number=None))
-    handle = types.SimpleNamespace(
-        saved_sharding=None,
-        sharding=NamedSharding(parse_mesh("x=8"), ()),
-        data=types.SimpleNamespace(operation=None, inputs=()),
-    )
-    handles = [handle] * len(arrays)
-    item = types.SimpleNamespace(arrays=arrays, handles=handles, files=files, ckpt=ckpt)
+    item = types.SimpleNamespace(arrays=arrays, files=files, ckpt=ckpt)
     return Plan((item,), **attributes)
 
 
@@ -436,15 +436,14 @@ def test_bytes_per_device_are_those_of_the_device_with_the_most():
     saved = [(8,), (12,), (24,)]
 
     def item(*numbers):
-        shardings = [NamedSharding(meshes[n], (("x",),)) for n in numbers]
-        handles = [types.SimpleNamespace(saved_sharding=s, sharding=None) for s in shardings]
-        chosen = [
-            dataclasses.replace(
-                arrays[n], layout=dataclasses.replace(arrays[n].layout, source_shard=saved[n])
-            )
-            for n in numbers
-        ]
-        return types.SimpleNamespace(handles=handles, arrays=chosen)
+        chosen = []
+        for n in numbers:
+            sharding = NamedSharding(meshes[n], (("x",),))
+            handle = types.SimpleNamespace(saved_sharding=sharding, sharding=None)
+            changes = {"source_shard": saved[n], "handle": handle}
+            found = dataclasses.replace(arrays[n].layout, **changes)
+            chosen.append(dataclasses.replace(arrays[n], layout=found))
+        return types.SimpleNamespace(arrays=chosen)
 
     # Device 2 is on all meshes, 3 on two of them. A device that is on a mesh twice counts twice.
     for numbers, elements in {

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import jobs
 import layouts
@@ -253,8 +254,11 @@ def stopped(source, out, part=0.6, **options):
     return getattr(error.value, "__notes__", [])
 
 
-def test_a_job_that_fails_leaves_its_finished_shares_and_says_so(sources, expected, tmp_path):
+def test_a_job_that_fails_leaves_its_finished_shares_and_says_so(
+    sources, expected, tmp_path, monkeypatch
+):
     source, out = sources("ckpt zarr2"), tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/reshard", "ckpt", "run", "my out"])
     [note] = stopped(source, out)
     [directory] = unfinished(out)
     found = parts(directory)
@@ -268,6 +272,9 @@ def test_a_job_that_fails_leaves_its_finished_shares_and_says_so(sources, expect
     databases = {path.name for path in directory.glob("ocdbt.process_*x0")}
     own = next(iter(databases))[:30]
     assert databases == {f"{own}{part}x0" for part in shares}  # and nothing of others
+    with pytest.raises(reshard.DestinationError) as refused:
+        reshard.commit(out)
+    assert refused.value.hints == ("reshard ckpt run 'my out' --resume",)
     save(source, out, resume=True)
     assert_whole(out, expected("ckpt zarr2"))
 

@@ -55,7 +55,7 @@ def grids(draw, group):
 def boxes(arrays, number=0):
     """All boxes of arrays."""
     count = grid_size(arrays[0].layout.shape, arrays[0].box)
-    return BoxRange(number, [(None, array) for array in arrays], 0, count)
+    return BoxRange(number, arrays, 0, count)
 
 
 @st.composite
@@ -76,9 +76,9 @@ def weights(piece):
     if isinstance(piece, ValueRange):
         return [2 * size + CHUNK_BYTES for size in np.diff(piece.sums)]
     found = []
-    for together in zip(*(array.boxes() for _, array in piece.arrays), strict=True):
+    for together in zip(*(array.boxes() for array in piece.arrays), strict=True):
         weight = 0
-        for (_, array), box in zip(piece.arrays, together, strict=True):
+        for array, box in zip(piece.arrays, together, strict=True):
             shape = tuple(part.stop - part.start for part in box)
             item = array.layout
             read = math.ceil(item.source_itemsize * array.passes)
@@ -125,15 +125,15 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
     for share in map(pickle.loads, shares):
         nbytes = 0
         for item in share.items:
-            pairs = [pair for group in item.boxes for pair in group.arrays]
-            every = [*(handle for handle, _ in pairs), *(some.handle for some in item.values)]
+            arrays = [array for group in item.boxes for array in group.arrays]
+            every = [*(a.handle for a in arrays), *(some.handle for some in item.values)]
             stores = {id(data.store): data.store for h in every for _, data in h.roots()}
             named = {data.name for h in every for _, data in h.roots()}
             assert {name for store in stores.values() for name in store.values} == named
             whole = {handle.path: handle for handle in planned.items[item.item].handles}
             for group in item.boxes:
-                for handle, array in group.arrays:
-                    path = array.layout.path
+                for array in group.arrays:
+                    handle, path = array.handle, array.layout.path
                     for box in array.boxes(group.start, group.stop):
                         boxes[item.item, path, str(box)] += 1
                         read = handle.view()[box].read().result()
@@ -153,10 +153,11 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
         for box in array.boxes()
     )
     assert values == collections.Counter(
-        (n, handle.path, k)
+        (n, array.handle.path, k)
         for n, item in enumerate(planned.items)
-        for handle in item.copied
-        for k in range(len(item.values(handle)))
+        for array in item.arrays
+        if array.verbatim
+        for k in range(len(item.values(array.handle)))
     )
 
 

@@ -296,7 +296,7 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     with pytest.raises(reshard.DestinationExistsError, match=text):
         save(source, out)
     text = "a share cannot be combined with resume, workers or executor\n\n"
-    text += "hint: share=(i, n) alone"
+    text += "hint: leave these out"
     for options in ({"resume": True}, {"workers": 2}, {"executor": ThreadPoolExecutor(1)}):
         refused(reshard.ArgumentError, text, save, source, out, share=(0, 2), **options)
     save(source, out, workers=2, resume=True)

@@ -55,7 +55,8 @@ def test_results_come_in_order_and_a_task_whose_worker_is_killed_is_done_again(l
 
 def test_a_task_that_kills_its_workers_ends_the_job(log):
     text = (
-        "3 workers were killed, one after another\n  task 0 is not done\n\n"
+        "3 workers were killed, one after another\n"
+        "  task 0 is not done\n  task 1 is not done\n  task 2 is not done\n\n"
         "hint: each worker uses max_memory: reduce workers=... or max_memory=..."
     )
     tasks = [Tiny(0, log, "killed"), Tiny(1, log), Tiny(2, log)]

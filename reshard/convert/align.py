@@ -192,13 +192,11 @@ def named_paths(module: Module) -> tuple[Path, ...]:
 
 def unlike(made: Sequence[Alignment]) -> str:
     """Why modules that class and order pair are not the same; empty if they are."""
+    if whole := next((pairing.mismatch for pairing in made if pairing.mismatch), ""):
+        return whole
     for pairing in made:
-        if pairing.mismatch:
-            return pairing.mismatch
-    for pairing in made:
-        for mismatch in pairing.mismatches:
-            if mismatch.counts:
-                return str(mismatch)
+        if clashes := [mismatch for mismatch in pairing.mismatches if mismatch.counts]:
+            return str(clashes[0])
         for (name, shape), more in pairing.rest.items():
             if more:
                 side, other = ("Linen", "NNX") if more > 0 else ("NNX", "Linen")
@@ -236,15 +234,10 @@ def match_norms(pairing: Alignment) -> None:
                 pairing.found.append(dataclasses.replace(match, origin=origin))
             else:
                 pairing.mismatches.append(match)
-        rest = [
-            leaf.path
-            for name, held in linen.leaves.items()
-            for leaf in held
-            if "/" in name and leaf.path not in matched
-        ]
-        if rest:
+        named = [x.path for name, held in linen.leaves.items() for x in held if "/" in name]
+        if rest := tuple(path for path in named if path not in matched):
             reason = "the leaves that they normalise have no counterparts"
-            pairing.abstentions.append(Abstention(tuple(rest), named_paths(nnx), reason))
+            pairing.abstentions.append(Abstention(rest, named_paths(nnx), reason))
 
 
 # Modules of one class in their order.
@@ -296,12 +289,10 @@ def grouped(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> lis
             if not present.isdisjoint(kinds):
                 groups.setdefault(kinds, []).append(module)
                 break
-    places = {kind: kinds for kinds in groups for kind in kinds}
-    found: dict[tuple[str, ...], list[_Member]] = {kinds: [] for kinds in groups}
-    for member in members:
-        if member[-1].kind in places:
-            found[places[member[-1].kind]].append(member)
-    return [_group(kinds, modules, found[kinds], nnx.ordered) for kinds, modules in groups.items()]
+    return [
+        _group(kinds, modules, [m for m in members if m[-1].kind in kinds], nnx.ordered)
+        for kinds, modules in groups.items()
+    ]
 
 
 def numbered(linen: Sequence[Module], nnx: Module, taken: Collection[int]) -> list[Group]:

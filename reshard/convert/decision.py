@@ -156,6 +156,7 @@ class Ledger:
         # Copies of the parameters beside the model, like an average.
         self._copies = _copies_of_parameters(ckpt, layout, self._parameters)
         there = None if target is None else target.layout
+        self._leaves_there: Mapping[Path, Any] = {} if target is None else target.leaves
         # The target has the model below a key if there is optimizer state that it has no place for.
         training = bool(layout.optimizer) or bool(self._copies)  # a step alone is no optimizer
         alone = there is None or not (there.optimizer or there.step or there.beside)
@@ -271,11 +272,10 @@ class Ledger:
         saved path -> the parameter."""
         if not initial or self._target is None:
             return {}
-        leaves = self._target.leaves
         state = {
             path: (leaf.shape, leaf.dtype)
             for path, saved in self._state_there.items()
-            if isinstance(leaf := leaves[saved], TargetLeaf) and leaf.dtype is not None
+            if isinstance(leaf := self._leaves_there[saved], TargetLeaf) and leaf.dtype is not None
         }
         return {
             self._state_there[path]: owner
@@ -346,8 +346,7 @@ class Ledger:
         whole = renaming({path: path for path in arrays}, arrays).then(found.map)
         values = dict(whole.values)
         for path, owner, _ in mirrors:
-            assert self._target is not None
-            leaf, value = self._target.leaves[there[path]], model.values.get(owner)
+            leaf, value = self._leaves_there[there[path]], model.values.get(owner)
             if isinstance(value, Filled) and isinstance(leaf, TargetLeaf) and leaf.dtype:
                 if value.fill is not None:  # by a rule: its state is not known
                     continue
@@ -376,7 +375,7 @@ class Ledger:
     def _state_place(self, path: Path) -> Path | None:
         if self._target is not None and not self.prefix:
             saved = self._state_there.get(path)
-            return saved if saved and isinstance(self._target.leaves[saved], TargetLeaf) else None
+            return saved if saved and isinstance(self._leaves_there[saved], TargetLeaf) else None
         return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
 
     def _masked_place(self, path: Path) -> Path | None:
@@ -560,7 +559,7 @@ class Ledger:
             if why is not None and isinstance(leaf, ArrayHandle | str):
                 found.append(Outcome((saved,), None, why[0], "", why[1]))
         made = {row.after for row in found}
-        for saved, leaf in ({} if self._target is None else self._target.leaves).items():
+        for saved, leaf in self._leaves_there.items():
             place = self.prefix + saved
             if place not in made and isinstance(leaf, TargetLeaf):
                 why = self._verdicts_there.get(place, _MISSING)
@@ -607,7 +606,7 @@ class Ledger:
         """Sets the attributes and adds the notes of a conversion that is decided."""
         step = self._step_place()
         self.counters = {step[0]: step[1:]} if self._layout.step is not None and step else {}
-        leaves = {} if self._target is None else self._target.leaves
+        leaves = self._leaves_there
         model_names = {} if self._target is None else self._target.layout.model
         names = {saved: path for path, saved in model_names.items()}
         made = _made(optimizer.map)

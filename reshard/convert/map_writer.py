@@ -97,10 +97,14 @@ def write_map(
     fills = _fills(found)
     ever = {*found.sources(), *found.values, *found.must_be_zero, *own, *others}
     globs = _blocks([Row((path,), ()) for path in own], [None] * len(own), found.values)
-    short = _blocks(rows, settings, ever), [block.inputs[0].glob for block in globs]
-    literal = [_block([_line(row, place, False)]) for place, row in enumerate(rows)]
     text = ""
-    for blocks, names in (short, (literal, list(map(format_glob, own)))):
+    for grouped in (True, False):
+        if grouped:
+            blocks = _blocks(rows, settings, ever)
+            names = [block.inputs[0].glob for block in globs]
+        else:
+            blocks = [_block([_line(row, place, False)]) for place, row in enumerate(rows)]
+            names = list(map(format_glob, own))
         top = [_assigned("to", to)] * (to is not None)
         top += [_assigned("init", [*initial, *names])] * bool(initial or names)
         rules = [_rule_text(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks]

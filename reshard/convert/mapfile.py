@@ -235,6 +235,10 @@ class _Table:
     def take(self, key: str, form: Form, needed: bool = False) -> Any:
         """The value of a key; None if it is missing or has another form."""
         value = self.table.pop(key, None)
+        if value is None:
+            if needed:
+                self.wrong(f"`{key}` is missing")
+            return None
         fits, words = form
         if form in _NUMERIC:
             try:
@@ -242,12 +246,9 @@ class _Table:
             except ValueError as error:
                 self.wrong(f"`{key}`: {error}")
                 return None
-        if value is None:
-            if needed:
-                self.wrong(f"`{key}` is missing")
-        elif not fits(value):
+        if not fits(value):
             self.wrong(f"`{key}` is not {words}: {value!r}")
-            value = None
+            return None
         return _frozen(value)
 
     def evaluated(self, value: Any) -> Any:
@@ -278,8 +279,9 @@ class _Table:
 
     def values(self, key: str) -> dict[str, Any] | None:
         """The values of an operation; None if it has none, or they are wrong."""
+        if (given := self.table.get(key)) is None:
+            return None
         needed, others = _FIELDS.get(key, ({}, {}))
-        given = self.table.get(key)
         if key in _PLAIN and not (needed and isinstance(given, dict)):
             name, form = _PLAIN[key]
             value = self.take(key, form)

@@ -514,7 +514,7 @@ def _nnx_model(
     if not isinstance(module, nnx.Module):
         raise ArgumentError(
             f"the NNX model is a {type(module).__name__}, not a module, so it cannot be run",
-            hints=["its class, or a function that returns it"],
+            hints=["give the module's class, or a function that returns the module"],
         )
     apart = flatten_state(module)
     args, kwargs = _as_float32(arguments)
@@ -564,7 +564,7 @@ def _linen_call(model: Any) -> tuple[Any, str | None, Arguments | None]:
     if apply is None:
         raise ArgumentError(
             "the module of the Linen model is unknown, so the model cannot be run",
-            hints=["a function that calls the `init` of the module"],
+            hints=["give a function that calls the module's `init`"],
         )
     module = getattr(apply, "__self__", None)
     return (module if isinstance(module, linen.Module) else apply), None, None

@@ -12,7 +12,7 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
 from reshard.convert.layout import OPTIMIZERS
-from reshard.convert.leafmap import Filled, LeafMap, Output, Source, sources_of
+from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.optimizer import followers
 from reshard.convert.ready_maps import PREFIX, find_map, fitting_arguments
@@ -95,12 +95,13 @@ def _problems(
 
 def _stateful(found: LeafMap) -> Iterator[str]:
     """Optimizer state of parameters that a rule computes, compares or leaves out as a constant."""
-    changed = dict(found.must_be_zero)
+    changed = dict.fromkeys(found.must_be_zero)
     for call in found.calls():
         if not isinstance(call.operation, Moving):
-            changed |= dict.fromkeys(LeafMap({(): Output(call, 0)}).sources())
+            changed |= dict.fromkeys(sources_of(Output(call, 0)))
     state = [path for path in found.sources() if not {*OPTIMIZERS}.isdisjoint(map(str, path))]
-    parameters = {**found.sources(), **found.must_be_zero}
+    constant = {path: value.shape for path, value in found.must_be_zero.items()}
+    parameters = {**found.sources(), **constant}
     for path in state:
         parameters.pop(path)
     yield from (
@@ -118,7 +119,7 @@ def _stateful(found: LeafMap) -> Iterator[str]:
 
 
 def _mirrors(
-    changed: Collection[Path], leaves: Mapping[Path, Shape | Filled]
+    changed: Collection[Path], leaves: Mapping[Path, Shape]
 ) -> Iterator[tuple[Path, Path]]:
     """Leaves that stay as they are, but follow one that is `changed`, with that one: leaves of its
     shape whose paths end with its path below another top-level key. The top-level key of the
@@ -143,9 +144,5 @@ def _mirrors(
             for owner in owners.get(text[start:], ()) if path not in changed else ():
                 one, other = (re.sub(r"\d+", "", str(each[0])) for each in (path, owner))
                 whole = len(owner) == len(text) - start or mirrored(text[:start], str(owner[0]))
-                if one != other and whole and _shape(leaves[path]) == _shape(leaves[owner]):
+                if one != other and whole and leaves[path] == leaves[owner]:
                     yield path, owner
-
-
-def _shape(leaf: Shape | Filled) -> Shape:
-    return leaf.shape if isinstance(leaf, Filled) else leaf

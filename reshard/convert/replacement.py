@@ -153,7 +153,11 @@ def parse_replacement(
         else:
             raise ValueError(f"`{token.group()}` has no partner; doubled it is the character")
     parts.append(template + text[end:])
-    _check_templates([part for part in parts if isinstance(part, str)], regexes)
+    for part, regex in itertools.product(parts, regexes):
+        try:
+            regex.sub(part if isinstance(part, str) else "", "")  # templates are parsed first
+        except (re.error, IndexError) as error:
+            raise ValueError(str(error)) from error
     constant = None
     if (
         regexes
@@ -232,14 +236,6 @@ def number(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"`{text}` is not a number")
     return int(text)
-
-
-def _check_templates(templates: Sequence[str], regexes: Sequence[re.Pattern[str]]) -> None:
-    for template, regex in itertools.product(templates, regexes):
-        try:
-            regex.sub(template, "")  # templates are parsed before anything is searched for
-        except (re.error, IndexError) as error:
-            raise ValueError(str(error)) from error
 
 
 def _arithmetic(

@@ -71,8 +71,7 @@ def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
 def in_groups(
     items: Iterable[T], nbytes: Callable[[T], int], limit: int, most: int | None = None
 ) -> Iterator[list[T]]:
-    """Items in order, in groups of at most `limit` bytes, unless one item has more, and of at most
-    `most` items."""
+    """Items in order, in groups of at most `limit` bytes, or one item, and at most `most` items."""
     group: list[T] = []
     size = 0
     for item in items:

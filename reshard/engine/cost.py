@@ -148,8 +148,7 @@ def decoded_together(handles: Sequence[ArrayHandle]) -> Decoded:
 
 
 def co_read_groups(handles: Sequence[ArrayHandle]) -> list[list[int]]:
-    """Numbers of arrays that are to be read box by box together, since their boxes share stored
-    chunks, in the place of the first of them; all others on their own."""
+    """Numbers of arrays, in groups whose boxes share stored chunks and are read together."""
     alike: dict[Hashable, list[int]] = {}
     for number, handle in enumerate(handles):
         shared = isinstance(handle.data, Derived) and handle.data.inputs
@@ -159,8 +158,7 @@ def co_read_groups(handles: Sequence[ArrayHandle]) -> list[list[int]]:
 
 
 def _lineage(handle: ArrayHandle) -> Hashable:
-    """The operations that an array comes from, and what they begin with: the same for those that
-    are parts of one array in the same way."""
+    """What an array comes from: equal for those that are parts of one array in the same way."""
     operations = []
     data = handle.data
     while isinstance(data, Derived) and len(data.inputs) == 1:

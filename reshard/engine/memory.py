@@ -23,7 +23,7 @@ MOST_LARGE = 4
 # Batches that fit into memory together: one is read while others are encoded and written. With
 # fewer, cores wait for the last chunk of a batch; with more, batches are too small.
 WINDOW = 4
-# What handling a box takes beside its bytes: it matters for checkpoints of many small arrays.
+# Bytes for handling a box, besides its own: they matter for checkpoints of many small arrays.
 READ_OVERHEAD = 1 << 14
 
 
@@ -46,15 +46,12 @@ def limiter_bytes(max_memory: int, cores: int, largest: int, remote: bool = Fals
 
 
 def cost_bytes(decoding: int, buffers: int, consumer: int, boxes: int = 1) -> int:
-    """Bytes of memory that boxes take that are read together. While they are read: their chunks and
-    their buffers. Then: the bytes that their consumer holds. Plans, batches and memory errors
-    all use this."""
+    """Bytes of memory for boxes: while they are read, and then while their consumer has them."""
     return max(decoding + buffers + boxes * READ_OVERHEAD, consumer)
 
 
 def copy_bytes(nbytes: int) -> int:
-    """Bytes of memory that it takes to copy stored bytes: once as they are read, once as they are
-    written."""
+    """Bytes of memory to copy stored bytes: as they are read, and as they are written."""
     return 2 * nbytes
 
 

@@ -22,14 +22,8 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
-from reshard.arrays.boxes import (
-    Box,
-    Shape,
-    chunks_together,
-    common_multiple,
-    grid_boxes,
-    grid_size,
-)
+from reshard.arrays.boxes import Box, Shape, chunks_together, common_multiple, grid_boxes, grid_size
+from reshard.arrays.handle import ArrayHandle
 from reshard.engine.memory import cost_bytes, usable
 from reshard.errors import MemoryLimitError
 from reshard.tree import Path, format_path
@@ -57,6 +51,7 @@ class ArrayLayout:
     """What the planner needs to know of one array.
 
     Attributes:
+      handle: the array.
       source_itemsize, target_itemsize: decoded bytes of an element, as stored and as written.
       read_itemsize: bytes of an element as it is read.
       source_chunk: shape of a stored chunk.
@@ -73,7 +68,7 @@ class ArrayLayout:
       group_bytes: bytes that decoding a box of each of them takes, all at once.
     """
 
-    path: Path
+    handle: ArrayHandle
     shape: Shape
     source_itemsize: int
     target_itemsize: int
@@ -91,21 +86,23 @@ class ArrayLayout:
     co_read: int
     group_bytes: int
 
+    @property
+    def path(self) -> Path:
+        return self.handle.path
+
     def one_pass(self, box: Shape) -> int:
         """Bytes of memory to rewrite one box, together with the boxes that are read with it: while
         it is read, its chunks and a buffer; while it is written, the buffer and the encoded
         chunks."""
-        elements = self.co_read * self._elements(box)
+        elements = self.co_read * math.prod(map(min, box, self.shape))
         decoding = grid_size(box, self.source_chunk) * self.group_bytes
         buffers = elements * self.read_itemsize
         return cost_bytes(decoding, buffers, self.consumer_bytes(elements), self.co_read)
 
     def one_step(self, box: Shape) -> int:
         """The same if the chunks of a box are read one after another."""
-        return cost_bytes(self.chunk_bytes, 0, 0) + self.consumer_bytes(self._elements(box))
-
-    def _elements(self, box: Shape) -> int:
-        return math.prod(map(min, box, self.shape))
+        elements = math.prod(map(min, box, self.shape))
+        return cost_bytes(self.chunk_bytes, 0, 0) + self.consumer_bytes(elements)
 
     def consumer_bytes(self, elements: int) -> int:
         """Bytes of memory for elements that were read: as they are written, and either as they were
@@ -136,14 +133,17 @@ class ArrayPlan:
     linked: bool = False
 
     @property
+    def handle(self) -> ArrayHandle:
+        return self.layout.handle
+
+    @property
     def verbatim(self) -> bool:
         """Whether stored chunks are copied or shared without decoding."""
         return self.box is None
 
     @property
     def amplification(self) -> tuple[float, float]:
-        """Decoded bytes for each byte that is needed when the target mesh loads the array: from the
-        source, and from the destination."""
+        """Decoded bytes for each byte that a restore on the target mesh needs, before and after."""
         array = self.layout
         before = read_amplification(array.shape, array.source_chunk, array.target_shard)
         return before, read_amplification(array.shape, self.chunk, array.target_shard)
@@ -323,8 +323,7 @@ def _even_splits(
 
 @functools.lru_cache(maxsize=4096)
 def _parts(size: int, source: int, shard: int, fewest: int | None) -> Sequence[int]:
-    """Numbers of parts of one dimension of a shard, ascending, up to the first that is `fewest` or
-    more; without it, those that give a smaller box than fewer parts do."""
+    """Numbers of parts of a dimension of a shard, up to `fewest`, or those that shrink its box."""
     low = [d for d in range(1, math.isqrt(shard) + 1) if shard % d == 0]
     divisors = sorted({*low, *(shard // d for d in low)})
     if fewest is not None:

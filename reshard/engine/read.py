@@ -129,15 +129,6 @@ class Filled:
                 self.values[number] = read.handle.rounded(values)
         self.reservation.shrink(self.batch.consumer_bytes)
 
-    def is_read(self) -> bool:
-        return all(future.done() for _, future in self.parts)
-
-    def close(self) -> None:
-        """Frees its buffers, unless the consumer holds them."""
-        self.values.clear()
-        if not self.reservation.is_pending:
-            self.reservation.shrink()
-
 
 def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
     """Reads batches in order, up to `READ_AHEAD` of them before they are asked for. The next batch
@@ -167,10 +158,9 @@ def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
 
 
 def _is_freed_first(limiter: MemoryLimiter, ahead: "collections.deque[Filled]") -> bool:
-    """Waits until the consumer's oldest bytes are free, or the oldest batch has been read. Whether
-    it was the former."""
+    """Waits for the consumer's oldest bytes or the oldest batch; whether the bytes came first."""
     while ahead and not limiter.is_ready():
-        if ahead[0].is_read():
+        if all(future.done() for _, future in ahead[0].parts):
             return False
         time.sleep(_LOOK_SECONDS)
     return True
@@ -182,4 +172,6 @@ def _oldest(ahead: "collections.deque[Filled]") -> Iterator[Filled]:
     filled.wait()
     ahead.popleft()
     yield filled
-    filled.close()
+    filled.values.clear()
+    if not filled.reservation.is_pending:  # the consumer does not hold the buffers
+        filled.reservation.shrink()

@@ -6,7 +6,6 @@
 A process pool whose worker is killed fails all its tasks. A new pool runs those that are not done.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import importlib.metadata
@@ -32,9 +31,9 @@ if TYPE_CHECKING:  # what only jobs of workers import
 _TASKS = 4
 _SMALLEST = 32 << 20
 _WORKERS = 16
-# Pools that may break in the middle of one task.
+# Pools that may break, one after another, without a result.
 _BREAKS = 3
-# How long an executor's tasks are waited for that were told to stop.
+# Seconds to wait for tasks of an executor that were told to stop.
 STOP_SECONDS = 60.0
 # How often workers are looked at.
 _LOOK_SECONDS = 0.1
@@ -43,18 +42,13 @@ Report = Callable[[int], None]
 
 
 class Task(Protocol):
-    """A part of a job. It pickles, and so does its result; `str()` names it.
-
-    Attributes:
-      nbytes: bytes of work; it reports at most as many.
-    """
+    """A part of a job. It pickles, and so does its result; `str()` names it. It reports at most
+    `nbytes` bytes."""
 
     @property
     def nbytes(self) -> int: ...
 
-    def run(self, report: Report) -> Any:
-        """Does the work; calls `report` with numbers of bytes that are done."""
-        ...
+    def run(self, report: Report) -> Any: ...
 
 
 def task_count(nbytes: int, workers: int | None) -> int:
@@ -200,10 +194,8 @@ class _Run:
         self._workers = min(workers, len(tasks))
         self._executor = executor
         self._reported = 0
-        self._breaks: collections.Counter[int | None] = collections.Counter()
-        # Of each task: bytes that are done, and the process that has begun it.
-        self._done: Any = [0] * len(tasks)
-        self._processes: Any = [0] * len(tasks)
+        self._breaks = 0
+        self._done: Any = [0] * len(tasks)  # bytes of each task
 
     def begin(self) -> None:
         """Submits all tasks that are not done."""
@@ -228,9 +220,9 @@ class _Run:
 
         self.ended.close()
         context = multiprocessing.get_context("spawn")
-        self._done, self._processes = (context.RawArray("q", len(self._tasks)) for _ in range(2))
+        self._done = context.RawArray("q", len(self._tasks))
         end, owner = context.Pipe(duplex=False)
-        arguments = self._workers, end, self._done, self._processes
+        arguments = self._workers, end, self._done
         pool = concurrent.futures.ProcessPoolExecutor(
             self._workers, context, _begin_worker, arguments
         )
@@ -251,33 +243,26 @@ class _Run:
             try:
                 kind, value = future.result()
             except concurrent.futures.BrokenExecutor as error:
-                if self._executor is not None:
-                    raise
-                self._count_break(error)
-                self.begin()
-                return
+                self._breaks += 1
+                if self._executor is None and self._breaks < _BREAKS:
+                    self.begin()
+                    return
+                if self._executor is None:
+                    hint = "each worker uses max_memory: reduce workers=... or max_memory=..."
+                    text = f"{_BREAKS} workers were killed, one after another"
+                    problems = [f"{task} is not done" for task in self.left()]
+                    raise ReshardError(text, problems, [hint]) from error
+                raise
             if kind == "error":
                 raise value
             number = self.futures.pop(future)
             self.results[number] = value
             self._done[number] = self._tasks[number].nbytes
+            self._breaks = 0
         done = sum(self._done)
         if done != self._reported:
             self._report(done - self._reported)
             self._reported = done
-
-    def _count_break(self, error: concurrent.futures.BrokenExecutor) -> None:
-        """Raises ReshardError if pools have broken too often during one task."""
-        running: list[int | None] = [n for n in self.futures.values() if self._processes[n]]
-        self._breaks.update(running or [None])
-        often = [number for number, count in self._breaks.items() if count == _BREAKS]
-        if often:
-            hint = "each worker uses max_memory: reduce workers=... or max_memory=..."
-            raise ReshardError(
-                f"{_BREAKS} workers were killed, one after another",
-                [f"{self._tasks[number]} is not done" for number in often if number is not None],
-                [hint],
-            ) from error
 
     def left(self) -> list[str]:
         """The tasks that are not done, in order."""
@@ -289,8 +274,7 @@ class _Run:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether an executor has lost a task, as opposed to a failed task. Dask's own errors have only
-    their module in common."""
+    """Whether an executor has lost a task. Dask's own errors have only their module in common."""
     own = (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError)
     return isinstance(error, own) or type(error).__module__.startswith("distributed.")
 
@@ -301,8 +285,7 @@ def _describe(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _spawning() -> Iterator[None]:
-    """Processes that are spawned meanwhile do not run this process's script, and ignore an
-    interrupt from the keyboard."""
+    """Processes that are spawned meanwhile do not run this script, and ignore the keyboard."""
     main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -314,14 +297,14 @@ def _spawning() -> Iterator[None]:
 
 # In a worker.
 
-# Of each task, as of `_Run`: bytes that are done, and its process.
-_shared: tuple[Any, Any] | None = None
+# Bytes of each task that are done.
+_done: Any = None
 
 
-def _begin_worker(among: int, end: "Connection", *shared: Any) -> None:
+def _begin_worker(among: int, end: "Connection", done: Any) -> None:
     """Initializes a worker, one of several on its machine."""
-    global _shared
-    _shared = shared
+    global _done
+    _done = done
     os.setpgid(0, 0)
     threading.Thread(target=_end_with, args=[end], daemon=True).start()
     os.dup2(2, 1)  # what a function of the user's prints is no answer
@@ -338,15 +321,12 @@ def _end_with(end: "Connection") -> None:
 
 
 def _answer(number: int, data: bytes) -> tuple[str, Any]:
-    """Runs a task. A bucket's errors are raised, since an executor may try the task again; other
-    errors are returned."""
+    """Runs a task. Raises errors of buckets: an executor may try again. Returns other errors."""
 
     def report(nbytes: int) -> None:
-        if _shared is not None:
-            _shared[0][number] += nbytes
+        if _done is not None:
+            _done[number] += nbytes
 
-    if _shared is not None:
-        _shared[1][number] = os.getpid()
     try:
         return "result", pickle.loads(data).run(report)
     except ReshardError as error:

@@ -22,7 +22,7 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 
-# What a chunk takes beside its bytes, in bytes that could be moved meanwhile.
+# The fixed cost of a chunk, as bytes that could be copied in the same time.
 CHUNK_BYTES = 1 << 16
 
 

@@ -220,8 +220,7 @@ class ArrayStore(ZarrVersion):
         chunk holds the fill value if `omits_fill`, and is an error otherwise. Without a name, no
         chunk is stored."""
         spec = array_spec(self.driver, metadata, fill_missing_data_reads=omits_fill)
-        nothing = ts.KvStore.open("memory://").result
-        chunks = nothing() if name is None else self.kvstore(name)
+        chunks = ts.KvStore.open("memory://").result() if name is None else self.kvstore(name)
         return ts.open(spec, kvstore=chunks, context=self.context).result()
 
 

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, ClassVar, NamedTuple, Self, TextIO
 
 import numpy as np
@@ -344,21 +344,10 @@ class Location:
                 os.unlink(new)
         sync(self.parent)
 
-    def copy(
-        self,
-        destination: "Location",
-        report: Callable[[int], None] = lambda nbytes: None,
-        nbytes: int = UNKNOWN,
-    ) -> None:
+    def copy(self, destination: "Location", nbytes: int = UNKNOWN) -> None:
         """Copies the first bytes of a file, as of `blocks`: a training may still append to a log.
         Replaces the destination instead of writing to it: it may be a link to the source."""
-
-        def reported() -> Iterator[bytes]:
-            for block in self.blocks(nbytes):
-                yield block
-                report(len(block))
-
-        destination.write(reported())
+        destination.write(self.blocks(nbytes))
 
     def make_directory(self) -> None:
         """Makes a directory. In a bucket, directories exist through their contents alone."""

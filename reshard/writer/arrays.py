@@ -38,13 +38,14 @@ from reshard.tree import Path
 from reshard.writer.format import File, TargetFormat
 
 Report = Callable[[int], None]
-# A box, and its values as they are written.
-_Filled = tuple["_Box", np.ndarray]
+# A box of an array, and its values as they are written.
+_Filled = tuple[ArrayPlan, Box, np.ndarray]
 # A stored chunk that is being read, with its key in the target.
 _Copy = tuple[str, StoredChunk, ts.Future]
 # Each commit makes nodes that no later one reads, and a merge reads each node once: a large cache
 # would only fill up with them.
 CACHE_BYTES = 4 << 20
+_NOT_WRITTEN = "the written data cannot be read back"
 
 
 class BoxRange(NamedTuple):
@@ -52,7 +53,7 @@ class BoxRange(NamedTuple):
     of each, then the second of each, and so on."""
 
     item: int
-    arrays: Sequence[tuple[ArrayHandle, ArrayPlan]]
+    arrays: Sequence[ArrayPlan]
     start: int
     stop: int
 
@@ -60,7 +61,7 @@ class BoxRange(NamedTuple):
         """The weight of the first `count` boxes of each array: bytes read, bytes written, and
         `CHUNK_BYTES` for each chunk."""
         weight = 0
-        for _, array in self.arrays:
+        for array in self.arrays:
             elements, chunks = _sums(array)
             each = math.ceil(array.layout.source_itemsize * array.passes)
             each += array.layout.target_itemsize
@@ -70,13 +71,13 @@ class BoxRange(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Decoded bytes, as they are written."""
-        every = ((_sums(array)[0], array.layout.target_itemsize) for _, array in self.arrays)
+        every = ((_sums(array)[0], array.layout.target_itemsize) for array in self.arrays)
         return sum(int(sums[self.stop] - sums[self.start]) * itemsize for sums, itemsize in every)
 
     @property
     def chunks(self) -> int:
         """The number of chunks that are written."""
-        every = (_sums(array)[1] for _, array in self.arrays)
+        every = (_sums(array)[1] for array in self.arrays)
         return sum(int(sums[self.stop] - sums[self.start]) for sums in every)
 
 
@@ -130,11 +131,11 @@ class ItemShare:
 
     def limiter(self, directory: Location, max_memory: int) -> memory.MemoryLimiter:
         """Limits the bytes in flight while it is written into a directory."""
-        arrays = [pair for group in self.boxes for pair in group.arrays]
-        handles = [*(handle for handle, _ in arrays), *(v.handle for v in self.values if v.handle)]
+        arrays = [array for group in self.boxes for array in group.arrays]
+        handles = [*(a.handle for a in arrays), *(v.handle for v in self.values if v.handle)]
         stores = (data.store.directory for handle in handles for _, data in handle.roots())
         is_remote = not all(place.is_local for place in (directory, *stores))
-        largest = max((array.box_bytes for _, array in arrays), default=0)
+        largest = max((array.box_bytes for array in arrays), default=0)
         limit = memory.limiter_bytes(max_memory, memory.cores(), largest, is_remote)
         return memory.MemoryLimiter(limit)
 
@@ -178,7 +179,7 @@ def write_item(
     Raises CorruptCheckpointError if stored bytes do not decode, or written bytes are missing, and
     DestinationError if a write fails.
     """
-    handles = [handle for group in share.boxes for handle, _ in group.arrays]
+    handles = [array.handle for group in share.boxes for array in group.arrays]
     digests = {handle.path: Digest(handle.shape, handle.dtype) for handle in handles}
     limiter = share.limiter(directory, max_memory)
     write = _write_files if share.files else _write_databases
@@ -195,8 +196,7 @@ def _write_files(
     limiter: memory.MemoryLimiter,
     report: Report,
 ) -> Written:
-    """Writes safetensors files into a directory. For a bucket they are made on this machine's disk
-    and uploaded."""
+    """Writes safetensors files; for a bucket on this machine's disk, and then uploads them."""
     target = directory / f"{name}0"
     with contextlib.ExitStack() as stack:
         folder = target if target.is_local else stack.enter_context(disk.temporary_directory())
@@ -208,11 +208,11 @@ def _write_files(
 
         def write_boxes(boxes: Sequence[_Filled]) -> None:
             done = set()
-            for box, values in boxes:
-                file, begin = places[box.handle.path]
-                shape = box.handle.shape
-                disk.write_box(file, begin, shape, box.box, values)
-                if shape_of(box.box)[1:] == shape[1:]:
+            for array, box, values in boxes:
+                file, begin = places[array.layout.path]
+                shape = array.layout.shape
+                disk.write_box(file, begin, shape, box, values)
+                if all(part.stop == size for part, size in zip(box[1:], shape[1:], strict=True)):
                     done.add(file)  # its rows are complete: their pages are not written again
             for file in done:
                 disk.write_back(file)
@@ -232,7 +232,9 @@ def _write_files(
     sync(target, [file.name for file in share.files])
     sizes = {f"{target.name}/{file.name}": file.nbytes for file in share.files}
     wrong = [path for path, nbytes in sizes.items() if (directory / path).file_bytes() != nbytes]
-    _check_written([f"`{directory / path}` is missing or truncated" for path in wrong])
+    if wrong:
+        problems = [f"`{directory / path}` is missing or truncated" for path in wrong]
+        raise CorruptCheckpointError(_NOT_WRITTEN, problems)
     return Written(files=sizes, chunks={path.rpartition("/")[2]: path for path in sizes})
 
 
@@ -244,8 +246,7 @@ def _write_databases(
     limiter: memory.MemoryLimiter,
     report: Report,
 ) -> Written:
-    """Writes databases, or plain zarr files. In a bucket several databases take turns, since a
-    commit is several requests, one after another."""
+    """Writes databases, or plain zarr files. In a bucket, slow commits overlap in several ones."""
     ocdbt = share.format.ocdbt
     count = 1 if directory.is_local or not ocdbt else memory.WINDOW
     names = [f"{name}{number}" for number in range(count)]
@@ -271,7 +272,8 @@ def _write_databases(
     missing = keys - (sum(databases.values()) if ocdbt else len(sizes))
     if missing and not share.format.omits_fill:
         problems.append(f"{missing} chunks are missing")
-    _check_written(problems)
+    if problems:
+        raise CorruptCheckpointError(_NOT_WRITTEN, problems)
     sync(directory, sizes)
     return Written(
         databases,
@@ -295,11 +297,6 @@ def sync(directory: Location, files: Collection[str]) -> None:
         folders = {file.rpartition("/")[0] for file in files}
         for file in [*files, *folders]:
             disk.sync(directory / file)
-
-
-def _check_written(problems: Sequence[str]) -> None:
-    if problems:
-        raise CorruptCheckpointError("the written data cannot be read back", problems)
 
 
 class Target:
@@ -326,17 +323,16 @@ class Target:
         """Encodes and writes boxes in one transaction. Its commit frees their memory."""
         transaction, store = self._begin(number)
         which = number % len(self._stores)
-        paths = {box.handle.path for box, _ in boxes}
+        paths = {array.layout.path for array, _, _ in boxes}
         for key in [key for key in self._arrays if key[0] not in paths]:
             del self._arrays[key]
         copies = []
-        for box, values in boxes:
-            key = box.handle.path, which
+        for array, box, values in boxes:
+            key = array.layout.path, which
             if key not in self._arrays:
-                self._arrays[key] = self._open(store, box.handle, box.array)
-            array = self._arrays[key].with_transaction(transaction)
-            write = array[box.box].write(values, can_reference_source_data_indefinitely=True)
-            copies.append(write.copy)
+                self._arrays[key] = self._open(store, array)
+            target = self._arrays[key].with_transaction(transaction)[box]
+            copies.append(target.write(values, can_reference_source_data_indefinitely=True).copy)
         self._commit(transaction, copies, reservations)
 
     def write_values(
@@ -363,27 +359,26 @@ class Target:
         for write in writes:
             wait_written(write, self._directory)
         wait = functools.partial(wait_written, transaction.future, self._directory)
-        # Noted before it begins: one that an interrupt lets nobody wait for would go on writing
-        # into a directory that is being removed.
+        # Before the commit begins: after an interrupt, a commit that nobody waits for would still
+        # write into a directory that is being removed.
         for reservation in reservations:
             reservation.free_after(wait, self._committed, transaction.future.done)
         transaction.commit_async()
 
     def _committed(self) -> None:
-        """Called after the commit of a batch and of all earlier ones. Hands each new data file to
-        the disk; the next call gives back its pages."""
+        """Hands new data files to the disk after a commit; the next call gives back their pages."""
         if self._data is not None and self._data.is_dir():
             for name in self._data.names():
                 if self._handed[name] < 2:
                     self._handed[name] += 1
                     disk.write_back(self._data / name)
 
-    def _open(self, store: ts.KvStore, handle: ArrayHandle, array: ArrayPlan) -> ts.TensorStore:
+    def _open(self, store: ts.KvStore, array: ArrayPlan) -> ts.TensorStore:
         """An array of the destination, whose metadata are written separately."""
-        metadata = self._format.metadata(handle, array.chunk)
+        metadata = self._format.metadata(array.handle, array.chunk)
         options = {"store_data_equal_to_fill_value": not self._format.omits_fill}
         spec = array_spec(self._format.driver, metadata, **options)
-        below = store / f"{stored_name(handle.path)}/"
+        below = store / f"{stored_name(array.layout.path)}/"
         return ts.open(spec, kvstore=below, context=self._context).result()
 
 
@@ -407,100 +402,85 @@ def write_chunks(
     todo = in_batches(units(share.boxes, limiter), limiter.limit // memory.WINDOW, limiter.limit)
     for number, filled in enumerate(read(todo, limiter)):
         filled.check()
-        pairs = zip(filled.batch.reads, filled.values, strict=True)
-        boxes = [whole for pair in pairs if (whole := _whole_box(*pair)) is not None]
+        boxes: list[_Filled] = []
+        reservations = [filled.reservation]
+        for (_, box, owner, _), values in zip(filled.batch.reads, filled.values, strict=True):
+            if isinstance(owner, _Pieces):
+                boxes += owner.finished(reservations)
+            elif values is not None:
+                boxes.append((owner, box, values))
         if boxes:
-            buffers = (box.buffer_reservation for box, _ in boxes)
-            write(number, boxes, [filled.reservation, *filter(None, buffers)])
-        for box, values in boxes:  # while other threads encode what is committed
-            digests[box.handle.path].add(box.box, values)
+            write(number, boxes, reservations)
+        for array, box, values in boxes:  # while other threads encode what is committed
+            digests[array.layout.path].add(box, values)
         report(sum(read.nbytes for read in filled.batch.reads))
-        # Only the transaction holds the buffers until it is committed.
-        boxes = pairs = values = None
+        boxes, values = [], None  # only the transaction holds the buffers until it is committed
 
 
-class _Box:
-    """A box that is read in one piece, or piece by piece into one buffer.
+class _Pieces:
+    """A box that is read piece by piece, one source chunk each, into one buffer. The batches of the
+    pieces do not count the buffer."""
 
-    Attributes:
-      left: the number of pieces that are not read yet.
-      buffer: the buffer of several pieces.
-      buffer_reservation: the bytes of the buffer, which the batches of its pieces do not count.
-    """
-
-    def __init__(self, handle: ArrayHandle, array: ArrayPlan, box: Box):
-        self.handle = handle
-        self.array = array
-        self.box = box
-        self.elements = math.prod(shape_of(box))
-        self.left = 1
-        self.buffer: np.ndarray | None = None
-        self.buffer_reservation: memory.Reservation | None = None
-
-    def pieces(self, limiter: memory.MemoryLimiter) -> Iterator[Unit]:
-        """The reads of its pieces, one source chunk each."""
-        pieces = list(source_pieces(self.array, self.box))
-        self.left = len(pieces)
-        nbytes = self.array.layout.consumer_bytes(self.elements)
-        for number, piece in enumerate(pieces):
-            read = Read(self.handle, piece, self, functools.partial(self._part, piece, limiter))
-            yield Unit([read], 0, 0, shared_bytes=0 if number else nbytes, own_batch=True)
-
-    def _part(self, piece: Box, limiter: memory.MemoryLimiter) -> list[Destination]:
-        if self.buffer is None:
-            self.buffer = np.empty(shape_of(self.box), self.handle.read_dtype)
-            self.buffer_reservation = limiter.reserve(
-                self.array.layout.consumer_bytes(self.elements)
+    def __init__(self, array: ArrayPlan, box: Box, limiter: memory.MemoryLimiter):
+        self._array = array
+        self._box = box
+        self._limiter = limiter
+        self._nbytes = array.layout.consumer_bytes(math.prod(shape_of(box)))
+        chunk = array.layout.source_chunk
+        first = [part.start // c * c for part, c in zip(box, chunk, strict=True)]
+        extent = tuple(part.stop - f for part, f in zip(box, first, strict=True))
+        self._left = [
+            tuple(
+                slice(max(p.start + f, b.start), min(p.stop + f, b.stop))
+                for p, f, b in zip(piece, first, box, strict=True)
             )
-        return [(piece, self.buffer[inside(piece, self.box)])]
+            for piece in grid_boxes(extent, chunk)
+        ]
+        self._buffer: np.ndarray | None = None
+
+    def units(self) -> Iterator[Unit]:
+        """The reads of the pieces."""
+        for number, piece in enumerate([*self._left]):
+            read = Read(self._array.handle, piece, self, functools.partial(self._part, piece))
+            yield Unit([read], 0, 0, shared_bytes=0 if number else self._nbytes, own_batch=True)
+
+    def _part(self, piece: Box) -> list[Destination]:
+        if self._buffer is None:
+            self._buffer = np.empty(shape_of(self._box), self._array.handle.read_dtype)
+            self._reservation = self._limiter.reserve(self._nbytes)
+        return [(piece, self._buffer[inside(piece, self._box)])]
+
+    def finished(self, reservations: list[memory.Reservation]) -> list[_Filled]:
+        """Called when a piece was read. The box, and no reference to it, after the last piece."""
+        self._left.pop()
+        if self._left or self._buffer is None:
+            return []
+        values, self._buffer = self._array.handle.rounded(self._buffer), None
+        reservations.append(self._reservation)
+        return [(self._array, self._box, values)]
 
 
 def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator[Unit]:
     """Boxes in order. Boxes of arrays that share stored chunks are read together. If an array is
     read in several passes, the chunks of a box are read one after another into one buffer."""
     for _, group, start, stop in groups:
-        for boxes in zip(*(array.boxes(start, stop) for _, array in group), strict=True):
-            together = [_Box(*pair, box) for pair, box in zip(group, boxes, strict=True)]
-            if group[0][1].serial:
-                yield from together[0].pieces(limiter)
+        layouts = [array.layout for array in group]
+        for boxes in zip(*(array.boxes(start, stop) for array in group), strict=True):
+            if group[0].serial:
+                yield from _Pieces(group[0], boxes[0], limiter).units()
                 continue
+            elements = math.prod(shape_of(boxes[0]))
             yield Unit(
-                [Read(box.handle, box.box, box) for box in together],
-                sum(box.elements * box.array.layout.read_itemsize for box in together),
-                sum(box.array.layout.consumer_bytes(box.elements) for box in together),
+                [Read(a.handle, box, a) for a, box in zip(group, boxes, strict=True)],
+                elements * sum(layout.read_itemsize for layout in layouts),
+                sum(layout.consumer_bytes(elements) for layout in layouts),
             )
-
-
-def _whole_box(read: Read, values: np.ndarray | None) -> _Filled | None:
-    """The box that a read completes, with its values as they are written; None if pieces of it are
-    left."""
-    box: _Box = read.owner
-    box.left -= 1
-    if box.left:
-        return None
-    if values is None:
-        assert box.buffer is not None
-        values, box.buffer = box.handle.rounded(box.buffer), None
-    return box, values
-
-
-def source_pieces(array: ArrayPlan, box: Box) -> Iterator[Box]:
-    """The parts of a box that lie in one source chunk each."""
-    chunk = array.layout.source_chunk
-    first = [part.start // c * c for part, c in zip(box, chunk, strict=True)]
-    extent = tuple(part.stop - f for part, f in zip(box, first, strict=True))
-    for piece in grid_boxes(extent, chunk):
-        yield tuple(
-            slice(max(p.start + f, b.start), min(p.stop + f, b.stop))
-            for p, f, b in zip(piece, first, box, strict=True)
-        )
 
 
 def copy_chunks(
     share: ItemShare, target: Target, limiter: memory.MemoryLimiter, report: Report
 ) -> int:
-    """Writes metadata, and copies stored values verbatim. While a batch is written, the next one is
-    read. Returns the number of their keys."""
+    """Writes metadata, and copies stored values, read ahead. Returns the number of their keys."""
     if metadata := share.metadata:
         reservation = limiter.reserve(sum(map(len, metadata.values())))
         target.write_values(0, metadata.items(), reservation)

@@ -49,6 +49,8 @@ REPLACED_SUFFIX = ".replaced-by-reshard"
 # Requests at once, and bytes of an object that is copied on the server.
 _REQUESTS = 32
 _LARGE = 16 << 20
+# Commands that `--resume` continues.
+_COMMANDS = ("reshard ckpt ", "reshard convert ", "reshard export ")
 RESUME = "resume=True continues it"
 OVERWRITE = "overwrite=True starts again"
 REWRITE = "resume=True writes their shares again"
@@ -252,11 +254,14 @@ def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
             problems.append("share 0, which also writes documents and other items, is not finished")
         problems += [f"begun: {line}" for line in writers(found.begun)]
         count = len(numbers)
+        commands = sorted({document["command"] for document in found.documents})
+        jobs = [c for c in commands if c.startswith(_COMMANDS) and "--shard" not in c]
+        hints = [f"{command.removesuffix(' --resume')} --resume" for command in jobs]
         raise DestinationError(
             f"{count} of {job.count} shares of `{job.destination}` {'is' if count == 1 else 'are'} "
             "not complete",
             problems,
-            [f"write the missing shares: {format_runs(numbers)}"],
+            hints or [f"write the missing shares: {format_runs(numbers)}"],
         )
     return whole
 

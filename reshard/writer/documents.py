@@ -19,7 +19,7 @@ import numpy as np
 from reshard import errors
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, stored_name
-from reshard.checkpoint import Checkpoint, Leaf, Source, empty_name
+from reshard.checkpoint import Checkpoint, Source, empty_name
 from reshard.engine.memory import cost_bytes
 from reshard.engine.plan import ArrayPlan
 from reshard.loader import detection
@@ -59,13 +59,21 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
 
 def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
     entries = {}
-    for path in _in_order(ckpt):
+    for path in _in_order(nested((path, path) for path in ckpt)):
         leaf = ckpt[path]
+        if isinstance(leaf, ArrayHandle):
+            value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": False}
+            if ckpt.source.metadata_apart and leaf.value_type == "jax.Array":
+                value["write_shape"] = list(meshes.shard_shape(leaf.shape, leaf.sharding))
+        elif isinstance(leaf, str):
+            value = {"value_type": "string", "skip_deserialize": False}
+        else:
+            value = {"value_type": empty_name(leaf), "skip_deserialize": True}
         entries[str(tuple(map(str, path)))] = {
             "key_metadata": [
                 {"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in path
             ],
-            "value_metadata": _value(leaf, ckpt.source.metadata_apart),
+            "value_metadata": value,
         }
     document = {"tree_metadata": entries, **ckpt.source.metadata}
     store = ckpt.source.store
@@ -83,30 +91,15 @@ def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
     return document
 
 
-def _in_order(paths: Iterable[Path]) -> Iterator[Path]:
-    """The paths with the positions of each list in ascending order. Orbax before 0.12 appends to
-    lists as it reads, and fails if a larger position comes first."""
-
-    def below(node: dict[Key, Any]) -> Iterator[Path]:
-        positions = all(isinstance(key, int) for key in node)
-        for key in sorted(node) if positions else node:
-            if isinstance(node[key], dict):
-                yield from below(node[key])
-            else:
-                yield node[key]
-
-    return below(nested((path, path) for path in paths))
-
-
-def _value(leaf: Leaf, described: bool) -> dict[str, Any]:
-    if isinstance(leaf, ArrayHandle):
-        value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": False}
-        if described and leaf.value_type == "jax.Array":
-            value["write_shape"] = list(meshes.shard_shape(leaf.shape, leaf.sharding))
-        return value
-    if isinstance(leaf, str):
-        return {"value_type": "string", "skip_deserialize": False}
-    return {"value_type": empty_name(leaf), "skip_deserialize": True}
+def _in_order(node: Mapping[Key, Any]) -> Iterator[Path]:
+    """The paths in a tree, with the positions of each list in ascending order. Orbax before 0.12
+    appends to lists as it reads, and fails if a larger position comes first."""
+    positions = all(isinstance(key, int) for key in node)
+    for key in sorted(node) if positions else node:
+        if isinstance(node[key], dict):
+            yield from _in_order(node[key])
+        else:
+            yield node[key]
 
 
 def _shardings(ckpt: Checkpoint) -> dict[str, str]:
@@ -194,18 +187,16 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> digest_re
 
 
 def read_again(
-    handles: Sequence[ArrayHandle],
-    arrays: Sequence[ArrayPlan],
-    record: digest_record.Record,
-    digest: bool,
+    arrays: Sequence[ArrayPlan], record: digest_record.Record, digest: bool
 ) -> tuple[list[ArrayHandle], list[ArrayHandle]]:
     """Arrays that are read only for their digests: recorded sources of cast and derived arrays, and
     with `digest` also arrays that are copied without a digest."""
-    pairs = [*zip(handles, arrays, strict=True)]
-    as_read = {h.stored.name for h, a in pairs if h.stored is not None and not a.verbatim}
-    roots = _stored(h for h in handles if h.stored is None)
+    stored = ((array.handle.stored, array.verbatim) for array in arrays)
+    as_read = {data.name for data, verbatim in stored if data is not None and not verbatim}
+    roots = _stored(array.handle for array in arrays if array.handle.stored is None)
     sources = [h for name, h in roots.items() if name not in as_read and record.digest(h)]
-    verbatim = [h for h, a in pairs if digest and a.verbatim and not record.digest(h)]
+    copied = (array.handle for array in arrays if digest and array.verbatim)
+    verbatim = [handle for handle in copied if not record.digest(handle)]
     return sources, verbatim
 
 
@@ -214,7 +205,8 @@ def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
     for handle in (*item.read_sources, *item.read_verbatim):
         yield handle.path, least_memory((handle,))
     if verify:
-        for handle, array in zip(item.handles, item.arrays, strict=True):
+        for array in item.arrays:
+            handle = array.handle
             if array.verbatim:
                 yield handle.path, least_memory((handle,))
                 continue
@@ -232,6 +224,22 @@ def item_record(
     compute. Reads the arrays that are read only for their digests. For arrays that are not read,
     the source's digests count. Raises CorruptCheckpointError if an array cannot be read, or
     differs from its recorded digest."""
+    texts = {}
+    if item.read_sources or item.read_verbatim:
+        texts = _read_digests(item, max_memory, report)
+    arrays = {
+        stored_name(h.path): digest_record.ArrayRecord(
+            name_of(h.dtype), h.shape, texts.get(h.path, item.record.digest(h))
+        )
+        for h in (array.handle for array in item.arrays)
+    }
+    return digest_record.record_of(item.ckpt, arrays, hashes)
+
+
+def _read_digests(
+    item: ItemPlan, max_memory: int, report: Callable[[int], None]
+) -> dict[Path, str]:
+    """Reads arrays that are read only for their digests. Returns those of verbatim copies."""
     # Apart, and by name: another leaf may have been renamed to the path of a source.
     sources = _stored(item.read_sources)
     by_name = [h.at((name,)) for name, h in sources.items()]
@@ -246,23 +254,15 @@ def item_record(
         )
     wrong = [h for name, h in sources.items() if item.record.digest(h) not in (None, found[name,])]
     if wrong:
-        told = [f"{format_path(h.path)}  {digest_record.stored_record(h)}" for h in wrong]
-        raise other_values(str(source.path), told, verify_hint(source))
-    arrays = {
-        stored_name(h.path): digest_record.ArrayRecord(
-            name_of(h.dtype), h.shape, texts.get(h.path, item.record.digest(h))
-        )
-        for h in item.handles
-    }
-    return digest_record.record_of(item.ckpt, arrays, hashes)
+        lines = [f"{format_path(h.path)}  {digest_record.stored_record(h)}" for h in wrong]
+        raise other_values(str(source.path), lines, verify_hint(source))
+    return texts
 
 
-def other_values(source: str, told: Sequence[str], hint: str) -> errors.CorruptCheckpointError:
+def other_values(source: str, lines: Sequence[str], hint: str) -> errors.CorruptCheckpointError:
     """The error for arrays that differ from their recorded digests, a line each."""
     return errors.CorruptCheckpointError(
-        f"values read from `{source}` do not match its recorded digests",
-        told,
-        [hint],
+        f"values read from `{source}` do not match its recorded digests", lines, [hint]
     )
 
 
@@ -278,15 +278,15 @@ def stored_arrays(store: ArrayStore, names: Iterable[str]) -> Iterator[ArrayHand
 
 
 def read_back(
-    handles_of: Callable[[Iterable[str]], Iterable[ArrayHandle]],
+    written: Iterable[ArrayHandle],
     arrays: Mapping[str, Mapping[str, Any]],
     max_memory: int,
     report: Callable[[int], None],
 ) -> dict[str, str]:
-    """Reads written arrays, by their names. Returns the name and the problem of each array that
-    cannot be read, or that differs from its new record."""
+    """Reads written arrays, and compares them with their new record, by their names. Returns the
+    name and the problem of each array that cannot be read, or differs."""
     try:
-        handles = [*handles_of(arrays)]
+        handles = [*written]
     except (
         errors.CorruptCheckpointError,
         errors.CheckpointFormatError,

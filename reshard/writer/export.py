@@ -10,19 +10,18 @@ from concurrent.futures import Executor
 from typing import Any
 
 from reshard import errors, tree, units
-from reshard.arrays import dtypes
 from reshard.arrays.handle import array_text, stored_name
 from reshard.checkpoint import Checkpoint, name_clashes
 from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
 from reshard.loader.json_documents import read_json
-from reshard.loader.safetensors import INDEX
+from reshard.loader.safetensors import INDEX, MAX_HEADER
 from reshard.storage import location
 from reshard.verify import values
 from reshard.writer import format as target_format
 from reshard.writer import planning, siblings
 from reshard.writer.plan import Plan
-from reshard.writer.save import check_share, execute
+from reshard.writer.save import execute
 
 # Leaves that a hint lists one by one.
 _NAMED = 8
@@ -130,7 +129,6 @@ def export(
       >>> reshard.diff("out/hf", ckpt).equal
       True
     """
-    check_share(share, resume, workers, executor)
     plan = plan_export(
         ckpt,
         destination,
@@ -139,7 +137,7 @@ def export(
         max_memory=max_memory,
         overwrite=overwrite,
     )
-    execute(plan, resume=resume, share=share, workers=workers, executor=executor, progress=progress)
+    execute(plan, resume, share, workers, executor, progress)
     return plan
 
 
@@ -159,12 +157,16 @@ def plan_export(
     problems = [*_unwritable(ckpt), *_clashes(ckpt), *_unlike(ckpt, model)]
     handles = [h for h in ckpt.arrays if target_format.why_not_written(h) is None]
     handles.sort(key=lambda handle: tree.natural(handle.path))
-    files = target_format.in_files(handles, units.parse_bytes(file_size))
-    form = target_format.safetensors_format(files)
-    if lines := target_format.header_problems(form.files):
-        problems.append(
-            errors.ArgumentError("too many tensors in a file", lines, ['file_size="1GB"'])
-        )
+    form = target_format.safetensors_format(handles, units.parse_bytes(file_size))
+    lines = [
+        f"`{file.name}`: a header of {units.format_bytes(len(file.header))}, but readers accept "
+        f"at most {units.format_bytes(MAX_HEADER)}"
+        for file in form.files
+        if len(file.header) - 8 > MAX_HEADER
+    ]
+    if lines:
+        hints = ['file_size="1GB"']
+        problems.append(errors.ArgumentError("too many tensors in a file", lines, hints))
     large = [file.name for file in form.files if file.nbytes > _MOST_COPIED]
     if large and place.path.startswith("s3:"):
         text = f"s3 copies no files of more than {units.format_bytes(_MOST_COPIED)}"
@@ -188,13 +190,7 @@ def plan_export(
     state = siblings.source_state([ckpt], opened=True)
     return planning.with_cost_errors(
         Export(
-            (item,),
-            tuple(copied),
-            place,
-            limit,
-            overwrite,
-            source_state=state,
-            notes=tuple(notes),
+            (item,), tuple(copied), place, limit, overwrite, source_state=state, notes=tuple(notes)
         ),
         problems,
     )
@@ -226,11 +222,6 @@ def _unwritable(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:
     if len(globs) > _NAMED:
         globs = list(dict.fromkeys(f"{tree.format_glob(path[:1])}/**" for path in reasons))
     hints = [f"reshard.select(ckpt, drop={tree.as_python(globs)}) leaves them out"]
-    arrays = [handle for handle in ckpt.arrays if handle.path in reasons]
-    floats = [handle.path for handle in arrays if dtypes.is_floating(handle.dtype)]
-    hints += [
-        f'reshard.cast(ckpt, "bfloat16", {tree.as_python(tree.format_glob(p))})' for p in floats[:1]
-    ]
     yield errors.TreeMismatchError(
         f"{units.count_of(len(reasons), 'leaf', 'leaves')} cannot be written as safetensors",
         [f"{tree.format_path(path)}: {why}" for path, why in reasons.items()],

@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from reshard.arrays.handle import ArrayHandle, Derived, StoredArray, stored_name
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
 from reshard.engine.batches import in_groups
-from reshard.loader.safetensors import DTYPES, MAX_HEADER
+from reshard.loader.safetensors import DTYPES
 from reshard.storage.array_store import ZarrVersion, name_problem
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import FOLDERS, PROCESS, StoredValue
@@ -72,15 +72,6 @@ def why_not_written(leaf: Leaf) -> str | None:
     return None
 
 
-def in_files(handles: Sequence[ArrayHandle], file_size: int) -> Iterator[File]:
-    """The files of arrays, in their order. Each has tensors of at most `file_size` bytes, unless
-    one tensor has more."""
-    groups = list(in_groups(handles, lambda handle: handle.nbytes, file_size)) or [[]]
-    for number, group in enumerate(groups, 1):
-        of = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        yield _file(f"model{of}.safetensors", group)
-
-
 def _file(name: str, handles: Sequence[ArrayHandle]) -> File:
     entries: dict[str, Any] = {"__metadata__": _ABOUT}
     offsets, end = {}, 0
@@ -101,16 +92,6 @@ def _file(name: str, handles: Sequence[ArrayHandle]) -> File:
 
 def _place(handle: ArrayHandle) -> tuple[int, bytes]:
     return _RANKS[_NAMES[handle.dtype]], stored_name(handle.path).encode()
-
-
-def header_problems(files: Sequence[File]) -> list[str]:
-    """Files whose headers are too large for readers, a line each."""
-    return [
-        f"`{file.name}`: a header of {units.format_bytes(len(file.header))}, but readers accept "
-        f"at most {units.format_bytes(MAX_HEADER)}"
-        for file in files
-        if len(file.header) - 8 > MAX_HEADER
-    ]
 
 
 def index(files: Sequence[File]) -> bytes:
@@ -202,15 +183,6 @@ class TargetFormat(ZarrVersion):
             return "safetensors"
         return f"{'OCDBT' if self.ocdbt else 'plain files'}, {'zarr3' if self.zarr3 else 'zarr2'}"
 
-    def __str__(self) -> str:
-        codec = "" if self.codec is None else f", {self.codec}"
-        size = (
-            ""
-            if self.file_bytes == _FILE_BYTES
-            else f", files of {units.format_bytes(self.file_bytes)}"
-        )
-        return f"{self.format}{codec}{size}"
-
     def encoding(self, handle: ArrayHandle) -> Encoding:
         """How an array's chunks are encoded. Raises ValueError if zarr has no such codec."""
         version = 3 if self.zarr3 else 2
@@ -276,8 +248,13 @@ def _encoding(
     return encoding if encoding.zarr_format == version else converted(encoding, version)
 
 
-def safetensors_format(files: Iterable[File]) -> TargetFormat:
-    """The format of an export."""
+def safetensors_format(handles: Sequence[ArrayHandle], file_size: int) -> TargetFormat:
+    """The format of an export: files with at most `file_size` bytes of tensors, or one tensor."""
+    groups = list(in_groups(handles, lambda handle: handle.nbytes, file_size)) or [[]]
+    files = []
+    for number, group in enumerate(groups, 1):
+        of = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        files.append(_file(f"model{of}.safetensors", group))
     encoding = parse_encoding(_ORBAX)
     return TargetFormat(False, False, None, _FILE_BYTES, False, False, encoding, tuple(files))
 
@@ -299,7 +276,7 @@ def target_format(
         hints = ['format="zarr2"', 'format="zarr3"']
         raise errors.ArgumentError(f"`{format}` is not a format", hints=hints)
     if ocdbt is not None and type(ocdbt) is not bool:
-        raise errors.ArgumentError(f"ocdbt is True, False or None, not `{ocdbt!r:.40}`")
+        raise errors.ArgumentError(f"ocdbt must be True, False or None, not `{ocdbt!r:.40}`")
     store = ckpt.source.store
     if codec is None and store.ranged:  # such files are not compressed, and Orbax's are
         codec = "zstd:1"
@@ -398,9 +375,9 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[errors.Reshard
 def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     """Arrays whose names cannot be names of directories, or are names of other files."""
     directory = ckpt.source.store.directory
-    names = [] if ckpt.source.is_foreign else directory.names()  # nothing beside it is copied
+    names = [] if ckpt.source.is_foreign else directory.names()  # none of its other files is copied
     taken = {name for name in names if is_sibling(ckpt, directory / name)}
-    if not ckpt.source.store.ocdbt:  # what is beside an array is beside it as before
+    if not ckpt.source.store.ocdbt:  # directories are arrays, in the source too
         taken = {name for name in taken if not (directory / name).is_dir()}
     taken |= WRITTEN - {*FOLDERS}  # which are in databases alone
     for array in ckpt.arrays:
@@ -447,9 +424,7 @@ def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
 def _file_above(
     form: TargetFormat, outer: ArrayHandle, inner: ArrayHandle, below: str
 ) -> str | None:
-    """The key of an outer array's chunk or metadata that an inner array needs as a file, or as a
-    directory. The inner array is `below` the outer one. None without a conflict. In an OCDBT
-    database there are no directories."""
+    """The key of an outer array that is also a file or directory of an inner one, `below` it."""
     chunks = form.encoding(outer).chunk_keys(len(outer.shape))
     first = form.encoding(inner).chunk_key((0,) * len(inner.shape))
     *directories, whole = itertools.accumulate(f"{below}/{first}".split("/"), "{}/{}".format)

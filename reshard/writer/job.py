@@ -277,8 +277,8 @@ def _lines(item: ItemPlan, loaded: bool) -> Iterator[str]:
     yield json.dumps(source.metadata, sort_keys=True)
     for path, leaf in ckpt.items():
         yield repr(path) if isinstance(leaf, ArrayHandle) else repr((path, leaf))
-    for handle, array in zip(item.handles, item.arrays, strict=True):
-        yield from _described(handle, loaded)
+    for array in item.arrays:
+        yield from _described(array.handle, loaded)
         yield repr((array.chunk, array.box, array.serial))
 
 

@@ -7,18 +7,18 @@ inside the target's: the source is opened with the destination's files and its o
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import tensorstore as ts
 
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.handle import stored_name
+from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import (
-    StoredValue,
     entry_copies,
     memory_manifest,
     new_context,
@@ -28,18 +28,36 @@ from reshard.storage.ocdbt import (
     wait_written,
 )
 from reshard.writer.arrays import Written
+from reshard.writer.format import TargetFormat
 from reshard.writer.plan import ItemPlan
 
+# The part of an item's stored bytes that is copied verbatim at least where data files are linked:
+# a conversion changes counters and random state, and nothing else.
+_MOST = 15 / 16
 # Data files are shared with the source if at least this part of them stays in use.
 _WORTH_LINKING = 0.5
 # The empty key below a path that is a whole key.
 _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
 
-def files_to_link(store: ArrayStore, values: Iterable[StoredValue]) -> dict[str, int] | None:
-    """The data files of the values that stay, with their bytes. None if linking is not worth it:
-    less than half of the files' bytes stay, and less than the source itself uses. Raises
-    CorruptCheckpointError if a file is missing."""
+def files_to_link(
+    store: ArrayStore, destination: Location | None, form: TargetFormat, arrays: Sequence[ArrayPlan]
+) -> dict[str, int] | None:
+    """The data files, with their bytes, that the destination shares with the source. None if
+    linking is impossible or not worth it: arrays are rewritten; or less than half of the files'
+    bytes stay, and less than the source itself uses. Raises CorruptCheckpointError if a file is
+    missing."""
+    directory = store.directory
+    every = sum(array.layout.stored_bytes for array in arrays)
+    verbatim = sum(array.layout.stored_bytes for array in arrays if array.verbatim)
+    if not (form.linkable and directory.is_local and verbatim and verbatim >= _MOST * every):
+        return None
+    if destination is not None and not (
+        destination.is_local and disk.device(directory) == disk.device(destination)
+    ):
+        return None
+    handles = (array.handle for array in arrays if array.verbatim)
+    values = [value for handle in handles for value in form.verbatim(handle) or ()]
     kept = {(v.file, v.offset): v.size for v in values if v.file is not None}
     used = {
         (v.file, v.offset): v.size
@@ -49,9 +67,9 @@ def files_to_link(store: ArrayStore, values: Iterable[StoredValue]) -> dict[str,
     }
     files = {}
     for file in dict.fromkeys(file for file, _ in kept):
-        size = (store.directory / file).file_bytes()
+        size = (directory / file).file_bytes()
         if size is None:
-            raise CorruptCheckpointError(f"the data file `{store.directory / file}` is missing")
+            raise CorruptCheckpointError(f"the data file `{directory / file}` is missing")
         files[file] = size
     stays = sum(kept.values())
     enough = stays >= min(sum(used.values()), _WORTH_LINKING * sum(files.values()))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,8 +69,7 @@ class ItemPlan:
     Attributes:
       ckpt: its tree.
       format: how its arrays are stored.
-      handles: its arrays.
-      arrays: the plan of each of them.
+      arrays: the plan of each of its arrays.
       files: data files to share with the source, and their bytes; None if none is shared.
       record: the recorded digests of the source.
       read_sources: recorded arrays that are read only for their digests: cast and derived arrays
@@ -80,7 +79,6 @@ class ItemPlan:
 
     ckpt: Checkpoint
     format: TargetFormat
-    handles: tuple[ArrayHandle, ...]
     arrays: tuple[ArrayPlan, ...]
     files: Mapping[str, int] | None
     record: Record
@@ -88,45 +86,35 @@ class ItemPlan:
     read_verbatim: Sequence[ArrayHandle]
 
     @property
-    def linked(self) -> list[ArrayHandle]:
-        """Arrays whose stored chunks stay in shared data files."""
-        return [h for h, array in self._pairs() if array.linked]
+    def handles(self) -> list[ArrayHandle]:
+        """Its arrays."""
+        return [array.handle for array in self.arrays]
 
     @property
-    def copied(self) -> list[ArrayHandle]:
-        """Arrays whose stored chunks are copied without decoding."""
-        return [h for h, array in self._pairs() if array.verbatim and not array.linked]
+    def linked(self) -> list[ArrayHandle]:
+        """Arrays whose stored chunks stay in shared data files."""
+        return [array.handle for array in self.arrays if array.linked]
 
     @property
     def rewritten(self) -> list[ArrayHandle]:
         """Arrays that are decoded and encoded."""
-        return [h for h, array in self._pairs() if not array.verbatim]
+        return [array.handle for array in self.arrays if not array.verbatim]
 
     def groups(self, number: int, in_memory: bool = False) -> list[BoxRange]:
         """The rewritten arrays of this item, which has a number, in groups that are read together:
         those made of values `in_memory`, or all others. An export has no group in memory: a share
         writes all of a file."""
-        handles = {handle.path: handle for handle in self.handles}
-        found = []
-        for group in co_read(self.arrays):
-            pairs = [(handles[array.layout.path], array) for array in group]
-            apart = not self.format.files and derived.from_memory(pairs[0][0])
-            if apart == in_memory:
-                count = grid_size(group[0].layout.shape, group[0].box or ())
-                found.append(BoxRange(number, pairs, 0, count))
-        return found
+        return [
+            BoxRange(number, group, 0, grid_size(group[0].layout.shape, group[0].box or ()))
+            for group in co_read(self.arrays)
+            if (not self.format.files and derived.from_memory(group[0].handle)) == in_memory
+        ]
 
-    def value_ranges(self, number: int, handles: Iterable[ArrayHandle]) -> list[ValueRange]:
-        """All stored values of some of its arrays."""
+    def value_ranges(self, number: int, linked: bool = False) -> list[ValueRange]:
+        """All stored values of the arrays that are copied verbatim, or that are to be linked."""
+        handles = [a.handle for a in self.arrays if a.verbatim and a.linked == linked]
         sizes = [(h, np.array([v.size for v in self.values(h)], np.int64)) for h in handles]
         return [ValueRange(number, h, sums(each), 0, len(each)) for h, each in sizes]
-
-    def pieces(self, number: int) -> list[BoxRange | ValueRange]:
-        """The work that shares divide."""
-        if files := self.format.files:
-            sizes = np.array([file.nbytes for file in files], np.int64)
-            return [ValueRange(number, None, sums(sizes), 0, len(files))]
-        return [*self.value_ranges(number, self.copied), *self.groups(number)]
 
     def share(self, number: int, pieces: Sequence[BoxRange | ValueRange], first: bool) -> ItemShare:
         """The share that has these pieces. The first share has the metadata of all arrays, too."""
@@ -138,7 +126,7 @@ class ItemPlan:
         files = [f for each in values for f in self.format.files[each.start : each.stop]]
         paths = {path for file in files for path in file.offsets}
         for group in self.groups(number):
-            if own := [pair for pair in group.arrays if pair[0].path in paths]:
+            if own := [array for array in group.arrays if array.layout.path in paths]:
                 boxes.append(group._replace(arrays=own))
         return ItemShare(number, self.format, metadata, [], boxes, files)
 
@@ -146,23 +134,20 @@ class ItemPlan:
     def reads_twice(self) -> bool:
         """Whether several shares would decode the same chunks: those of arrays in several files."""
         numbers = {path: n for n, file in enumerate(self.format.files) for path in file.offsets}
-        groups = (group.arrays for group in self.groups(0)) if numbers else ()
-        return any(len({numbers[handle.path] for handle, _ in pairs}) > 1 for pairs in groups)
+        groups = (group.arrays for group in self.groups(0))
+        return any(len({numbers[array.layout.path] for array in group}) > 1 for group in groups)
 
     def metadata(self) -> dict[str, bytes]:
         """Metadata of arrays, by their keys, unless they are copied from the source."""
         if self.format.files:
             return {}
         return {
-            f"{stored_name(h.path)}/{self.format.metadata_key}": self.format.metadata(
-                h, h.chunk_shape if array.verbatim else array.chunk
+            f"{stored_name(a.handle.path)}/{self.format.metadata_key}": self.format.metadata(
+                a.handle, a.handle.chunk_shape if a.verbatim else a.chunk
             )
-            for h, array in self._pairs()
-            if not (array.verbatim and self.format.is_verbatim(h))
+            for a in self.arrays
+            if not (a.verbatim and self.format.is_verbatim(a.handle))
         }
-
-    def _pairs(self) -> Iterator[tuple[ArrayHandle, ArrayPlan]]:
-        return zip(self.handles, self.arrays, strict=True)
 
     def values(self, handle: ArrayHandle) -> list[StoredValue]:
         """The stored values of an array that are copied verbatim."""
@@ -176,7 +161,8 @@ class ItemPlan:
 
     def documents(self, steps: bool) -> Iterator[dict[str, Any]]:
         """The arrays in the plan's JSON document; with `steps`, each has its step."""
-        for handle, array in self._pairs():
+        for array in self.arrays:
+            handle = array.handle
             saved = sharding_document(handle.saved_sharding)
             nbytes = handle.nbytes // handle.dtype.itemsize * array.layout.source_itemsize
             yield {
@@ -250,8 +236,15 @@ class Plan:
 
     @functools.cached_property
     def _pieces(self) -> list[BoxRange | ValueRange]:
-        """The work of all shares."""
-        return [piece for number, item in enumerate(self.items) for piece in item.pieces(number)]
+        """The work of all shares. Of an export, the files."""
+        pieces: list[BoxRange | ValueRange] = []
+        for number, item in enumerate(self.items):
+            if files := item.format.files:
+                sizes = np.array([file.nbytes for file in files], np.int64)
+                pieces.append(ValueRange(number, None, sums(sizes), 0, len(files)))
+            else:
+                pieces += [*item.value_ranges(number), *item.groups(number)]
+        return pieces
 
     def share_count(self, workers: int | None = None) -> int:
         """The number of shares: of about 1 GiB of stored bytes each, or smaller ones to have one
@@ -259,7 +252,7 @@ class Plan:
         share is empty."""
         nbytes = sum(a.bytes_written for item in self.items for a in item.arrays)
         wanted = max(math.ceil(nbytes / SHARE_BYTES), min(workers or 1, nbytes // _SMALLEST), 1)
-        if any(item.reads_twice for item in self.items):
+        if any(item.format.files and item.reads_twice for item in self.items):
             wanted = min(wanted, workers or 1)
         count = 0
         while wanted != count:
@@ -299,7 +292,15 @@ class Plan:
     @property
     def peak_memory(self) -> int:
         """The most bytes in flight."""
-        costs = [cost for array in self.arrays for cost in _costs(array)]
+        costs = []  # bytes of one step of rewriting or copying an array, and the number of steps
+        for array in self.arrays:
+            layout = array.layout
+            if array.box is not None:
+                steps = grid_size(layout.shape, array.box) / (array.serial or layout.co_read)
+                costs.append((array.box_bytes, math.ceil(steps)))
+            elif not array.linked:
+                steps = grid_size(layout.shape, array.chunk)
+                costs.append((copy_bytes(layout.largest_stored), steps))
         largest = max((cost for cost, _ in costs), default=0)
         limit = max(limiter_bytes(self.max_memory, cores(), largest, _is_remote(self)), largest)
         return min(sum(cost * count for cost, count in costs), limit)
@@ -341,7 +342,7 @@ class Plan:
     @functools.cached_property
     def rounded(self) -> derived.Rounded:
         """The arrays that a map computes and rounds."""
-        return derived.rounded(handle for item in self.items for handle in item.handles)
+        return derived.rounded(array.handle for array in self.arrays)
 
     @property
     def decoded_bytes(self) -> int:
@@ -364,8 +365,7 @@ class Plan:
 
     @property
     def amplification(self) -> tuple[float, float]:
-        """Decoded bytes for each byte that is needed when the target mesh loads the checkpoint:
-        from the source, and from the destination."""
+        """Decoded bytes for each byte that a restore on the target mesh needs, before and after."""
         total = self.decoded_bytes or 1
         before = sum(a.amplification[0] * a.decoded_bytes for a in self.arrays)
         after = sum(a.amplification[1] * a.decoded_bytes for a in self.arrays)
@@ -377,26 +377,24 @@ class Plan:
         meshes, and on the new one. None if no array has a mesh."""
         before, after = [], []
         for item in self.items:
-            layouts = [(h, a.layout) for h, a in zip(item.handles, item.arrays, strict=True)]
-            old = [(h.saved_sharding, a.source_shard, a.source_itemsize) for h, a in layouts]
-            new = [(h.sharding, a.target_shard, a.target_itemsize) for h, a in layouts]
+            layouts = [array.layout for array in item.arrays]
+            old = [(a.handle.saved_sharding, a.source_shard, a.source_itemsize) for a in layouts]
+            new = [(a.handle.sharding, a.target_shard, a.target_itemsize) for a in layouts]
             before.append(most_held(old))
             after.append(most_held(new))
         return max(filter(None, before), default=None), max(filter(None, after), default=None)
 
     @property
     def passes(self) -> float:
-        """How often each stored byte of rewritten arrays is fetched, on average; 1.0 if one pass
-        fits."""
+        """How often each stored byte of rewritten arrays is fetched, on average."""
         stored = sum(a.layout.stored_bytes for a in self.arrays if not a.verbatim)
         return sum(a.bytes_read for a in self.arrays if not a.verbatim) / stored if stored else 1.0
 
     def document(self, phrase: Callable[[str], str] = str) -> dict[str, Any]:
-        """The document of `reshard ckpt --dry-run --json`. `phrase` turns a hint into text; by
-        default hints are calls."""
+        """The document of `reshard ckpt --dry-run --json`. `phrase` turns a hint into text."""
         counts = ("bytes_read", "bytes_written", "decoded_bytes", "shared_bytes")
         counts += ("chunks_read", "chunks_written", "passes")
-        handles = [handle for item in self.items for handle in item.handles]
+        handles = (array.handle for array in self.arrays)
         shardings = [s for h in handles for s in (h.saved_sharding, h.sharding)]
         meshes = dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding))
         return {
@@ -459,7 +457,7 @@ class Plan:
             ),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
             *self._per_step(),
-            *[f"rounded  {self.rounded}"] * bool(self.rounded.arrays),
+            *([f"rounded  {self.rounded}"] if self.rounded.arrays else []),
         ]
         split = [a for a in self.arrays if not a.verbatim and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
@@ -470,23 +468,12 @@ class Plan:
         if len(split) > _SHOWN_SPLITS:
             lines.append(f"split    ... and {len(split) - _SHOWN_SPLITS} more")
         lines += [f"note     {note}" for note in self.notes]
-        lines += [f"problem  {problem}" for problem in self.problems]
+        lines += [f"problem  {problem}" for problem in lines_of(self.errors)]
         return "\n".join(lines)
 
 
 def _before_and_after(pair: tuple[Any, Any]) -> dict[str, Any]:
     return dict(zip(("before", "after"), pair, strict=True))
-
-
-def _costs(array: ArrayPlan) -> list[tuple[int, int]]:
-    """Bytes in flight of one step of rewriting or copying an array, and the number of steps."""
-    layout = array.layout
-    if array.linked:
-        return []
-    if array.box is None:
-        return [(copy_bytes(layout.largest_stored), grid_size(layout.shape, array.chunk))]
-    steps = grid_size(layout.shape, array.box) / (1 if array.serial else layout.co_read)
-    return [(array.box_bytes, math.ceil(steps))]
 
 
 def _is_remote(plan: Plan) -> bool:

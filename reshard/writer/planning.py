@@ -19,7 +19,6 @@ from reshard.loader.detection import MARKER, TREE_FILE, manager_steps, why_not_r
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
 from reshard.storage.location import Location, parse_location
-from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, as_python, format_path
 from reshard.units import format_bytes, parse_bytes, whole_kib
 from reshard.verify.digest_record import FILE
@@ -36,12 +35,9 @@ P = TypeVar("P", bound=Plan)
 _ESTIMATE_ERROR = 1.1
 # No codec makes weights smaller than by this factor.
 _MOST_COMPRESSION = 100
-# What earlier versions of this program have left beside a destination.
+# Names that unfinished jobs of earlier versions have next to a destination.
 _EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
 _EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
-# The part of an item's stored bytes that is copied verbatim at least where data files are linked:
-# a conversion changes counters and random state, and nothing else.
-_MOST = 15 / 16
 # Bytes in flight of a box of an export, so that most boxes are whole rows, one piece of a file.
 _LARGE_BOX = 192 << 20
 
@@ -92,9 +88,7 @@ def plan(
         concurrent.futures.ThreadPoolExecutor(1) as pool,  # both places may be far away
         checkpoints[0].source.root.cached_listing(),
     ):
-        checked = None
-        if place is not None:
-            checked = pool.submit(check_destination, place, checkpoints, overwrite)
+        checked = place and pool.submit(check_destination, place, checkpoints, overwrite)
         for each in checkpoints:
             each.source.directory.prefetch(below=place is not None, unseen=[FILE])
         items = tuple(
@@ -117,16 +111,9 @@ def plan(
             notes += [] if checked is None else checked.result()
         except errors.ReshardError as error:
             problems.insert(0, error)
+    notes = list(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))
     planned = Plan(
-        items,
-        tuple(found),
-        place,
-        limit,
-        overwrite,
-        verify,
-        digest,
-        state,
-        notes=tuple(dict.fromkeys([*(note for i in items for note in _notes(i)), *notes])),
+        items, tuple(found), place, limit, overwrite, verify, digest, state, notes=tuple(notes)
     )
     return with_cost_errors(planned, problems)
 
@@ -149,16 +136,15 @@ def with_cost_errors(plan: P, problems: Sequence[errors.ReshardError]) -> P:
 
 
 def _least_written(plan: Plan) -> int:
-    """The fewest bytes that a job writes. Of some arrays the plan knows only the decoded size.
-    Exact for safetensors files."""
+    """The fewest bytes that a job writes: less than planned where only decoded sizes are known."""
     if all(item.format.files for item in plan.items):
         return plan.bytes_written
     bounds = (
         array.bytes_written
         for item in plan.items
-        for handle, array in zip(item.handles, item.arrays, strict=True)
+        for array in item.arrays
         if not array.verbatim and array.layout.encoded_ratio == 1
-        if item.format.encoding(handle).compressors
+        if item.format.encoding(array.handle).compressors
     )
     saved = sum(bounds) * (1 - 1 / _MOST_COMPRESSION)
     return int((plan.bytes_written - saved) * _ESTIMATE_ERROR)
@@ -209,7 +195,7 @@ def _free_bytes(destination: Location) -> int:
     free = disk.free_bytes(destination)
     parent = destination.parent
     for name in parent.names() if parent.is_dir() else ():
-        if name.startswith(f"{UNFINISHED_PREFIX}{destination.name}."):  # gone on with, or removed
+        if name.startswith(f"{UNFINISHED_PREFIX}{destination.name}."):  # resumed, or removed
             free += disk.own_bytes(parent / name)
     return free
 
@@ -218,10 +204,10 @@ def check_apart(destination: Location, source: Location, what: str = "source") -
     """Raises DestinationError if one of the two is inside the other."""
     real, root = destination.resolved(), source.resolved()
     if real.below(root) is not None or root.below(real) is not None:
-        beside = "write to another path, check the result, then rename it"
+        elsewhere = "write to another path, check the result, then rename it"
         raise errors.DestinationError(
             f"the destination `{destination}` and the {what} `{source}` overlap",
-            hints=[beside if destination.is_local else "write to another prefix"],
+            hints=[elsewhere if destination.is_local else "write to another prefix"],
         )
 
 
@@ -298,8 +284,7 @@ def _check_directory(destination: Location, steps: Sequence[Source], overwrite: 
 
 
 def _check_prefix(destination: Location) -> list[str]:
-    """Notes about a destination in a bucket. Raises DestinationError if it may not be written. Its
-    objects are checked when the job begins."""
+    """Notes about a prefix in a bucket. Raises DestinationError if nothing may be written there."""
     parent = destination.parent
     if destination == parent:
         raise errors.DestinationError(
@@ -390,66 +375,40 @@ def plan_item(
     for group, numbers in enumerate(co_read_groups(whole)):
         decoded = decoded_together([whole[number] for number in numbers])
         groups |= dict.fromkeys(numbers, (group, len(numbers), decoded))
-    handles: list[ArrayHandle] = []
     arrays: list[ArrayPlan] = []
-    stored: list[list[StoredValue] | None] = []  # where it is copied verbatim
     for number, handle in enumerate(whole):
         try:
-            values = form.verbatim(handle)
-            layout = _layout(handle, form, values, sizes[number], *groups[number])
+            layout = _layout(handle, form, sizes[number], *groups[number])
             array = plan_array(layout, chunks, max_memory)
             form.check_chunk(handle, array.chunk)
             if form.files:
                 array = array.with_larger_boxes(min(_LARGE_BOX, max_memory // 4))
             arrays.append(array)
-            stored.append(values if array.verbatim else None)
-            handles.append(handle)
         except errors.ReshardError as error:
             problems.append(error)
-    arrays = with_passes(arrays, handles)
-    files = _files_to_link(ckpt, destination, form, arrays, stored) if link else None
+    arrays = with_passes(arrays)
+    files = files_to_link(ckpt.source.store, destination, form, arrays) if link else None
     if files is not None:
         arrays = [dataclasses.replace(array, linked=array.verbatim) for array in arrays]
     record = NO_RECORD
     try:
-        record = source_record(ckpt, handles)
+        record = source_record(ckpt, [array.handle for array in arrays])
     except errors.CorruptCheckpointError as error:
         problems.append(error)
-    sources, verbatim = read_again(handles, arrays, record, digest)
-    return ItemPlan(ckpt, form, tuple(handles), tuple(arrays), files, record, sources, verbatim)
-
-
-def _files_to_link(
-    ckpt: Checkpoint,
-    destination: Location | None,
-    form: TargetFormat,
-    arrays: Sequence[ArrayPlan],
-    stored: Sequence[list[StoredValue] | None],
-) -> dict[str, int] | None:
-    """The data files that the destination shares with the source; None if it shares none."""
-    directory = ckpt.source.store.directory
-    every = sum(array.layout.stored_bytes for array in arrays)
-    verbatim = sum(array.layout.stored_bytes for array in arrays if array.verbatim)
-    if not (form.linkable and directory.is_local and verbatim and verbatim >= _MOST * every):
-        return None
-    if destination is not None and not (
-        destination.is_local and disk.device(directory) == disk.device(destination)
-    ):
-        return None
-    return files_to_link(ckpt.source.store, [v for values in stored for v in values or ()])
+    sources, verbatim = read_again(arrays, record, digest)
+    return ItemPlan(ckpt, form, tuple(arrays), files, record, sources, verbatim)
 
 
 def _layout(
     handle: ArrayHandle,
     form: TargetFormat,
-    verbatim: Sequence[StoredValue] | None,
     sizes: Sequence[int],
     group: int,
     co_read: int,
     together: Decoded,
 ) -> ArrayLayout:
-    """The planner's facts about an array. It is stored in `sizes` bytes a chunk, may be copied as
-    its stored values `verbatim`, and belongs to a co-read group."""
+    """The planner's facts about an array, with stored bytes of each chunk and its co-read group."""
+    verbatim = form.verbatim(handle)
     if not isinstance(handle.data, Derived):
         stored = sum(sizes)
     elif verbatim is not None:
@@ -459,8 +418,14 @@ def _layout(
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
     cell = math.prod(shape_of(first_cell(handle)))
     alone = together if co_read == 1 else decoded_together([handle])
-    layout = ArrayLayout(
-        path=handle.path,
+    compressed = verbatim is not None or (
+        not form.files
+        and handle.dtype == handle.stored_dtype
+        and all(data.encoding.compressors for _, data in handle.roots())
+        and form.encoding(handle).compressors
+    )
+    return ArrayLayout(
+        handle=handle,
         shape=handle.shape,
         source_itemsize=handle.stored_dtype.itemsize,
         target_itemsize=handle.dtype.itemsize,
@@ -471,22 +436,12 @@ def _layout(
         stored_bytes=stored,
         largest_stored=max(sizes, default=0),
         same_bytes=verbatim is not None,
-        encoded_ratio=stored / decoded if decoded and sizes else 1.0,
+        encoded_ratio=stored / decoded if compressed and decoded and sizes else 1.0,  # at most
         chunk_bytes=alone.nbytes,
         amplification=_amplification(alone, cell),
         group=group,
         co_read=co_read,
         group_bytes=together.nbytes,
-    )
-    if verbatim is not None:
-        return layout
-    kinds = {bool(data.encoding.compressors) for _, data in handle.roots()}
-    if form.files or handle.dtype != handle.stored_dtype or False in kinds:
-        return dataclasses.replace(layout, encoded_ratio=1.0)  # at most
-    return (
-        layout
-        if form.encoding(handle).compressors
-        else dataclasses.replace(layout, encoded_ratio=1.0)
     )
 
 
@@ -495,20 +450,18 @@ def _amplification(decoded: Decoded, elements: int) -> float:
     return max(decoded.elements / elements, 1.0) if elements else 1.0
 
 
-def with_passes(plans: Sequence[ArrayPlan], handles: Sequence[ArrayHandle]) -> list[ArrayPlan]:
-    """The plans with their passes. In a co-read group, each array reads its part of the shared
-    chunks."""
-    by_path = {handle.path: handle for handle in handles}
+def with_passes(plans: Sequence[ArrayPlan]) -> list[ArrayPlan]:
+    """The plans with their passes: arrays of a co-read group share the cost of their chunks."""
     passes: dict[Path, float] = {}
     for group in co_read(plans):
         if len(group) > 1 and not group[0].serial:
-            members = [by_path[array.layout.path] for array in group]
+            members = [array.handle for array in group]
             cell = math.prod(shape_of(first_cell(members[0])))
             each = _amplification(decoded_together(members), cell * len(members))
-            passes |= {array.layout.path: each for array in group}
+            passes |= {handle.path: each for handle in members}
     return [
-        dataclasses.replace(array, passes=found)
-        if (found := passes.get(array.layout.path))
+        dataclasses.replace(array, passes=passes[array.layout.path])
+        if array.layout.path in passes
         else array
         for array in plans
     ]

@@ -10,13 +10,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard import errors
 from reshard.arrays.digests import Digest
 from reshard.arrays.dtypes import parse_dtype
-from reshard.arrays.handle import ArrayHandle, stored_name
+from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.run import check_tasks, check_workers, run_tasks
 from reshard.loader import open as open_checkpoint
@@ -26,18 +26,11 @@ from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import MANIFEST, build_root, node_files, ocdbt_spec, stage_spec
 from reshard.tree import format_path
-from reshard.verify.digest_record import FILE, stored_record
+from reshard.verify.digest_record import FILE
 from reshard.verify.values import Progress, counted
 from reshard.writer import commit as committing
 from reshard.writer import documents, siblings
-from reshard.writer.arrays import (
-    CACHE_BYTES,
-    ItemShare,
-    Report,
-    Written,
-    sync,
-    write_item,
-)
+from reshard.writer.arrays import CACHE_BYTES, ItemShare, Report, Written, sync, write_item
 from reshard.writer.commit import Result
 from reshard.writer.job import (
     ROOT,
@@ -55,7 +48,7 @@ from reshard.writer.planning import plan
 
 # Documents that are written, or read, at once.
 _DOCUMENTS = 32
-# How often a share looks whether the job that it belongs to goes on.
+# Seconds after which a share checks again that its job has not ended.
 _LOOK_SECONDS = 1.0
 
 
@@ -136,7 +129,6 @@ def save(
       >>> [str(mesh) for mesh in reshard.open("out/1000").meshes]
       ['data=1,model=8']
     """
-    check_share(share, resume, workers, executor)
     planned = plan(
         ckpt,
         destination,
@@ -151,28 +143,11 @@ def save(
         digest=digest,
         verify=verify,
     )
-    return execute(
-        planned,
-        resume=resume,
-        share=share,
-        workers=workers,
-        executor=executor,
-        progress=progress,
-    )
-
-
-def check_share(share: object, resume: bool, workers: object, executor: object) -> None:
-    """Raises ArgumentError if a share is combined with an option for a whole job."""
-    if share is not None and (resume or workers is not None or executor is not None):
-        raise errors.ArgumentError(
-            "a share cannot be combined with resume, workers or executor",
-            hints=["leave these out"],
-        )
+    return execute(planned, resume, share, workers, executor, progress)
 
 
 def execute(
     plan: Plan,
-    *,
     resume: bool = False,
     share: tuple[int, int] | None = None,
     workers: int | None = None,
@@ -180,29 +155,32 @@ def execute(
     progress: Progress | None = None,
 ) -> Plan:
     """Executes a plan, completely or not at all. Arguments and errors are those of `save`."""
+    if share is not None and (resume or workers is not None or executor is not None):
+        text = "a share cannot be combined with resume, workers or executor"
+        raise errors.ArgumentError(text, hints=["leave these out"])
     errors.raise_all(plan.errors)
-    check_workers(workers)
-    shared = share is not None or workers is not None or executor is not None
-    begun = _begun(plan, resume, share, shared, workers)
+    by_tasks = workers is not None or executor is not None
+    if by_tasks:
+        check_workers(workers)
+    begun = _begun(plan, resume, share, by_tasks, workers)
     if begun is None:
         return plan
     attempt, parts = begun
     job = attempt.job
     numbers = range(job.count) if share is None else [share[0]]
-    shares = plan.shares(job.count)
-    shares = [shares[number] for number in numbers if str(number) not in parts]
+    every = plan.shares(job.count)
+    shares = [every[number] for number in numbers if str(number) not in parts]
     unshared = UNSHARED not in parts and 0 in numbers
     whole = sum(each.nbytes for each in shares) + unshared * unshared_bytes(plan)
     whole += (share is None and plan.verify) * plan.decoded_bytes
-    with _unchanged(plan, job.directory if share is None else None):
-        report = counted(whole, progress)
-        writes_unshared = functools.partial(write_unshared, plan, attempt) if unshared else None
-        tasks = None
-        if share is None and shared:
-            tasks = [ShareTask(job, attempt.begun, each) for each in shares]
+    report = counted(whole, progress)
+    writes_unshared = functools.partial(write_unshared, plan, attempt) if unshared else None
+    tasks = [ShareTask(job, attempt.begun, each) for each in shares]
+    with _source_errors(plan, job, alone=share is None):
+        if by_tasks:
             check_tasks(tasks, executor)
         with committing.attempted(attempt, whole=share is None):
-            if tasks is not None:
+            if by_tasks:
                 run_tasks(
                     tasks,
                     report,
@@ -220,72 +198,74 @@ def execute(
                 # Digests of an earlier run are of what it read; what it wrote may have changed.
                 written = (each for part in parts.values() for each in written_of(part).values())
                 doubted = {name for each in written for name in each.digests}
-                state = functools.partial(siblings.source_state, plan.checkpoints)
-                complete(attempt, state, report, plan.overwrite, plan.verify, doubted)
+                source = plan.checkpoints
+                complete(attempt, report, plan.overwrite, plan.verify, doubted, source)
     return plan
 
 
 def _begun(
-    plan: Plan,
-    resume: bool,
-    share: tuple[int, int] | None,
-    shared: bool,
-    workers: int | None,
+    plan: Plan, resume: bool, share: tuple[int, int] | None, by_tasks: bool, workers: int | None
 ) -> tuple[Attempt, Mapping[str, Mapping[str, Any]]] | None:
-    """An attempt at the job of a plan, or at one share of it, and the documents of the parts that
-    are already written. None if the job to resume is complete."""
+    """An attempt, and the documents of parts that are written. None if the job is complete."""
     destination = plan.destination
     if destination is None:
         raise errors.ArgumentError("no destination was given")
     if share is not None:
         plan.share(*share)  # is there one?
-    token = job_token(plan, loaded=not shared)
+    token = job_token(plan, loaded=share is None and not by_tasks)
     with committing.disk_errors(destination):
         begun = committing.begin(
-            destination,
-            token,
-            resume=resume,
-            overwrite=plan.overwrite,
-            shared=share is not None,
+            destination, token, resume=resume, overwrite=plan.overwrite, shared=share is not None
         )
     if begun is None:
         return None
     directory, found, ignored = begun
     items = tuple(item.directory(destination).below(destination) or "" for item in plan.items)
-    then = None if found is None else found.count
-    count = share[1] if share else then or plan.share_count(workers)
+    earlier = None if found is None else found.count
+    count = share[1] if share else earlier or plan.share_count(workers)
     job = Job(destination, directory, items, token, count, ignored)
-    if then not in (None, count):
-        text = f"the job of `{destination}` has {then} shares, not {count}"
-        hints = [f"share=(..., ...) of {then} shares writes one of them"]
+    if earlier not in (None, count):
+        text = f"the job of `{destination}` has {earlier} shares, not {count}"
+        hints = [f"share=(..., ...) of {earlier} shares writes one of them"]
         raise errors.DestinationError(text, hints=hints)
     return Attempt(job), {} if found is None else committing.whole_parts(job, found)
 
 
 @contextlib.contextmanager
-def _unchanged(plan: Plan, directory: Location | None) -> Iterator[None]:
-    """Raises CorruptCheckpointError if an error was caused by a change of the source since the plan
-    was made. Then it deletes the directory that a job of this process alone has written on a
-    disk."""
+def _source_errors(plan: Plan, job: Job, alone: bool) -> Iterator[None]:
+    """Raises CorruptCheckpointError instead if the source has changed since the plan was made. Then
+    it deletes the directory that a job of this process alone has written on a disk."""
     try:
         yield
     except (errors.ReshardError, OSError) as error:
-        changed = siblings.changed_paths(plan.source_state, siblings.source_state(plan.checkpoints))
         cause = error.__cause__
-        gone = Location(str(cause.filename)) if isinstance(cause, FileNotFoundError) else None
-        if not changed and gone and gone.below(plan.checkpoints[0].source.root):
-            changed = [str(gone)]
-        if not changed:
-            raise
-        if directory is not None and directory.is_local and plan.destination is not None:
+        missing = Location(str(cause.filename)) if isinstance(cause, FileNotFoundError) else None
+        if missing is not None and not missing.below(plan.checkpoints[0].source.root):
+            missing = None
+        check_source(plan.source_state, job, plan.checkpoints, error, missing, alone)
+        raise
+
+
+def check_source(
+    before: Mapping[str, str],
+    job: Job,
+    checkpoints: Sequence[Checkpoint],
+    error: Exception | None = None,
+    missing: Location | None = None,
+    alone: bool = False,
+) -> None:
+    """Raises CorruptCheckpointError if the source is not as `before`, or a file is `missing`."""
+    now = siblings.source_state(checkpoints, paths=before)
+    changed = [path for path in {**before, **now} if before.get(path) != now.get(path)]
+    if changed or missing is not None:
+        if alone and job.directory.is_local:
             with contextlib.suppress(OSError):
-                committing.remove_aside(plan.destination, directory)
-        raise _source_changed(changed) from error
-
-
-def _source_changed(changed: Sequence[str], *hints: str) -> errors.CorruptCheckpointError:
-    told = [f"`{path}`" for path in changed]
-    return errors.CorruptCheckpointError("the source changed during the job", told, hints)
+                committing.remove_aside(job.destination, job.directory)
+        raise errors.CorruptCheckpointError(
+            "the source changed during the job",
+            [f"`{path}`" for path in changed or [missing]],
+            [committing.restart_hint(job.directory)] if job.directory.exists() else [],
+        ) from error
 
 
 # The parts.
@@ -296,7 +276,7 @@ class ShareTask:
     """A share for a process that knows nothing else of the job.
 
     Attributes:
-      begun: the document of the process that commits, which exists while the job goes on.
+      begun: the document of the process that commits, which exists until the job ends.
     """
 
     job: Job
@@ -343,7 +323,7 @@ def write_share(attempt: Attempt, share: Share, report: Report) -> None:
 def unshared_bytes(plan: Plan) -> int:
     """The bytes that `write_unshared` reports."""
     again = [h for item in plan.items for h in (*item.read_sources, *item.read_verbatim)]
-    made = [h for i in plan.items for group in i.groups(0, True) for h, _ in group.arrays]
+    made = [a.handle for i in plan.items for group in i.groups(0, True) for a in group.arrays]
     return sum(h.nbytes for h in (*again, *made)) + sum(s.nbytes for s in plan.siblings)
 
 
@@ -394,8 +374,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
 
 
 def _last_files(files: Collection[str], exported: Sequence[str]) -> list[str]:
-    """The files that are written last in a bucket: commit markers; for an export its index, or else
-    the configuration, or the weights."""
+    """The files that are written last in a bucket: markers, or the index of an export."""
     if not exported:
         return [path for path in files if path.endswith(MARKER)]
     return [next(name for name in (INDEX, "config.json", *exported) if name in {*files, *exported})]
@@ -408,7 +387,7 @@ def _write_item(
     directory = attempt.job.item_directory(number)
     linked, spare = link_files(item, directory)
     groups = item.groups(number, in_memory=True)
-    values = [] if linked else item.value_ranges(number, item.linked)
+    values = [] if linked else item.value_ranges(number, linked=True)
     written = found = Written()
     if values or groups:
         share = ItemShare(number, item.format, {}, values, groups)
@@ -437,10 +416,7 @@ def _entry(
         "verify": documents.verify_hint(item.ckpt.source),
         "record": json.loads(record.dump()),
         "rewritten": {
-            stored_name(h.path): (
-                item.record.digest(h),
-                f"{format_path(h.path)}  {stored_record(h)}",
-            )
+            stored_name(h.path): (item.record.digest(h), format_path(h.path))
             for h in item.rewritten
         },
     }
@@ -491,9 +467,9 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         )
     kinds = {(p, d["job"], d["count"]) for p, found in jobs.items() for d in found.documents}
     if len(kinds) > 1:
-        told = [f"`{path}`: a job of {count} shares" for path, _, count in sorted(kinds)]
+        lines = [f"`{path}`: a job of {count} shares" for path, _, count in sorted(kinds)]
         hints = [committing.restart_hint(path) for path in jobs]
-        raise errors.DestinationError(f"several unfinished jobs exist for `{place}`", told, hints)
+        raise errors.DestinationError(f"several unfinished jobs exist for `{place}`", lines, hints)
     [(directory, found)] = jobs.items()
     about = found.documents[0]
     job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])
@@ -504,29 +480,26 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     attempt = Attempt(job)
     with committing.attempted(attempt, whole=True):
         report = counted(sum(nbytes) if verify else 0, progress)
-        state = functools.partial(siblings.state_of, [*map(parse_location, unshared["source"])])
-        complete(attempt, state, report, overwrite, verify)
+        complete(attempt, report, overwrite, verify)
     return True
 
 
 def complete(
     attempt: Attempt,
-    state: Callable[[], Mapping[str, str]],
     report: Report,
     overwrite: bool,
     verify: bool,
     doubted: Collection[str] = (),
+    checkpoints: Sequence[Checkpoint] = (),
 ) -> None:
     """Commits a job whose parts are all written, if the source has not changed: merges databases
     and digests. If it is to `verify`, it first reads back all arrays; otherwise it reads back
     the arrays whose names are `doubted`."""
     job = attempt.job
     with concurrent.futures.ThreadPoolExecutor(_DOCUMENTS) as pool:
-        now = pool.submit(state)
         parts = committing.chosen(job, look(job.directory))
         unshared = parts[UNSHARED]
-        if changed := siblings.changed_paths(unshared["source"], now.result()):
-            raise _source_changed(changed, committing.restart_hint(job.directory))
+        unchanged = pool.submit(check_source, unshared["source"], job, checkpoints)
         staged = {path: name for path, (name, _) in unshared["files"].items()}
         hashes = {
             staged[job.path(number, name)]: text
@@ -534,10 +507,11 @@ def complete(
             for name, text in entry["record"]["files"].items()
         }
         hashed = pool.map(lambda name: (job.directory / name).sha256(), hashes)
+        unchanged.result()
         written = [written_of(document) for document in parts.values()]
         files: dict[str, bytes | str] = {**staged}
         kept: list[str] = []
-        checks = []
+        checked: dict[int, tuple[bytes | None, Mapping[str, Any]]] = {}
         for number, entry in enumerate(unshared["entries"]):
             own = [each[number] for each in written if number in each]
             arrays = _with_digests(entry, own)
@@ -551,12 +525,9 @@ def complete(
                 files[job.path(number, MANIFEST)] = manifest
                 data = (file for each in own for file in each.files)
                 kept += [job.path(number, file) for file in dict.fromkeys([*data, *nodes])]
-            checked = {name: a for name, a in arrays.items() if verify or name in doubted}
-            if checked and (manifest or job.destination.is_local):
-                handles = functools.partial(_unpublished, attempt, number, entry, manifest)
-                limit = unshared["max_memory"]
-                read = functools.partial(documents.read_back, handles, checked, limit, report)
-                checks.append((number, read))
+            again = {name: a for name, a in arrays.items() if verify or name in doubted}
+            if again and (manifest or job.destination.is_local):
+                checked[number] = manifest, again
         if wrong := [n for n, found in zip(hashes, hashed, strict=True) if found != hashes[n]]:
             text = "the values read back differ from those written"
             places = [f"`{job.directory / name}`" for name in wrong]
@@ -566,31 +537,34 @@ def complete(
     needed = {path for document in parts.values() for path, _ in committing.needed(job, document)}
     dropped = [path for path in needed - {*kept} if not is_of_an_attempt(path)]
     result = Result(files, markers, kept, dropped, unshared["folders"])
-    check = functools.partial(_check, job, parts, result, checks)
+    check = functools.partial(_check, attempt, parts, result, checked, report)
     committing.publish(attempt, result, overwrite, check)
 
 
 def _check(
-    job: Job,
+    attempt: Attempt,
     parts: Mapping[str, Mapping[str, Any]],
     result: Result,
-    checks: Iterable[tuple[int, Callable[[], Mapping[str, str]]]],
+    checked: Mapping[int, tuple[bytes | None, Mapping[str, Any]]],
+    report: Report,
 ) -> None:
     """Reads back arrays of items. Raises CorruptCheckpointError if values differ, and discards the
     parts that wrote them."""
-    for number, read in checks:
-        if wrong := read():
+    unshared = parts[UNSHARED]
+    for number, (manifest, arrays) in checked.items():
+        entry = unshared["entries"][number]
+        handles = _unpublished(attempt, number, entry, manifest, arrays)
+        if wrong := documents.read_back(handles, arrays, unshared["max_memory"], report):
             bad = {}
             for part, document in parts.items():
                 own = written_of(document).get(number, Written()).digests
                 if not wrong.keys().isdisjoint(own):
                     bad[part] = document
-            committing.discard(job, bad, result)
-            verify = parts[UNSHARED]["entries"][number]["verify"]
+            committing.discard(attempt.job, bad, result)
             raise errors.CorruptCheckpointError(
                 documents.NOT_READ_BACK,
                 list(wrong.values()),
-                [committing.REWRITE if bad else verify],
+                [committing.REWRITE if bad else entry["verify"]],
             )
 
 
@@ -618,8 +592,7 @@ def _unpublished(
     manifest: bytes | None,
     names: Iterable[str],
 ) -> Iterator[ArrayHandle]:
-    """The arrays of an item with these names, before the commit. In a bucket, the manifest then has
-    another name."""
+    """The arrays of an item with these names, before the commit."""
     directory, place = attempt.job.item_directory(number), None
     if entry["format"] == "safetensors":
         yield from (h for h in open_checkpoint(directory).arrays if stored_name(h.path) in names)
@@ -638,18 +611,19 @@ def _with_digests(entry: Mapping[str, Any], written: Sequence[Written]) -> dict[
     source."""
     wrong, short = [], []
     arrays = dict(entry["record"]["arrays"])
-    for name, (expected, told) in entry["rewritten"].items():
+    for name, (expected, path) in entry["rewritten"].items():
         array = arrays[name]
-        digest = Digest(tuple(array["shape"]), parse_dtype(array["dtype"]))
+        shape = tuple(array["shape"])
+        digest = Digest(shape, parse_dtype(array["dtype"]))
         for each in written:
             if name in each.digests:
                 digest.merge(each.digests[name])
         if not digest.complete:
-            short.append(told)
+            short.append(f"{path}  {array_text(array['dtype'], shape)}")
             continue
         text = digest.text()
         if expected not in (None, text):
-            wrong.append(told)
+            wrong.append(f"{path}  {array_text(array['dtype'], shape)}")
         arrays[name] = {**array, "digest": text}
     if short:
         raise errors.CorruptCheckpointError("the shares do not hold each array exactly once", short)

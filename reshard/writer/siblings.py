@@ -3,7 +3,7 @@ of them has changed."""
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from reshard.checkpoint import Checkpoint
@@ -24,25 +24,15 @@ from reshard.loader.detection import (
     step_directories,
 )
 from reshard.storage.disk import Entry
-from reshard.storage.location import Location
+from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
 
 # Names in an item's directory that the writer makes itself, but for arrays and staged databases.
-WRITTEN = frozenset(
-    {
-        TREE_FILE,
-        SHARDING_FILE,
-        ARRAYS_FOLDER,
-        STRINGS_FILE,
-        MANIFEST,
-        *FOLDERS,
-        MARKER,
-        *RECORD_FILES,
-    }
-)
-# What begins so is a job's, beside its destination. Orbax neither lists nor removes it: it would
-# take a name that ends in digits for a step, and its CheckpointManager removes what has Orbax's
-# own temporary suffix.
+WRITTEN = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER, STRINGS_FILE, MANIFEST, MARKER})
+WRITTEN |= {*FOLDERS, *RECORD_FILES}
+# The prefix of a job's directory, next to its destination. Orbax does not list or remove it. Orbax
+# would take a name that ends in digits for a step, and its CheckpointManager removes names with
+# Orbax's own temporary suffix.
 UNFINISHED_PREFIX = ".reshard-"
 # Files that may be written at any time.
 NO_STATE = RECORD_FILES
@@ -88,12 +78,12 @@ def siblings(checkpoints: Sequence[Checkpoint]) -> list[Sibling]:
 def _sibling_roots(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Paths, below the root, of the topmost siblings."""
     root = checkpoints[0].source.root
-    if checkpoints[0].source.is_foreign:  # beside files of another format, nothing is Orbax's
+    if checkpoints[0].source.is_foreign:  # files of another format have no siblings
         return []
     skips: dict[str, Callable[[str], bool]] = {}  # names in a folder that are none
     if checkpoints[0].source.kind == "manager":
         steps = set(step_directories(root).values())
-        if not root.is_local:  # where steps are told by their names, as `logs_2024` might be
+        if not root.is_local:  # where names alone show steps, as `logs_2024` would
             steps = {name for name in steps if name.isdigit() or is_step(root / name)}
         skips[""] = lambda name: name in steps or TEMPORARY in name
     for c in checkpoints:
@@ -139,51 +129,43 @@ def copy_siblings(
     bucket, several files are copied at once, if they fit into memory."""
     files = [sibling for sibling in found if sibling.is_file]
     here = directory.is_local and all(sibling.source.is_local for sibling in files)
-    told = report if here else lambda nbytes: None  # by one thread alone
     names = {sibling.path: str(number) for number, sibling in enumerate(files)}
 
     def copy(sibling: Sibling) -> None:
-        sibling.source.copy(directory / names[sibling.path], told, sibling.entry.nbytes)
+        sibling.source.copy(directory / names[sibling.path], sibling.entry.nbytes)
 
     with concurrent.futures.ThreadPoolExecutor(_COPIES) as pool:
         count = 1 if here else _COPIES
         for some in in_groups(files, lambda s: copy_bytes(s.nbytes), max_memory, count):
             run = map if len(some) == 1 else pool.map
             for sibling, _ in zip(some, run(copy, some), strict=True):
-                if not here:
-                    report(sibling.nbytes)
+                report(sibling.nbytes)
     return {sibling.path: (names[sibling.path], sibling.entry.nbytes) for sibling in files}
 
 
-def source_state(checkpoints: Sequence[Checkpoint], opened: bool = False) -> dict[str, str]:
-    """A hash for each item's directory and each sibling: of its files' names, sizes and times. For
-    items that were `opened` from a bucket, the state at that time.
+def source_state(
+    checkpoints: Sequence[Checkpoint], opened: bool = False, paths: Iterable[str] = ()
+) -> dict[str, str]:
+    """A hash for each item's directory and each sibling, or for other `paths`: of its files' names,
+    sizes and times. For items that were `opened` from a bucket, the state at that time.
 
     Without records of digests, which may be written at any time; and without siblings of steps in a
     manager's root, where a training may be writing its logs.
     """
-    known = {c.source.store.directory: c.source.state for c in checkpoints if opened}
-    items = [checkpoint.source.store.directory for checkpoint in checkpoints]
+    if not checkpoints:
+        return {path: parse_location(path).state(NO_STATE) for path in paths}
+    known = {c.source.store.directory: c.source.state for c in checkpoints}
     source = checkpoints[0].source
     with source.root.cached_listing():
-        for item in items:
+        for item in known:
             item.prefetch(below=True)
-        beside: list[Location] = []
+        others: list[Location] = []
         with contextlib.suppress(OSError):  # it is not there any more, and so counts as changed
             tops = (source.root / top for top in _sibling_roots(checkpoints))
-            beside = [top for top in tops if source.kind != "manager" or top.parent != source.root]
-        paths = [*items, *(path for path in beside if not any(map(path.below, items)))]
-        return {str(path): known.get(path) or path.state(NO_STATE) for path in paths}
-
-
-def state_of(paths: Iterable[Location]) -> dict[str, str]:
-    """The current `source_state` of each path."""
-    return {str(path): path.state(NO_STATE) for path in paths}
-
-
-def changed_paths(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The paths whose `source_state` differs between two times."""
-    return [path for path in {**before, **now} if before.get(path) != now.get(path)]
+            others = [top for top in tops if source.kind != "manager" or top.parent != source.root]
+        tops = [*known, *(path for path in others if not any(map(path.below, known)))]
+        states = known if opened else {}
+        return {str(path): states.get(path) or path.state(NO_STATE) for path in tops}
 
 
 def marker_texts(checkpoints: Sequence[Checkpoint], destination: Location) -> dict[str, str]:

@@ -74,7 +74,7 @@ def chunks_of(share: Share) -> int:
         )
         for item in share.items
         for group in item.boxes
-        for _, array in group.arrays
+        for array in group.arrays
         for box in array.boxes(group.start, group.stop)
     )
 
