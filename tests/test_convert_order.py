@@ -24,7 +24,7 @@ WIDE = {"kernel": (3, 4), "bias": (4,)}
 NORM = {"scale": (3,), "bias": (3,)}
 MOVED = "the map puts other leaves of"
 RENAME = "[[rule]]\nfrom = '^{}'\nto = '{}'\n"
-OTHER_ORDER = "the map pairs other modules of their class in another order than NNX defines them"
+OTHER_ORDER = "the map pairs other modules beside them in another order than NNX defines them"
 
 
 linear, norm = functools.partial(twins.linear, 3, 3), functools.partial(twins.norm, 3)

@@ -33,7 +33,7 @@ from reshard.tree import Path, format_glob, format_path, glob_text, named_by, ne
 # - If a map reorders the axes of a leaf, leaves of the same shape in layers of the same class may
 #   have their axes in that order, too.
 
-_REASON = "the map pairs other modules of their class in another order than NNX defines them"
+_REASON = "the map pairs other modules beside them in another order than NNX defines them"
 _MOVED = "the map moves the axes of other leaves of its class and shape"
 _NUMBER = re.compile(r"\d+")
 

@@ -45,22 +45,17 @@ def decoded_bytes(data: bytes) -> int:
         content, whole = data[position : position + _LENGTHS], len(data)
         if compression:
             content, whole = _decompressed(data[position:-4])
-        if magic == _MANIFEST:
-            return whole + _files_bytes(content, _config_end(content))[0]
+        if magic == _MANIFEST:  # begins with a configuration: an id of 16 bytes, and numbers
+            position = 16
+            for _ in range(3):  # kind, longest inlined value, largest node
+                _, position = _varint(content, position)
+            compression, position = _varint(content, position + 1)
+            return whole + _files_bytes(content, position + 4 * compression)[0]  # its level
         files, position = _files_bytes(content, 1)
         _, keys, _, _ = _names(content, position)
     except (struct.error, IndexError) as error:
         raise ValueError("a node of its B-tree ends early") from error
     return whole + files + keys
-
-
-def _config_end(content: bytes) -> int:
-    """The end of the configuration of a database, which begins a manifest."""
-    position = 16  # its id
-    for _ in range(3):  # kind, longest inlined value, largest node
-        _, position = _varint(content, position)
-    compression, position = _varint(content, position + 1)
-    return position + 4 * compression  # the level
 
 
 def _files_bytes(content: bytes, position: int) -> tuple[int, int]:
