@@ -299,9 +299,9 @@ def test_a_checkpoint_tells_of_the_function_and_never_has_it_run(project, tmp_pa
     ]
     del sys.modules["functions"]
     told = str(refused(reshard.to_linen, tmp_path / "out"))
-    assert "was made by a function of a map, 'func" in told
+    assert "was made by a function, 'func" in told
     status, _, err = in_process.command(["verify", str(tmp_path / "out"), "--against", "linen"])
-    assert status == 2 and "codes/value was made by a function of a map" in err
+    assert status == 2 and "codes/value was made by a function, 'func" in err
     assert "functions" not in sys.modules
     with file.open("a") as more:
         more.write("[[rule]]\nfrom = '^params/out/'\nto = 'out/'\n")

@@ -173,7 +173,8 @@ def test_inputs_that_are_no_token_ids_are_refused(project, arguments, told):
 def test_without_a_library_the_error_says_what_to_install(project, monkeypatch):
     for module in ("torch", "mlx", "mlx.core"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(reshard.ArgumentError, match="no library can run the model of ") as error:
+    text = "neither transformers nor mlx-lm runs the model of "
+    with pytest.raises(reshard.ArgumentError, match=text) as error:
         hf_model.run(str(project / "hf"), None, "noise")
     assert error.value.hints == (
         "pip install transformers torch",

@@ -111,7 +111,7 @@ def test_a_share_of_another_command_is_refused_with_the_first_command(at):
     )
     assert (
         told == f"Error: the job of `{at / 'other'}` has 3 shares, not 4\n\n"
-        "hint: --shard I/N of 3 shares writes one of them\n"
+        "hint: --shard I/N writes one of the 3 shares of that job\n"
     )
 
 

@@ -326,7 +326,7 @@ def test_what_cannot_be_stacked_is_refused_with_all_problems(name, tmp_path):
     [
         ("params/l{x}=l", "`{x}` has no numbers of layers: `{:24}`, `{1:24:2}` or `{3,5}`"),
         ("params/l{0:}=l", "`{0:}` has no numbers of layers: `{:24}`, `{1:24:2}` or `{3,5}`"),
-        ("params/l{}", "`params/l{}` has no `=` after its first part"),
+        ("params/l{}", "`params/l{}` needs an `=` with text before it"),
     ],
 )
 def test_a_flag_that_does_not_say_which_layers(text, problem, tmp_path):

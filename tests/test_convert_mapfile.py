@@ -696,7 +696,7 @@ map.toml: the map cannot be used in the opposite direction
   rule 6, `^a$`: a crop cannot be inverted: the cut elements are lost
   rule 7, `^a$`: axes [1, 1] are not a permutation of the axes
   rule 8, `^a$` + `^b$`: `concat` lacks the `sizes` of the pieces
-  rule 9, `^a$`: `order` has no inverse: number the pieces, or list regexes
+  rule 9, `^a$`: `order` cannot be inverted: number the pieces, or list a regex for each
   rule 10, `^a$`: `{1 + 1}` contains more than text and `\1`
   rule 11, `^x_(\d+)/w$`: the new path lacks group 1
   rule 12, `^x_(\d+)/(\d+)$`: two numbers are adjacent, so the end of the first is ambiguous
@@ -1209,7 +1209,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
   rule 2, `^layer_(\\d)/`: layers/a: its pieces have the numbers 1, 2, not 0 to 1
   rule 2, `^layer_(\\d)/`: layers/b: [2] and [3] cannot be stacked
   rule 3, `^l_(\\d)/`: l/x: [2, 1] has no axis 7
-  rule 4, `_(\\d)`: m_0_0: the regex matches more than once in it; anchor it with `^` and `$`
+  rule 4, `_(\\d)`: m_0_0: the regex matches this path more than once; anchor it with `^` and `$`
   rule 5, `^n(\\d)(.)$`: n: n0x and n0y would both be its piece 0
 """,
     ),

@@ -174,10 +174,10 @@ HINTS = [
     (r'specs=[(r"^a\.b$", "data,")] fits', r"--spec '^a\.b$=data,' fits"),
     (r'specs=[(r"^a\.b$", P(...))] says how', r"--spec '^a\.b$=AXIS,' says how"),
     ('drop=["a/**"] with init=["b"] starts', "--drop 'a/**' with --init b starts"),
-    ("map_file=... with model=..., the map", "--map FILE with --model MODULE:NAME, the map"),
+    ("map_file=... with model=..., a map", "--map FILE with --model MODULE:NAME, a map"),
     ("outputs differ; check=True compares", "outputs differ; --check compares"),
     ("check=... may have others", "--inputs MODULE:NAME may have others"),
-    ("share=(..., ...) of 7 shares writes one", "--shard I/N of 7 shares writes one"),
+    ("share=(..., ...) writes one of the 7", "--shard I/N writes one of the 7"),
     (
         'rules=[("embed", "data"), ...] or rules=[]',
         '--rules FILE with `rules = [["embed", "data"], ...]` or `rules = []` in it',

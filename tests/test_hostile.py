@@ -320,14 +320,14 @@ FAULTS = [
     not_json("expecting property name enclosed in double quotes at character 100", truncate),
     not_json("it holds text that is not Unicode", lambda f: edit_text(f, '"host"', b'"h\xffst"')),
     not_json("it holds text that is not Unicode", lambda f: edit_text(f, '"host"', r'"h\ud800st"')),
-    not_json("it is nested too deeply", lambda f: put_in(f, "[" * 100_000)),
+    not_json("the JSON is nested too deeply", lambda f: put_in(f, "[" * 100_000)),
     not_json("it is nested more than 100 levels deep", lambda f: put_in(f, "[" * 300 + "]" * 300)),
     not_json('the key "w" occurs twice', lambda f: put_in(f, '{"w": 1, "w": 1}')),
     not_json("it holds a number of 100000 digits", lambda f: put_in(f, "9" * 100_000)),
     in_tree(" has 1.00 TiB, more than any checkpoint's file", lambda f: os.truncate(f, 1 << 40)),
     in_tree(" is a directory, not a file", replace_by_directory)._replace(error=Format),
     in_tree(
-        ": its value_metadata_tree cannot be read: it is nested too deeply",
+        ": its value_metadata_tree cannot be read: the JSON is nested too deeply",
         lambda f: edit(f, lambda d: d.update(value_metadata_tree="[" * 100_000)),
     ),
     in_tree(" has no tree_metadata", lambda f: edit(f, lambda d: d.update(tree_metadata=[]))),
@@ -391,7 +391,7 @@ FAULTS = [
         "zarr2-files",
     ),
     Fault(
-        "the metadata of `w` has 1.00 TiB",
+        "the metadata of `w` has 1.00 TiB, more than 64.00 KiB",
         lambda p: os.truncate(p / "w" / ".zarray", 1 << 40),
         "zarr2-files",
     ),
@@ -404,13 +404,16 @@ FAULTS = [
     ),
     sharding(
         "the mesh `data=1099511627776,model=1099511627776` has "
-        "1208925819614629174706176 devices: too many",
+        "1208925819614629174706176 devices, more than 1048576",
         shape=[2**40, 2**40],
     ),
     sharding("its mesh `data=2,model=4` has 8 devices, but 4 device ids", shape=[2, 4]),
     sharding("the list of devices is 'abc'", device_mesh={"mesh": "abc"}),
     sharding(f"not a partition spec: 'P{'(' * 78}", partition_spec=f"P{'(' * 100_000})"),
-    sharding("not the name of a mesh axis: '\\x1b[2J'", axis_names=["data", "\x1b[2J"]),
+    sharding(
+        "its sharding has a name that is not printable text: '\\x1b[2J'",
+        axis_names=["data", "\x1b[2J"],
+    ),
     Fault(
         WHOLE + "it is float32, but PRNG keys are not",
         lambda p: edit_text(
@@ -562,7 +565,7 @@ def test_huge_arrays_of_absent_chunks(tmp_path, base):
     said = ours(lambda: reshard.save(reshard.to_mesh(ckpt, "1x4"), out), reshard.DestinationError)
     assert said.startswith(f"not enough disk space for `{out}`\n")
     said = ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), reshard.MemoryLimitError)
-    assert said == "large: not enough memory for its 16.00 TiB"
+    assert said == "large: this machine lacks memory for shards of the array, which has 16.00 TiB"
 
 
 def test_links_and_pipes_among_the_siblings(tmp_path, base):
@@ -867,7 +870,7 @@ def by_map(base, tmp_path: pathlib.Path, rule: str) -> reshard.Checkpoint:
 
 
 TOML = {
-    "it is nested too deeply": [
+    "the TOML is nested too deeply": [
         "x = " + "[" * 5000,
         "x = " + "{ a = " * 5000,
         "x = " + "[" * 51 + "]" * 51,
@@ -962,7 +965,7 @@ def test_too_many_chunks(tmp_path, base):
     ckpt = reshard.select(reshard.to_mesh(reshard.open(path), "data=1,model=1"), "large")
     told = ours(lambda: reshard.save(ckpt, tmp_path / "out", chunks=64), reshard.MemoryLimitError)
     assert told == (
-        "large: it would be in 16801801 chunks of [1, 1]\n\n"
+        "large: it would have 16801801 chunks of [1, 1], more than 4194304\n\n"
         'hint: chunks="keep" keeps the stored grid'
     )
     assert reshard.plan(ckpt, chunks="keep").chunks_written == 257 * 129

@@ -263,7 +263,7 @@ WRONG = {
         r"an extension of length 30 does not fit in the file of 38 bytes",
     ),
     "short": (b"\x81\xa2a", r"a text of length 2 does not fit in the file, which has 3 bytes"),
-    "trailing": (GOOD + b"\xc0\xc0", r"2 bytes follow the end of its tree"),
+    "trailing": (GOOD + b"\xc0\xc0", r"the tree ends, but the file has 2 bytes more"),
     "map of 2**32": (
         b"\xdf\xff\xff\xff\xff\xa1a\xc0",
         r"a map of length 4294967295 does not fit in the file, which has 8 bytes",

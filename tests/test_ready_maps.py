@@ -224,7 +224,9 @@ def test_a_conversion_to_the_model(tmp_path):
     ckpt = reshard.open(tmp_path / "hf")
     made = reshard.to_nnx(ckpt, Model, layout="linen-params", map_file="hf:auto-tunix")
     assert_same(values(made), hf_targets.tunix(tensors, config))
-    with pytest.raises(reshard.ArgumentError, match="is not for a conversion to linen"):
+    with pytest.raises(
+        reshard.ArgumentError, match="a conversion to linen cannot use the map hf:auto-tunix"
+    ):
         reshard.to_linen(ckpt, map_file="hf:auto-tunix")
 
 

@@ -233,7 +233,7 @@ WRONG = {
     ),
     "a list": (header([]), "its header is not a JSON object"),
     "twice": (header(b'{"a": 1, "a": 2}'), 'the key "a" occurs twice'),
-    "deep": (header(b"[" * 5000 + b"]" * 5000), "it is nested too deeply"),
+    "deep": (header(b"[" * 5000 + b"]" * 5000), "the JSON is nested too deeply"),
     "dtype": (
         header({"a": entry(0, 8, dtype="F4")}, bytes(8)),
         "`a`: the dtype 'F4' is not supported",

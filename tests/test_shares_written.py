@@ -251,7 +251,7 @@ def test_shares_of_other_jobs(jobs, tmp_path, monkeypatch):
         assert caught.value.problems[1].startswith(f"process {os.getpid()} on {platform.node()}, ")
         assert caught.value.hints == (f"rm -r '{left}', then start again",)
     text = f"the job of `{out}` has 7 shares, not 8\n\n"
-    text += "hint: share=(..., ...) of 7 shares writes one of them"
+    text += "hint: share=(..., ...) writes one of the 7 shares of that job"
     refused(reshard.DestinationError, text, write, source, out, [1], 8)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
     with pytest.raises(reshard.DestinationError, match="is a different one"):

@@ -145,7 +145,10 @@ def test_boxes_are_those_of_numpy(tmp_path):
     assert np.array_equal(derived["layers"].read((slice(1, 4), slice(1, 2))), expected[1:4, 1:2])
     for box in [(slice(0, 4, 2),), (slice(None),) * 4, (1,)]:
         text = refused(ArgumentError, ckpt["w"].read, box)
-        assert text == f"w: {box!r:.80} is not a box of <w: float32[3,700,1024]>"
+        assert text == (
+            f"w: {box!r:.80} is not a box of <w: float32[3,700,1024]>\n\n"
+            "hint: a box has one slice without a step for each axis, or for the first axes"
+        )
 
 
 def test_values_are_read_without_jax(tmp_path):

@@ -77,7 +77,7 @@ def parse_dtype(dtype: Any) -> np.dtype:
         dtype = getattr(ml_dtypes, name, name)
     try:
         if dtype is None or str(dtype) in ("f4", "f8"):
-            raise TypeError("NumPy reads this name as float32 or float64")
+            raise TypeError("this name is ambiguous: write `float32` or `float64`")
         return np.dtype(dtype)
     except TypeError as error:
         raise ArgumentError(

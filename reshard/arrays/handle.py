@@ -287,7 +287,9 @@ class ArrayHandle:
         given = box if isinstance(box, tuple) else (box,)
         plain = all(isinstance(part, slice) and part.step in (None, 1) for part in given)
         if not plain or len(given) > len(self.shape):
-            raise ArgumentError(f"{format_path(self.path)}: {box!r:.80} is not a box of {self!r}")
+            text = f"{format_path(self.path)}: {box!r:.80} is not a box of {self!r}"
+            hint = "a box has one slice without a step for each axis, or for the first axes"
+            raise ArgumentError(text, hints=[hint])
         whole = boxes.from_index(
             (*given, *[slice(None)] * (len(self.shape) - len(given))), self.shape
         )

@@ -166,5 +166,5 @@ def pair(text: str, option: str) -> tuple[str, str]:
     """The two parts of the value of an option, around its last `=`."""
     left, equals, right = text.rpartition("=")
     if not equals or not left:
-        raise click.BadParameter(f"`{text}` has no `=` after its first part", param_hint=option)
+        raise click.BadParameter(f"`{text}` needs an `=` with text before it", param_hint=option)
     return left, right

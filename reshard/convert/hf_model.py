@@ -80,7 +80,9 @@ def _load(directory: pathlib.Path) -> _Model:
         except Exception as error:  # libraries raise many kinds
             problems.append(f"{library}: {type(error).__name__}: {error}")
             hints += [f"pip install {packages}"] if isinstance(error, ImportError) else []
-    raise ArgumentError(f"no library can run the model of `{directory}`", problems, hints)
+    raise ArgumentError(
+        f"neither transformers nor mlx-lm runs the model of `{directory}`", problems, hints
+    )
 
 
 def _with_torch(directory: pathlib.Path) -> _Model:

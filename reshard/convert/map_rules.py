@@ -188,7 +188,9 @@ class Rule:
             return target, position
         first, *more = pattern.regex.finditer(text)
         if more:
-            raise ValueError("the regex matches more than once in it; anchor it with `^` and `$`")
+            raise ValueError(
+                "the regex matches this path more than once; anchor it with `^` and `$`"
+            )
         name, order = self.by.expanded(first, self.names(first)), self.pieces()
         if order is None:
             return target, number(name)
@@ -287,7 +289,8 @@ def _undone(rule: Rule) -> list[Rule]:
         regroup.values["sizes"], numbered = values.get("sizes"), False
         if rule.joins:
             if values.get("order") is not None:
-                raise ValueError("`order` has no inverse: number the pieces, or list regexes")
+                text = "`order` cannot be inverted: number the pieces, or list a regex for each"
+                raise ValueError(text)
             if key == "concat" and regroup.values["sizes"] is None:
                 raise ValueError("`concat` lacks the `sizes` of the pieces")
             if rule.by is not None:

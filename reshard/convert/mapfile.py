@@ -69,7 +69,7 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         document = tomllib.loads(text)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("the TOML is nested too deeply") from error
     level: list[Any] = [document]
     for _ in range(_MAX_LEVELS):
         level = [
@@ -82,7 +82,7 @@ def _parsed(text: str) -> dict[str, Any]:
             raise ValueError("it has a number of more than 64 bits")
         if not level:
             return document
-    raise ValueError("it is nested too deeply")
+    raise ValueError("the TOML is nested too deeply")
 
 
 def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) -> Map:

@@ -119,7 +119,8 @@ def ready_map(
         problems = [f"it requires that {rule}" for rule in untrue]
         raise ArgumentError(f"{name} does not fit the model of `{config}`", problems)
     if to not in (None, variables.get("api")):
-        raise ArgumentError(f"{name} is not for a conversion to {to}: use it with `reshard.remap`")
+        text = f"a conversion to {to} cannot use the map {name}: pass it to `reshard.remap`"
+        raise ArgumentError(text)
     return map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
 
 

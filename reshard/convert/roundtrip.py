@@ -109,9 +109,9 @@ def _row(document: Mapping[str, Any]) -> Row:
     inputs, outputs = (tuple(map(path_of, document[name])) for name in ("from", "to"))
     if "Apply" in document:
         raise TreeMismatchError(
-            f"{format_path(outputs[0])} was made by a function of a map, "
-            f"{document['Apply']['function']!r:.80}, and a record never runs functions",
-            hints=["map_file=... with model=..., the map that names the function"],
+            f"{format_path(outputs[0])} was made by a function, "
+            f"{document['Apply']['function']!r:.80}, which only a map that you pass may run",
+            hints=["map_file=... with model=..., a map that names a function for this leaf"],
         )
     if document.keys() == {"from", "to"}:
         return Row(inputs, outputs)

@@ -238,8 +238,8 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
         plan = _split(array, most, max_memory)
     count = grid_size(array.shape, plan.chunk)
     if count > _MAX_CHUNKS:
-        found = f"{format_path(array.path)}: it would be in {count} chunks of {list(plan.chunk)}"
-        raise MemoryLimitError(found, hints=[_KEEP])
+        found = f"{format_path(array.path)}: it would have {count} chunks of {list(plan.chunk)}"
+        raise MemoryLimitError(f"{found}, more than {_MAX_CHUNKS}", hints=[_KEEP])
     if array.same_bytes and plan.chunk == array.source_chunk:
         return ArrayPlan(array, plan.chunk, None, False, 1.0, plan.split)
     return plan

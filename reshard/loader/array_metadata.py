@@ -132,7 +132,7 @@ def _names(texts: list[Any]) -> tuple[str, ...]:
     """Names that can be printed."""
     for text in texts:
         if not isinstance(text, str) or not text.isprintable():
-            raise ValueError(f"not the name of a mesh axis: {text!r:.80}")
+            raise ValueError(f"its sharding has a name that is not printable text: {text!r:.80}")
     return tuple(texts)
 
 

@@ -51,7 +51,7 @@ def parse_json(data: bytes | str) -> Any:
         reason = error.msg.lower().removesuffix(" at")
         raise ValueError(f"{reason} at character {error.pos}") from error
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("the JSON is nested too deeply") from error
     _check_levels(document)
     return document
 

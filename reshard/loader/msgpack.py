@@ -61,7 +61,9 @@ def read(item: Item, requests: int) -> Checkpoint:
         try:
             reader.value(())
             if reader.at < reader.size:
-                raise ValueError(f"{reader.size - reader.at} bytes follow the end of its tree")
+                raise ValueError(
+                    f"the tree ends, but the file has {reader.size - reader.at} bytes more"
+                )
         except ValueError as error:
             reader.problems.append(f"at byte {reader.at}: {error}")
         problems += [f"`{root / file}`: {problem}" for problem in reader.problems]

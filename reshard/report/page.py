@@ -49,7 +49,10 @@ def to_html(x: Any) -> str:
     if not callable(getattr(type(x), "document", None)):
         raise ArgumentError(
             f"there is no page of {type(x).__name__}",
-            hints=["reshard.to_html(reshard.open(path)), or a plan, a diff or a coverage"],
+            hints=[
+                "reshard.to_html(reshard.open(path))",
+                "plans, diffs and coverages have pages, too",
+            ],
         )
     return page(x.document())
 

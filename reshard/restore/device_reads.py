@@ -246,7 +246,10 @@ class _ArrayRead:
             except MemoryError as error:
                 size = format_bytes(self.handle.nbytes)
                 path = format_path(self.handle.path)
-                raise MemoryLimitError(f"{path}: not enough memory for its {size}") from error
+                text = (
+                    f"{path}: this machine lacks memory for shards of the array, which has {size}"
+                )
+                raise MemoryLimitError(text) from error
         return self._buffers[start]
 
     def _converted(self, values: np.ndarray) -> np.ndarray:

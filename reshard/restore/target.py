@@ -211,8 +211,8 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
         axes = name if isinstance(name, tuple) else () if name is None else (name,)
         if not all(isinstance(axis, str) for axis in axes):
             raise ShardingError(
-                f"{format_path(leaf.path)}: the names of its axes are {names!r}",
-                hints=["the name of an axis is text, None, or a tuple of mesh axes"],
+                f"{format_path(leaf.path)}: the axes of the array are annotated with {names!r}",
+                hints=["each axis has a logical or mesh axis name, None, or a tuple of mesh axes"],
             )
     kind = "" if names is None else "nnx" if variable else "mesh"
     if kind and linen is not None and isinstance(leaf.wrapper, linen.LogicallyPartitioned):

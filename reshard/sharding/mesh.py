@@ -186,7 +186,8 @@ def _checked(mesh: Mesh) -> Mesh:
     if not names or min(sizes) < 1:
         raise ShardingError(f"every axis of the mesh `{mesh}` needs at least one device")
     if mesh.size > _MAX_DEVICES:
-        raise ShardingError(f"the mesh `{mesh}` has {mesh.size} devices: too many")
+        text = f"the mesh `{mesh}` has {mesh.size} devices, more than {_MAX_DEVICES}"
+        raise ShardingError(text)
     return mesh
 
 

@@ -164,7 +164,9 @@ class ArrayStore(ZarrVersion):
         if value.inline is not None or value.file is None:
             return lambda: value.inline
         if value.size > _MAX_METADATA:
-            raise CorruptCheckpointError(f"the metadata of `{name}` has {format_bytes(value.size)}")
+            most = format_bytes(_MAX_METADATA)
+            text = f"the metadata of `{name}` has {format_bytes(value.size)}, more than {most}"
+            raise CorruptCheckpointError(text)
         read = self.kvstore(name).read(self.metadata_key)
         return lambda: checked(read, f"the metadata of `{name}`").value or None
 

@@ -226,7 +226,7 @@ def _begun(
     job = Job(destination, directory, items, token, count, ignored)
     if earlier not in (None, count):
         text = f"the job of `{destination}` has {earlier} shares, not {count}"
-        hints = [f"share=(..., ...) of {earlier} shares writes one of them"]
+        hints = [f"share=(..., ...) writes one of the {earlier} shares of that job"]
         raise errors.DestinationError(text, hints=hints)
     return Attempt(job), {} if found is None else committing.whole_parts(job, found)
 
