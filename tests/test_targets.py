@@ -949,7 +949,7 @@ WRONG_ARGUMENTS = [
     ),
     (
         {"semantics": "NNX"},
-        "semantics='NNX' is not known\n\nhint: semantics='linen'\nhint: semantics='nnx'",
+        "semantics='NNX' is unknown\n\nhint: semantics='linen'\nhint: semantics='nnx'",
     ),
 ]
 WRONG_MODELS = [
