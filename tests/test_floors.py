@@ -26,7 +26,7 @@ def test_the_readme_names_the_floors():
     python = PROJECT["requires-python"].removeprefix(">=")
     *releases, last = [f"{word} {FLOORS[name]}" for word, name in names.items()]
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"work are Python {python}, {', '.join(releases)} and {last}." in text
+    assert f"at least Python {python}, {', '.join(releases)} and {last}." in text
 
 
 def test_a_dtype_that_no_tensorstore_has(data):
