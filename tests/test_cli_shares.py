@@ -117,7 +117,8 @@ def test_a_share_of_another_command_is_refused_with_the_first_command(at):
 
 @pytest.mark.parametrize("text", ["3", "3/3", "1/0", "-1/3", "x/3", "1/3/4"])
 def test_no_shares(at, text):
-    told = f"`{text}` is not a share: 16 shares are numbered 0/16 to 15/16"
+    count = 3 if text == "3/3" else 16
+    told = f"`{text}` is not a share: {count} shares are numbered 0/{count} to {count - 1}/{count}"
     assert why_not(at, "none", text) == f"Invalid value for --shard: {told}"
     assert unfinished(at / "none") == []
 

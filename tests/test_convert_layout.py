@@ -484,7 +484,7 @@ def test_every_tree_is_told_for_what_it_is(opened, cases):
 
 
 def test_trees_that_are_saved_alone_are_no_other(opened, cases, tmp_path):
-    for name in ("fields", "masked", "nnx module", "nnx both adam"):
+    for name in ("fields", "masked", "nnx module", "nnx both adam", "nnx opt_state"):
         alone = save(tmp_path / name, cases[name].tree)
         assert detect(alone) == detect(opened[name])
 
@@ -703,6 +703,10 @@ VALUES_ONLY = "encoder/kernel/value encoder/bias/value"
 TRACE = "model/w opt_state/trace/w"
 EITHER = ["linen-params", "nnx-pure-dict"]
 STATES = ["nnx-state", "nnx-pure-dict"]
+BOTH = [
+    "Linen: `Norm_0` has a name that Linen generates",
+    "NNX: `Norm_0` holds parameters and statistics together",
+]
 NAMED = "model/Dense_0/w model/w optimizer/step:uint32 optimizer/opt_state/0/w"
 SEVERAL = [  # the leaves, the API that is converted from, the readings, their proofs, and hints
     *((leaves, None, EITHER, []) for leaves in ("value/kernel", "params cache", BARE)),
@@ -722,6 +726,10 @@ SEVERAL = [  # the leaves, the API that is converted from, the readings, their p
             "Linen: `params` is next to `step`",
             "NNX: `params/a` is a stream of random numbers (`key`, `count`)",
         ],
+    ),
+    *(
+        ("Norm_0/mean Norm_0/var Norm_0/scale", api, EITHER, BOTH, *hints)
+        for api, *hints in ((None,), ("linen", 'layout="linen-params"'))
     ),
     (  # proofs of both
         *(NAMED, "nnx", ["nnx-model", BELOW_MODEL]),

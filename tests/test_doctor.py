@@ -141,7 +141,7 @@ def test_an_uncommitted_step(copy):
     [
         ("ckpt 3 out", "reshard ckpt 3 out --resume"),
         ("export 3 out --workers 2", "reshard export 3 out --workers 2 --resume"),
-        ("ckpt 3 out --shard 0/2", "reshard commit out"),
+        ("ckpt 3 out --shard 0/2", "reshard ckpt 3 out --shard 1/2"),
     ],
 )
 def test_an_unfinished_job(copy, monkeypatch, words, command):

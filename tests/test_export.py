@@ -372,7 +372,7 @@ def test_a_commit_is_killed_where_no_file_has_two_names(source, tmp_path):
 
 
 @pytest.mark.parametrize("short", [1 << 11, 1])
-@pytest.mark.parametrize("shape", [(6, 40), (3, 8, 40), (2, 3, 8, 40), (1, 600, 40), (40,)])
+@pytest.mark.parametrize("shape", [(6, 40), (3, 8, 40), (2, 3, 8, 40), (2, 600, 40), (40,)])
 def test_a_box_of_an_array_is_written_into_its_file(tmp_path, monkeypatch, shape, short):
     monkeypatch.setattr(disk, "_MAPPED", 200)
     monkeypatch.setattr(disk, "_SHORT", short)
@@ -385,9 +385,10 @@ def test_a_box_of_an_array_is_written_into_its_file(tmp_path, monkeypatch, shape
 
     monkeypatch.setattr(np, "memmap", watched)
     disk.make_file(tmp_path / "file", b"head", values.nbytes)
-    for columns in (slice(0, 7), slice(7, 40)):
-        box = (*(slice(0, size) for size in shape[:-1]), columns)
-        disk.write_box(tmp_path / "file", 4, shape, box, values[box])
+    for columns in (slice(0, 7), slice(7, 39), slice(39, 40)):
+        for rows in (slice(0, shape[0] - 1), slice(shape[0] - 1, shape[0])):
+            box = (rows, *(slice(0, size) for size in shape[1:-1]), columns)[-len(shape) :]
+            disk.write_box(tmp_path / "file", 4, shape, box, values[box])
     assert np.array_equal(np.fromfile(tmp_path / "file", "u2", offset=4).reshape(shape), values)
     assert max(mapped) <= 200 and (max(mapped) > 0) == (short > 1 and len(shape) > 1)
 

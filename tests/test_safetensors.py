@@ -302,6 +302,15 @@ def test_an_index_that_contradicts_the_files(parts, tensors):
     assert said.endswith(f"  `{index}` has no `weight_map`")
 
 
+def test_a_file_that_is_missing_where_there_is_no_index(parts, tensors):
+    (parts / "model.safetensors.index.json").unlink()
+    assert {".".join(path) for path in reshard.open(parts)} == {*tensors}
+    (parts / "model-00002-of-00003.safetensors").unlink()
+    said = refused(CorruptCheckpointError, reshard.open, parts)
+    assert said.endswith("  `model-00002-of-00003.safetensors` is missing")
+    assert len(reshard.open(parts / "model-00001-of-00003.safetensors"))
+
+
 def test_a_consolidated_file_and_its_shards(parts, tensors):
     save_file(tensors, parts / "consolidated.safetensors")
     lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()

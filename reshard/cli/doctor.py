@@ -1,6 +1,7 @@
 """`reshard doctor`: what is at a path, whether it is complete, and what to run next."""
 
 import contextlib
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from reshard.errors import (
 )
 from reshard.loader import open as open_checkpoint
 from reshard.storage.location import parse_location
+from reshard.storage.machine import has_ended
 from reshard.tree import format_path
 from reshard.units import count_of, format_bytes
 from reshard.verify.digest_record import FILE, read_record
@@ -89,8 +91,11 @@ def _refused(path: str, error: ReshardError) -> dict[str, Any]:
             state = "uncommitted"
             done = sum(part != job.UNSHARED for part in found.parts)
             text = f"{done} of {found.count} shares of an unfinished job are complete"
-            document["problems"] += [f"{text}, in `{directory}`", *job.writers(found.documents)]
-            document["hints"] = _ways_to_finish(shlex.quote(path), found)
+            running = [d for d in found.begun if has_ended(d["owner"]) is False]
+            lines = [f"{line} (still running)" for line in job.writers(running)]
+            lines = lines or job.writers(found.begun or found.documents)
+            document["problems"] += [f"{text}, in `{directory}`", *lines]
+            document["hints"] = [] if running else _ways_to_finish(shlex.quote(path), found)
     if any("unknown value type" in problem for problem in error.problems):
         hint = "a newer Orbax may have written it: pip install -U orbax-checkpoint reshard"
         document["hints"].append(hint)
@@ -100,9 +105,13 @@ def _refused(path: str, error: ReshardError) -> dict[str, Any]:
 def _ways_to_finish(path: str, found: job.Found) -> list[str]:
     """The commands that finish a job."""
     commands = {document["command"] for document in found.documents}
-    parted = any("--shard" in command for command in commands)
-    if parted or len(found.parts) > (found.count or 0):  # all shares, and the unshared part
+    count = found.count or 0
+    if len(found.parts) > count:  # all shares, and the unshared part
         return [f"reshard commit {path}"]
+    parted = min((command for command in commands if "--shard" in command), default=None)
+    if parted is not None:
+        missing = [n for n in range(count) if str(n) not in found.parts] or [0]
+        return [re.sub(r"--shard[ =]\S+", f"--shard {n}/{count}", parted) for n in missing]
     return [
         f"{c} --resume" if c.startswith("reshard ") else f"{c}, with resume=True" for c in commands
     ]

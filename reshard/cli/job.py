@@ -70,7 +70,9 @@ job_options = options.all_of(
     options.value(
         "--codec", "CODEC", "none, zstd[:LEVEL] or blosc[:NAME][:LEVEL]; as in SRC by default."
     ),
-    options.value("--file-size", "SIZE", "Approximate size of OCDBT data files; 2GiB by default."),
+    options.value(
+        "--file-size", "SIZE", "Most bytes of an OCDBT data file, about; 2GiB by default."
+    ),
     options.WORK,
     options.flag("--no-link", "Copy data files, do not hard-link them."),
     OVERWRITE,

@@ -27,7 +27,9 @@ def parse_share(text: str | None, destination: str) -> tuple[int, int] | None:
         return _numbered(destination)
     match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
     if match is None or int(match[1]) >= int(match[2]):
-        raise _bad(f"`{text}` is not a share: 16 shares are numbered 0/16 to 15/16")
+        count = int(match[2]) if match and int(match[2]) else 16
+        numbers = f"{count} shares are numbered 0/{count} to {count - 1}/{count}"
+        raise _bad(f"`{text}` is not a share: {numbers}")
     return int(match[1]), int(match[2])
 
 

@@ -339,11 +339,15 @@ def _proofs(
             found.setdefault("module", path)
         if _is_stream(node):
             found.setdefault("stream", path)
+        arrays = {key for key in ("mean", "var", "scale", "bias") if _array(node.get(key))}
+        if {"mean", "var"} < arrays:  # Linen has a collection for each
+            found.setdefault("norm", path)
     proofs: dict[str, list[str]] = {"linen": [], "nnx": []}
     for api, mark, words in (
         ("linen", "automatic", "has a name that Linen generates"),
         ("nnx", "module", "is a module that was saved directly (`_pytree__state`)"),
         ("nnx", "stream", "is a stream of random numbers (`key`, `count`)"),
+        ("nnx", "norm", "holds parameters and statistics together"),
     ):
         proofs[api] += [f"{_named(found[mark])} {words}"] if mark in found else []
     outweighs = certain and not found.keys().isdisjoint(("module", "stream"))

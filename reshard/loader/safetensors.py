@@ -8,7 +8,8 @@ The tensors are plain arrays: see `plain_arrays`.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.checkpoint import Checkpoint, Item
@@ -56,6 +57,7 @@ def read(item: Item, requests: int) -> Checkpoint:
                 problems.append(f"`{name}` is in `{other.file}` and in `{file}`")
             tensors[name] = tensor
     if files != [""]:
+        problems += [] if (root / INDEX).is_file() else _missing_files(files)
         named = {name: tensor.file for name, tensor in tensors.items()}
         problems += index_problems(root / INDEX, named)
     paths: dict[str, Path] = {name: tuple(name.split(".")) for name in tensors}
@@ -65,6 +67,16 @@ def read(item: Item, requests: int) -> Checkpoint:
     names = sorted(tensors, key=lambda name: natural((name,)))
     leaves = {paths[name]: tensors[name] for name in names}
     return checkpoint(item, "safetensors", leaves, requests, problems)
+
+
+def _missing_files(files: Sequence[str]) -> list[str]:
+    """Files that are missing by the names of the others, a line each."""
+    problems = []
+    parts = filter(None, (re.fullmatch(r"(.*-)(\d{5})-of-(\d{5})\.safetensors", f) for f in files))
+    for start, count in sorted({(part[1], part[3]) for part in parts}):
+        names = (f"{start}{n:05d}-of-{count}.safetensors" for n in range(1, int(count) + 1))
+        problems += [f"`{name}` is missing" for name in names if name not in files]
+    return problems
 
 
 def _check_complete(root: Location) -> None:
