@@ -414,8 +414,8 @@ def test_what_other_writers_store(tmp_path, layout, ocdbt):
     ("document", "text"),
     [
         (zarr3("float32", LITTLE, fill_value="0x7fc00001"), 'has no fill value "0x7fc00001"'),
-        (zarr2("<f4", compressor={"id": "bz2", "level": 1}), "does not compress with bz2"),
-        (zarr3("float32", LITTLE, GZIP), "does not compress with gzip and zstd"),
+        (zarr2("<f4", compressor={"id": "bz2", "level": 1}), "has no compressor bz2"),
+        (zarr3("float32", LITTLE, GZIP), "has no compressor gzip, zstd"),
     ],
 )
 def test_what_the_other_zarr_has_not(tmp_path, document, text):

@@ -260,7 +260,7 @@ GOOD = packed(ext(1, [2, 2], "float32", F4.tobytes()))
 WRONG = {
     "truncated": (
         GOOD[:-1],
-        r"an extension of length 30 does not fit in the file of 38 bytes",
+        r"a msgpack extension of 30 bytes does not fit in a file of 38 bytes",
     ),
     "short": (b"\x81\xa2a", r"a text of length 2 does not fit in the file, which has 3 bytes"),
     "trailing": (GOOD + b"\xc0\xc0", r"the tree ends, but the file has 2 bytes more"),

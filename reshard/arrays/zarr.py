@@ -323,7 +323,7 @@ def converted(encoding: Encoding, zarr_format: int) -> Encoding:
     codecs = [(c["name"], c["configuration"]) for c in map(json.loads, encoding.compressors)]
     names = [name for name, _ in codecs if name != "crc32c" or zarr_format == 3]
     if not set(names) <= _SHARED_CODECS.keys() or (zarr_format == 2 and len(names) > 1):
-        raise ValueError(f"zarr{zarr_format} does not compress with {' and '.join(names)}")
+        raise ValueError(f"zarr{zarr_format} has no compressor {', '.join(names)}")
     orders = [json.loads(text)["configuration"]["order"] for text in encoding.transposes]
     reverses = len(orders) == 1 and orders[0] == sorted(orders[0], reverse=True)
     keys, separator = ("v2", ".") if zarr_format == 2 else ("default", "/")

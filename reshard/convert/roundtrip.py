@@ -117,7 +117,7 @@ def _row(document: Mapping[str, Any]) -> Row:
         return Row(inputs, outputs)
     ((name, fields),) = ((key, document[key]) for key in document if key not in ("from", "to"))
     if name not in _OPERATIONS.split():
-        raise ValueError(f"there is no operation {name}")
+        raise ValueError(f"maps have no operation {name}")
     operation = getattr(ops, name)
     types = typing.get_type_hints(operation)
     given = {key: _field(key, value, types[key]) for key, value in fields.items()}

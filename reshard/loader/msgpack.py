@@ -190,7 +190,7 @@ class _Reader:
         start, end = self.at, self.at + length
         if end > self.size:
             raise ValueError(
-                f"an extension of length {length} does not fit in the file of {self.size} bytes"
+                f"a msgpack extension of {length} bytes does not fit in a file of {self.size} bytes"
             )
         try:
             if code == 2 and self.head() == ("list", 2):

@@ -321,7 +321,7 @@ def _begin_node(directory: Location, base: ts.KvStore, location: str) -> ts.Futu
     file, offset, size = _split_location(location)
     place = _data_file(directory, file)
     if size > MAX_DOCUMENT:
-        raise ValueError(f"a node of its B-tree has {format_bytes(size)}")
+        raise ValueError(f"a node of its B-tree has {format_bytes(size)}: too many")
     if directory.is_local:
         place.file_bytes()  # raises for a pipe, which may never end
     return base.read(file, byte_range=slice(offset, offset + size))

@@ -354,7 +354,7 @@ def forward(
     given. Returns it, and whether anything was left to do."""
     record = record or parsed(destination / RECORD)
     if record is None:
-        raise DestinationError(f"`{destination / RECORD}` could not be written")
+        raise DestinationError(f"the commit record `{destination / RECORD}` could not be written")
     there = {entry.path: entry.nbytes for entry in destination.walk() if entry.is_file}
     left = not {*record["files"], *(path for path, _ in record["markers"])} <= there.keys()
     gone = [f"`{destination / path}`" for path in record["kept"] if path not in there]
