@@ -340,7 +340,7 @@ def test_scales(tmp_path, dtype, factor):
         ulps = np.abs(again.astype(wide) - x.astype(wide)) / np.abs(np.spacing(x)).astype(wide)
         assert ulps.max() <= 1
     narrow = reshard.cast(made, BF16)["y"].read()  # in one rounding
-    product = x.astype(wide) * np.array(factor, wide)
+    product = x.astype("f8") * np.array(factor, wide).astype("f8")
     # NumPy rounds float64 twice, by way of float32: of its result and its neighbours, the nearest.
     near = product.astype(BF16)
     for end in (-np.inf, np.inf):
