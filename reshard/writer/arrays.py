@@ -224,7 +224,8 @@ def _write_files(
             for reservation in reservations:
                 reservation.free_after(written.result, is_ready=written.done)
 
-        with concurrent.futures.ThreadPoolExecutor(2) as writer, limiter:
+        # One thread: of two, one gives back pages that the other still writes.
+        with concurrent.futures.ThreadPoolExecutor(1) as writer, limiter:
             write_chunks(share, write, digests, limiter, report)
         for file in share.files:
             if isinstance(target, BucketLocation):
