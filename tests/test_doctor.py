@@ -140,6 +140,7 @@ def test_an_uncommitted_step(copy):
     ("words", "command"),
     [
         ("ckpt 3 out", "reshard ckpt 3 out --resume"),
+        ("ckpt 3 out --resume", "reshard ckpt 3 out --resume"),
         ("export 3 out --workers 2", "reshard export 3 out --workers 2 --resume"),
         ("ckpt 3 out --shard 0/2", "reshard ckpt 3 out --shard 1/2"),
     ],

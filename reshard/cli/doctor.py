@@ -113,7 +113,8 @@ def _ways_to_finish(path: str, found: job.Found) -> list[str]:
         missing = [n for n in range(count) if str(n) not in found.parts] or [0]
         return [re.sub(r"--shard[ =]\S+", f"--shard {n}/{count}", parted) for n in missing]
     return [
-        f"{c} --resume" if c.startswith("reshard ") else f"{c}, with resume=True" for c in commands
+        commit.continued(c) if c.startswith("reshard ") else f"{c}, with resume=True"
+        for c in commands
     ]
 
 

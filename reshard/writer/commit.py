@@ -256,7 +256,7 @@ def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
         count = len(numbers)
         commands = sorted({document["command"] for document in found.documents})
         jobs = [c for c in commands if c.startswith(_COMMANDS) and "--shard" not in c]
-        hints = [f"{command.removesuffix(' --resume')} --resume" for command in jobs]
+        hints = [*map(continued, jobs)]
         raise DestinationError(
             f"{count} of {job.count} shares of `{job.destination}` {'is' if count == 1 else 'are'} "
             "not complete",
@@ -264,6 +264,11 @@ def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
             hints or [f"write the missing shares: {format_runs(numbers)}"],
         )
     return whole
+
+
+def continued(command: str) -> str:
+    """The shell command that continues the job of a command."""
+    return f"{command.removesuffix(' --resume')} --resume"
 
 
 def needed(job: Job, document: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
