@@ -295,13 +295,13 @@ def conversion(
             source_layout.why,
             [
                 f"reshard.to_{map_rules.OPPOSITE[to]}(ckpt, ...) converts it",
-                "layout=... chooses another, if that is wrong",
+                "layout=... names the right one, if this layout is wrong",
             ],
         )
     if to == "linen" and model is None and map_file is None:
         if init:
             raise ArgumentError(
-                "only a model has initial values",
+                "without a model, no leaf has an initial value",
                 [f"`{glob}`" for glob in init],
                 ["model=..."],
             )

@@ -162,7 +162,7 @@ def _nested(ckpt: Mapping[Path, Any]) -> tuple[_Node, list[_SavedLeaf]]:
             node[keys[-1]] = None
     if problems:
         raise TreeMismatchError(
-            "a list position and a key of the same name are in one place", problems
+            "one path stands for both a list position and a key of a dict", problems
         )
     leaves = []
     for keys, (path, value) in zip(texts, ckpt.items(), strict=True):

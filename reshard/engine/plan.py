@@ -342,13 +342,11 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
     if one_pass // 2**10 > needed // 2**10:
         hints.append(f'max_memory="{once}" reads each chunk once')
     return MemoryLimitError(
-        f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
-        [
-            f"a chunk of {list(array.source_chunk)} has {format_bytes(decoded)} decoded, and "
-            f"rewriting it takes {format_bytes(needed)}"
-        ],
-        hints,
-        needed,
+        f"{format_path(array.path)}: rewriting one stored chunk of {list(array.source_chunk)} "
+        f"({format_bytes(decoded)}) takes {format_bytes(needed)}, more than the limit of "
+        f"{format_bytes(max_memory)}",
+        hints=hints,
+        least=needed,
     )
 
 
