@@ -458,8 +458,7 @@ def test_a_coverage_and_an_array_have_a_page():
     assert found.lists["Problems"] == [
         "kernel  [32, 30]: dimension 1 of 30 does not divide by 4 (model)"
     ]
-    # The bytes of a leaf that does not divide are unknown.
-    assert [layout[1] for layout in found.data["layouts"]] == [28, None]
+    assert [layout[1] for layout in found.data["layouts"]] == [28, 3840]
 
 
 def test_objects_show_themselves_in_a_frame(ckpt, planned, run):
