@@ -398,7 +398,8 @@ def write_chunks(
     for number, filled in enumerate(read(todo, limiter)):
         filled.check()
         reads = filled.batch.reads
-        boxes = [(r.owner, r.box, values) for r, values in zip(reads, filled.values, strict=True)]
+        pairs = zip(reads, filled.values, strict=True)
+        boxes = [(read.owner, read.box, values) for read, values in pairs if values is not None]
         write(number, boxes, filled.reservation)
         for array, box, values in boxes:  # while other threads encode what is committed
             digests[array.layout.path].add(box, values)
