@@ -453,7 +453,7 @@ def test_a_coverage_and_an_array_have_a_page():
     assert [fact.answer for fact in found.facts] == [
         "508 B",
         "no, 1 problem",
-        "100% of the bytes",
+        "5% of the bytes",
     ]
     assert found.lists["Problems"] == [
         "kernel  [32, 30]: dimension 1 of 30 does not divide by 4 (model)"

@@ -314,9 +314,7 @@ def test_a_chunk_that_cannot_fit_names_the_minimum():
     # 4 MiB encoded and decoded, a buffer of 64 KiB, and 16 KiB.
     text = (
         "params/w: rewriting one stored chunk of [1048576] (4.00 MiB) takes 8.08 MiB, more than "
-        "the limit of 1.00 MiB
-
-"
+        "the limit of 1.00 MiB\n\n"
         'hint: max_memory="8272KiB" is the least that rewrites it'
     )
     array = layout((4 * MIB,), (MIB,), (MIB // 2,))
