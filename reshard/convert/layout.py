@@ -421,16 +421,16 @@ class _Tree:
         if not others or others & COLLECTIONS:
             return
         paths = _named(*(("params", name) for name in sorted(others)))
+        modules, together = 'layout="linen-variables"', 'layout="linen-train-state"'
+        if self.names:  # both are train states
+            modules, together = _moved("params", "params/params/"), _moved("params", "")
         raise TreeMismatchError(
             "it is unclear whether the keys below `params` are modules or collections",
             [
                 f"modules: one is called `params`, as `params/params`, beside {paths}",
                 f"collections: the parameters are `params/params`, and none are in {paths}",
             ],
-            [
-                f"{_moved('params', 'params/params/')}, if they are modules",
-                f"{_moved('params', '')}, if they are collections",
-            ],
+            [f"{modules}, if they are modules", f"{together}, if they are collections"],
         )
 
     def _is_collection(self, node: _Node, modules: _Node, depth: int) -> bool:
