@@ -392,7 +392,7 @@ class _Tree:
     def _collections(self, alone: bool = True) -> tuple[dict[Path, str], bool]:
         """Where collections are saved -> their names; and whether all of them are below `params`.
         `alone`: they may be."""
-        params = self.top.get("params")
+        params: Any = self.top.get("params")
         nested = alone and _holds_variables(params)
         roots: dict[Path, str] = {}
         if nested:
@@ -618,8 +618,8 @@ def _boxes(model: Mapping[Path, Sequence[_SavedLeaf]]) -> Callable[[_SavedLeaf, 
     name as Linen gives modules, or if another collection has other leaves in it. All others are
     boxes if one of them must be, by its name, or if there is nothing outside of them.
     """
-    modules: set[Path] = {()}
-    holders: dict[Path, _SavedLeaf] = {}
+    modules: set[tuple[str, ...]] = {()}
+    holders: dict[tuple[str, ...], _SavedLeaf] = {}
     for root, below in model.items():
         for leaf in below:
             path = leaf.keys[len(root) : -1]
