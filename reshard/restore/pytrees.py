@@ -29,18 +29,12 @@ MESH_HINT = 'jax.make_mesh((1, 8), ("data", "model"), axis_types=(jax.sharding.A
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateLeaf:
-    """A leaf of a state: an array of any kind, a Python scalar or a string.
+    """A leaf of a state: an array of any kind, a Python scalar or a string."""
 
-    Attributes:
-      path: its path, without the levels of boxes and variables.
-      wrapper: the box or variable that holds it.
-      aliases: its other paths, if a module holds it in several places.
-    """
-
-    path: Path
+    path: Path  # without the levels of boxes and variables
     value: Any
-    wrapper: Any = None
-    aliases: tuple[Path, ...] = ()
+    wrapper: Any = None  # the box or variable that holds it
+    aliases: tuple[Path, ...] = ()  # its other paths, if a module holds it in several places
 
     @property
     def is_array(self) -> bool:
@@ -68,17 +62,12 @@ class StateLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """A flattened state.
+    """A flattened state."""
 
-    Attributes:
-      leaves: its leaves, in the order of the pytree, those of modules last.
-      masked: paths of boxes and variables without a leaf, which hold optax's `MaskedNode`.
-      unflatten: makes the same containers with other values, in the order of `leaves`. With
-        `in_place`, it updates real modules.
-    """
-
-    leaves: tuple[StateLeaf, ...]
-    masked: tuple[Path, ...]
+    leaves: tuple[StateLeaf, ...]  # in the order of the pytree, those of modules last
+    masked: tuple[Path, ...]  # boxes and variables without a leaf: they hold optax's `MaskedNode`
+    # Makes the same containers with other values, in the order of `leaves`. With `in_place`, it
+    # updates real modules.
     unflatten: Callable[..., Any]
 
 
