@@ -73,19 +73,17 @@ class State:
 
 def check_state(target: Any) -> None:
     """Raises ArgumentError if a target is a class, a function or text."""
-    if isinstance(target, str):
-        raise ArgumentError(
-            f"the target is the text {target!r}, not a state or a `jax.sharding.Mesh`",
-            hints=["reshard.target(model, mesh=mesh)", MESH_HINT],
-        )
     name = getattr(target, "__name__", None)
-    if callable(target) and name is not None:
-        kind = "class" if isinstance(target, type) else "function"
-        given = name if name.isidentifier() and not hasattr(target, "__self__") else "model"
-        raise ArgumentError(
-            f"the target is a {kind}, `{name}`, not a state",
-            hints=[f"reshard.target({given}, mesh=mesh)"],
-        )
+    if isinstance(target, str):
+        what = f"the text {target!r}"
+    elif callable(target) and name is not None:
+        what = f"a {'class' if isinstance(target, type) else 'function'}, `{name}`"
+    else:
+        return
+    raise ArgumentError(
+        f"the target is {what}, not a state or a `jax.sharding.Mesh`",
+        hints=["reshard.target(model, mesh=mesh)", MESH_HINT],
+    )
 
 
 def flatten_state(state: Any) -> State:
@@ -259,30 +257,28 @@ def _other_paths(aliases: dict[Path, list[Path]], path: Path) -> list[Path]:
     return sorted(found - {path})
 
 
-def axis_names(leaf: StateLeaf) -> Names | None:
-    """The names of a leaf's axes in its box or variable; None without an annotation."""
-    wrapper, nnx, names = leaf.wrapper, imported("flax.nnx"), None
+def annotation(leaf: StateLeaf) -> tuple[Names | None, str, Any]:
+    """The names of a leaf's axes in its box or variable, None without an annotation; their kind, as
+    in `AnnotatedLeaf`; and the rules in the annotation."""
+    wrapper, nnx, linen = leaf.wrapper, imported("flax.nnx"), imported("flax.linen")
+    names, kind, rules = None, "mesh", getattr(wrapper, "rules", None)
     if is_variable(wrapper):
         metadata = wrapper.get_metadata()
         found = [metadata.get(key) for key in ("out_sharding", "sharding_names", "sharding")]
         names = next((names for names in found if names is not None), None)
         names = getattr(names, "spec", names)
+        kind, rules = "nnx", metadata.get("sharding_rules")
     elif wrapper is not None and isinstance(wrapper, imported("flax.core.meta").Partitioned):
         names = wrapper.names
+        if linen is not None and isinstance(wrapper, linen.LogicallyPartitioned):
+            kind = "logical"
     elif wrapper is not None:
         # NNX in Linen makes a variable here, which by default needs a mesh.
         with contextlib.nullcontext() if nnx is None else nnx.use_eager_sharding(False):
             names = getattr(wrapper, "get_partition_spec", lambda: None)()
-    if names is None:
-        return None
-    return tuple(tuple(name) if isinstance(name, list | tuple) else name for name in names)
-
-
-def own_rules(leaf: StateLeaf) -> Any:
-    """The rules in a leaf's annotation."""
-    if is_variable(leaf.wrapper):
-        return leaf.wrapper.get_metadata().get("sharding_rules")
-    return getattr(leaf.wrapper, "rules", None)
+    if names is not None:
+        names = tuple(tuple(name) if isinstance(name, list | tuple) else name for name in names)
+    return names, kind, rules
 
 
 @functools.cache
