@@ -91,8 +91,7 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         shares = [planned.share(number, count) for number in range(count)]
         divided = time.perf_counter() - begin - seconds
-        _, division = planned._work
-        weights = [division.weight(division.share(number, count)) for number in range(count)]
+        weights = [share.nbytes for share in shares]
         some = [shares[number] for number in (0, count // 2 - 1, count - 1)]
         document = {
             "shares": count,
