@@ -73,7 +73,7 @@ def chunks_of(share: Share) -> int:
             for part, size in zip(box, array.chunk, strict=True)
         )
         for item in share.items
-        for group in item.boxes
+        for group in item.pieces
         for array in group.arrays
         for box in array.boxes(group.start, group.stop)
     )
