@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.arrays.boxes import Shape
@@ -83,6 +83,21 @@ class Layout:
     def shapes(self, leaves: Mapping[Path, Any]) -> dict[Path, Shape]:
         """Path in the model -> shape, in the tree that this is the layout of."""
         return {path: leaves[saved].shape for path, saved in self.model.items()}
+
+    def without(self, dropped: Collection[Path]) -> "Layout":
+        """The layout of the tree without the leaves at some saved paths."""
+
+        def kept(paths: Mapping[Path, Path]) -> dict[Path, Path]:
+            return {path: saved for path, saved in paths.items() if saved not in dropped}
+
+        return dataclasses.replace(
+            self,
+            model=kept(self.model),
+            optimizer=kept(self.optimizer),
+            beside=kept(self.beside),
+            step=None if self.step in dropped else self.step,
+            rest=tuple(path for path in self.rest if path not in dropped),
+        )
 
 
 def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None = None) -> Layout:
