@@ -326,6 +326,8 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
 
 def _passes(array: ArrayLayout, box: Shape) -> float:
     """How often a source chunk is read, on average, when each box reads all it touches."""
+    if 0 in array.shape:
+        return 1.0
     dims = zip(array.shape, array.source_chunk, box, strict=True)
     return math.prod(
         sum(math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b))

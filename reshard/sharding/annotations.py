@@ -51,8 +51,8 @@ class AnnotatedLeaf:
     itemsize: int
     names: Names | None = None  # of its axes, if it is annotated
     # What the names are: "mesh" (Linen's `Partitioned`: mesh axes), "logical" (Linen's
-    # `LogicallyPartitioned`), "nnx" (metadata of an NNX variable), "" without names.
-    kind: str = ""
+    # `LogicallyPartitioned`), "nnx" (metadata of an NNX variable).
+    kind: str = "mesh"
     own_rules: Any = None  # rules in the annotation; the caller's take precedence
     saved: Spec | None = None  # the spec of its present sharding
     parameter: bool = False  # whether it is a parameter, which optimizer state follows
