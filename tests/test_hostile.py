@@ -659,6 +659,7 @@ def test_renames_to_paths_outside_the_destination(tmp_path, base):
         saves = functools.partial(reshard.save, ckpt, tmp_path / "out")
         assert ours(saves, reshard.TreeMismatchError) == (
             'some names cannot be stored\n  "../../evil": its name points outside the checkpoint'
+            "\n\nhint: reshard.rename(ckpt, [(..., ...)])"
         )
     assert list(tmp_path.iterdir()) == []
 
