@@ -41,7 +41,7 @@ class StoredChunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array in a store: its name and its stored zarr metadata."""
+    """An array in a store: its name, and its zarr metadata as TensorStore writes it."""
 
     store: ArrayStore
     name: str

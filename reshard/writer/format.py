@@ -109,7 +109,10 @@ _FILE_BYTES = 2 << 30
 # The same of those that Orbax writes to gs. TensorStore holds each in memory until it is there.
 _GS_FILE_BYTES = 400 << 20
 # What an array is stored as where no other one of the checkpoint says: as Orbax does it.
-_ORBAX = b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1}}'
+_ORBAX = (
+    b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1},"order":"C",'
+    b'"fill_value":null,"dimension_separator":"."}'
+)
 _FILE_SIZE = 'file_size="256MiB"'
 # Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
 _MAX_BLOSC = (1 << 31) - 17
@@ -139,7 +142,7 @@ class Codec(NamedTuple):
         same = own[0]["configuration"] if [c["name"] for c in own] == [self.name] else {}
         if self.name == "zstd":
             asked = {"level": self.level}
-            usual = {"level": 1}
+            usual = {"checksum": False, "level": 1}
         else:
             asked = {"cname": self.inner, "clevel": self.level}
             usual = {"blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": "auto"}
