@@ -24,7 +24,7 @@ import tensorstore as ts
 
 from reshard import errors, tree, units
 from reshard.arrays.derived import stored_values
-from reshard.arrays.dtypes import name_of, parse_dtype
+from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, Derived, StoredArray, stored_name
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
@@ -39,7 +39,7 @@ from reshard.writer.siblings import WRITTEN, is_sibling
 _ORDER = "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 "
 _ORDER += "F8_E5M2 I8 U8 BOOL"
 _RANKS = {name: rank for rank, name in enumerate(_ORDER.split())}
-_NAMES = {parse_dtype(text): name for name, text in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Of which library's tensors the file is, which transformers asks for.
 _ABOUT = {"format": "pt"}
 
