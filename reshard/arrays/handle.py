@@ -218,15 +218,24 @@ class ArrayHandle:
         """The same array under another path."""
         return dataclasses.replace(self, path=path)
 
-    def roots(self) -> "Iterator[tuple[ArrayHandle, StoredArray]]":
-        """The stored arrays that it is derived from, or itself, with their data."""
+    def ancestors(self) -> "Iterator[ArrayHandle]":
+        """Itself, and the arrays that it is computed from."""
         todo: list[ArrayHandle] = [self]
         while todo:
             handle = todo.pop()
+            yield handle
             if isinstance(handle.data, Derived):
                 todo += handle.data.inputs[::-1]
-            else:
-                yield handle, handle.data
+
+    def roots(self) -> "Iterator[tuple[ArrayHandle, StoredArray]]":
+        """The stored arrays that it is derived from, or itself, with their data."""
+        handles = self.ancestors()
+        return ((h, h.data) for h in handles if isinstance(h.data, StoredArray))
+
+    def operations(self) -> "Iterator[ops.Operation | ops.Constant]":
+        """The operations that it is computed by."""
+        handles = self.ancestors()
+        return (h.data.operation for h in handles if isinstance(h.data, Derived))
 
     def stored_sizes(self) -> list[int]:
         """Stored bytes of each chunk of the stored arrays that it consists of.
