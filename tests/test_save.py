@@ -533,8 +533,7 @@ def large(tmp_path_factory):
         ((8, 1), {"max_memory": "64MiB"}, False, False),
         ((8, 1), {"max_memory": "2MiB"}, True, False),
         ((1, 1), {"max_memory": "3MiB"}, False, True),
-        ((8, 1), {"max_memory": "600KiB"}, False, True),
-        ((8, 1), {"max_memory": "420KiB"}, True, True),
+        ((8, 1), {"max_memory": "1200KiB"}, True, True),
         ((8, 1), {"chunks": "70KiB"}, True, False),
     ],
 )

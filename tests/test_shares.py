@@ -44,7 +44,6 @@ def grids(draw, group):
             ),
             chunk,
             box,
-            False,
             draw(st.sampled_from([1.0, 1.5, 7.25])),
             1,
         )
@@ -109,7 +108,7 @@ def test_every_box_is_in_one_share_and_they_are_as_equal_as_boxes_are(pieces, co
 
 def test_arrays_that_are_read_together_are_cut_at_the_same_box():
     layouts = [layout((8, 4), (2, 4), (2, 4), path=(n,), co_read=3) for n in "abc"]
-    arrays = [ArrayPlan(one, (2, 4), (2, 4), False, 1.0, 1) for one in layouts]
+    arrays = [ArrayPlan(one, (2, 4), (2, 4), 1.0, 1) for one in layouts]
     (group,) = co_read(arrays)
     found = [[(part.start, part.stop) for part in share] for share in divide([boxes(group)], 3)]
     assert found == [[(0, 2)], [(2, 3)], [(3, 4)]]

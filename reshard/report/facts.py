@@ -1,5 +1,4 @@
-"""Facts, lists and data of a page, from the JSON document of inspect, ckpt, convert, diff or a
-coverage. Pure.
+"""Facts, lists and data of a page, from the JSON document of inspect, ckpt, convert or diff. Pure.
 
 `reshard help page` describes the documents. None is unknown, and is shown as `not known`.
 """
@@ -56,8 +55,6 @@ def page_of(document: Document) -> Page:
     """The page of a JSON document."""
     if "differences" in document:
         return _diff_page(document)
-    if "rules" in document:
-        return _coverage_page(document)
     if "arrays" in document:
         return _plan_page(document)
     return _checkpoint_page(document)
@@ -157,32 +154,6 @@ def _load(document: Document, mesh: str) -> Fact:
     )
 
 
-def _coverage_page(document: Document) -> Page:
-    leaves = Leaves(["target"], [document["mesh"]], [document["device_ids"]])
-    for leaf in document["leaves"]:
-        leaves.add(leaf["keys"], leaf, [leaf])
-    mesh = leaves.meshes_of(0)
-    sources = collections.Counter(leaf["source"] for leaf in document["leaves"])
-    by = ", ".join(f"{count} by {'nothing' if s == 'none' else s}" for s, count in sources.items())
-    arrays, problems = count_of(leaves.arrays, "array"), len(document["problems"])
-    fits = (f"no, {count_of(problems, 'problem')}", "bad") if problems else ("yes", "good")
-    why = ("Read amplification is not known: a model has no chunks.",)
-    facts = (
-        Fact(_HOLDS, format_bytes(document["device_bytes"]), (f"{arrays}; specs {by}.",)),
-        Fact("Does it fit the mesh?", fits[0], why, fits[1]),
-        _replicated(leaves),
-    )
-    rules = []
-    for rule in document["rules"]:
-        axes = ", ".join(rule["axes"]) or "replicated"
-        rules.append(f"{rule['name']} -> {axes}: {count_leaves(rule['leaves'])}")
-    unmatched = document["unmatched"].items()
-    rules += [f"{name}, in no rule: {count_leaves(len(paths))}" for name, paths in unmatched]
-    lead = f"{arrays}, {format_bytes(leaves.nbytes)}, on {mesh}."
-    lists = {**_lists(document), "Rules": rules}
-    return Page("coverage", f"a model on {mesh}", lead, facts, lists, leaves.data())
-
-
 def _diff_page(document: Document) -> Page:
     found, left_out = document["differences"], document["not_compared"]
     counts = collections.Counter(each["what"] for each in found)
@@ -198,18 +169,6 @@ def _diff_page(document: Document) -> Page:
         notes.append(f"{document['by_digests']} of them by recorded digests.")
     if left_out:
         notes.append(f"The contents of {count_of(left_out, 'array')} were not compared.")
-    if document["values"] and (moved := counts["moved"]):
-        were = "was" if moved == 1 else "were"
-        notes.append(f"{count_of(moved, 'moved array')} {were} compared by digests.")
-    counted = {
-        "are NaN or infinite in A or B": (each.get("non_finite") for each in found),
-        "are equal as numbers but not bit for bit (0 and -0)": map(_equal_as_numbers, found),
-    }
-    unmeasured = [
-        f"{count_of(sum(some), 'element')} of {count_leaves(len(some))} {what}."
-        for what, numbers in counted.items()
-        if (some := [*filter(None, numbers)])
-    ]
     pair = f"A ({document['a']}) and B ({document['b']})"
     unknown = f"No difference was found. Not all contents were compared, so equality is {_UNKNOWN}."
     equal, tone, differs, lead = {
@@ -219,7 +178,7 @@ def _diff_page(document: Document) -> Page:
     }[document["equal"]]
     facts = (
         Fact("Are they equal?", equal, (), tone),
-        Fact("What differs?", differs, tuple(unmeasured)),
+        Fact("What differs?", differs),
         Fact("What was compared?", f"{count_of(document['compared'], 'array')}, {how}", (*notes,)),
     )
     title = f"{document['a']} and {document['b']}"

@@ -19,14 +19,14 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Box, grid_boxes, inside, shape_of
+from reshard.arrays.boxes import Box, shape_of
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, StoredChunk, stored_name
 from reshard.engine import memory
 from reshard.engine.batches import Unit, in_batches, in_groups
 from reshard.engine.plan import ArrayPlan
-from reshard.engine.read import READ_AHEAD, Destination, Read, read
+from reshard.engine.read import READ_AHEAD, Read, read
 from reshard.engine.shares import CHUNK_BYTES, grid_sums
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
@@ -217,12 +217,9 @@ def _write_files(
             for file in done:
                 disk.write_back(file)
 
-        def write(
-            number: int, boxes: Sequence[_Filled], reservations: Sequence[memory.Reservation]
-        ) -> None:
+        def write(number: int, boxes: Sequence[_Filled], reservation: memory.Reservation) -> None:
             written = writer.submit(write_boxes, boxes)
-            for reservation in reservations:
-                reservation.free_after(written.result, is_ready=written.done)
+            reservation.free_after(written.result, is_ready=written.done)
 
         # One thread: of two, one gives back pages that the other still writes.
         with concurrent.futures.ThreadPoolExecutor(1) as writer, limiter:
@@ -318,9 +315,7 @@ class Target:
         self._stores = [ts.KvStore.open(spec, context=self._context).result() for spec in specs]
         self._arrays: dict[tuple[Path, int], ts.TensorStore] = {}
 
-    def write(
-        self, number: int, boxes: Sequence[_Filled], reservations: Sequence[memory.Reservation]
-    ) -> None:
+    def write(self, number: int, boxes: Sequence[_Filled], reservation: memory.Reservation) -> None:
         """Encodes and writes boxes in one transaction. Its commit frees their memory."""
         transaction, store = self._begin(number)
         which = number % len(self._stores)
@@ -334,7 +329,7 @@ class Target:
                 self._arrays[key] = self._open(store, array)
             target = self._arrays[key].with_transaction(transaction)[box]
             copies.append(target.write(values, can_reference_source_data_indefinitely=True).copy)
-        self._commit(transaction, copies, reservations)
+        self._commit(transaction, copies, reservation)
 
     def write_values(
         self, number: int, values: Iterable[tuple[str, bytes]], reservation: memory.Reservation
@@ -342,7 +337,7 @@ class Target:
         """Writes stored values in one transaction."""
         transaction, store = self._begin(number)
         writable = store.with_transaction(transaction)
-        self._commit(transaction, [writable.write(*pair) for pair in values], [reservation])
+        self._commit(transaction, [writable.write(*pair) for pair in values], reservation)
 
     def _begin(self, number: int) -> tuple[ts.Transaction, ts.KvStore]:
         """The transaction of a batch, and its store. On a disk the transaction may be several
@@ -355,15 +350,14 @@ class Target:
         self,
         transaction: ts.Transaction,
         writes: Sequence[ts.Future],
-        reservations: Sequence[memory.Reservation],
+        reservation: memory.Reservation,
     ) -> None:
         for write in writes:
             wait_written(write, self._directory)
         wait = functools.partial(wait_written, transaction.future, self._directory)
         # Before the commit begins: after an interrupt, a commit that nobody waits for would still
         # write into a directory that is being removed.
-        for reservation in reservations:
-            reservation.free_after(wait, self._committed, transaction.future.done)
+        reservation.free_after(wait, self._committed, transaction.future.done)
         transaction.commit_async()
 
     def _committed(self) -> None:
@@ -385,7 +379,7 @@ class Target:
 
 def write_chunks(
     share: ItemShare,
-    write: Callable[[int, Sequence[_Filled], Sequence[memory.Reservation]], object],
+    write: Callable[[int, Sequence[_Filled], memory.Reservation], object],
     digests: Mapping[Path, Digest],
     limiter: memory.MemoryLimiter,
     report: Report,
@@ -396,80 +390,28 @@ def write_chunks(
     commit of an OCDBT database writes its B-tree again.
 
     Args:
-      write: called with the number of a batch, its boxes, and their reservations.
+      write: called with the number of a batch, its boxes, and its reservation.
       limiter: limits the bytes in flight. Several batches fit into it.
       report: called with the decoded bytes of each batch.
     """
-    todo = in_batches(units(share.boxes, limiter), limiter.limit // memory.WINDOW, limiter.limit)
+    todo = in_batches(units(share.boxes), limiter.limit // memory.WINDOW, limiter.limit)
     for number, filled in enumerate(read(todo, limiter)):
         filled.check()
-        boxes: list[_Filled] = []
-        reservations = [filled.reservation]
-        for (_, box, owner, _), values in zip(filled.batch.reads, filled.values, strict=True):
-            if isinstance(owner, _Pieces):
-                boxes += owner.finished(reservations)
-            elif values is not None:
-                boxes.append((owner, box, values))
-        if boxes:
-            write(number, boxes, reservations)
+        reads = filled.batch.reads
+        pairs = zip(reads, filled.values, strict=True)
+        boxes = [(read.owner, read.box, values) for read, values in pairs if values is not None]
+        write(number, boxes, filled.reservation)
         for array, box, values in boxes:  # while other threads encode what is committed
             digests[array.layout.path].add(box, values)
-        report(sum(read.nbytes for read in filled.batch.reads))
+        report(sum(read.nbytes for read in reads))
         boxes, values = [], None  # only the transaction holds the buffers until it is committed
 
 
-class _Pieces:
-    """A box that is read piece by piece, one source chunk each, into one buffer. The batches of the
-    pieces do not count the buffer."""
-
-    def __init__(self, array: ArrayPlan, box: Box, limiter: memory.MemoryLimiter):
-        self._array = array
-        self._box = box
-        self._limiter = limiter
-        self._nbytes = array.layout.consumer_bytes(math.prod(shape_of(box)))
-        chunk = array.layout.source_chunk
-        first = [part.start // c * c for part, c in zip(box, chunk, strict=True)]
-        extent = tuple(part.stop - f for part, f in zip(box, first, strict=True))
-        self._left = [
-            tuple(
-                slice(max(p.start + f, b.start), min(p.stop + f, b.stop))
-                for p, f, b in zip(piece, first, box, strict=True)
-            )
-            for piece in grid_boxes(extent, chunk)
-        ]
-        self._buffer: np.ndarray | None = None
-
-    def units(self) -> Iterator[Unit]:
-        """The reads of the pieces."""
-        for number, piece in enumerate([*self._left]):
-            read = Read(self._array.handle, piece, self, functools.partial(self._part, piece))
-            yield Unit([read], 0, 0, shared_bytes=0 if number else self._nbytes, own_batch=True)
-
-    def _part(self, piece: Box) -> list[Destination]:
-        if self._buffer is None:
-            self._buffer = np.empty(shape_of(self._box), self._array.handle.read_dtype)
-            self._reservation = self._limiter.reserve(self._nbytes)
-        return [(piece, self._buffer[inside(piece, self._box)])]
-
-    def finished(self, reservations: list[memory.Reservation]) -> list[_Filled]:
-        """Called when a piece was read. The box, and no reference to it, after the last piece."""
-        self._left.pop()
-        if self._left or self._buffer is None:
-            return []
-        values, self._buffer = self._array.handle.rounded(self._buffer), None
-        reservations.append(self._reservation)
-        return [(self._array, self._box, values)]
-
-
-def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator[Unit]:
-    """Boxes in order. Boxes of arrays that share stored chunks are read together. If an array is
-    read in several passes, the chunks of a box are read one after another into one buffer."""
+def units(groups: Sequence[BoxRange]) -> Iterator[Unit]:
+    """Boxes in order. Boxes of arrays that share stored chunks are read together."""
     for _, group, start, stop in groups:
         layouts = [array.layout for array in group]
         for boxes in zip(*(array.boxes(start, stop) for array in group), strict=True):
-            if group[0].serial:
-                yield from _Pieces(group[0], boxes[0], limiter).units()
-                continue
             elements = math.prod(shape_of(boxes[0]))
             yield Unit(
                 [Read(a.handle, box, a) for a, box in zip(group, boxes, strict=True)],

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from reshard.arrays import derived
 from reshard.arrays.boxes import grid_size
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.memory import WINDOW, copy_bytes, cores, limiter_bytes
+from reshard.engine.memory import copy_bytes, cores, limiter_bytes
 from reshard.engine.plan import ArrayPlan, co_read
 from reshard.engine.shares import divide, sums
 from reshard.errors import ArgumentError, ReshardError, lines_of
@@ -31,16 +31,6 @@ SHARE_BYTES = 1 << 30
 _SMALLEST = 32 << 20
 # Split arrays that a printed plan lists.
 _SHOWN_SPLITS = 10
-
-
-class Network(NamedTuple):
-    """The traffic from and to buckets: bytes, and the most requests. Chunks that are close to each
-    other in a data file are fetched together."""
-
-    fetched: int
-    fetches: int
-    sent: int
-    sends: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +286,7 @@ class Plan:
         for array in self.arrays:
             layout = array.layout
             if array.box is not None:
-                steps = grid_size(layout.shape, array.box) / (array.serial or layout.co_read)
+                steps = grid_size(layout.shape, array.box) / layout.co_read
                 costs.append((array.box_bytes, math.ceil(steps)))
             elif not array.linked:
                 steps = grid_size(layout.shape, array.chunk)
@@ -314,30 +304,6 @@ class Plan:
     def bytes_written(self) -> int:
         """Stored bytes that will be written; an estimate for arrays that are encoded again."""
         return sum(array.bytes_written for array in self.arrays) + self.other_bytes
-
-    @property
-    def network(self) -> Network | None:
-        """The network traffic; None for a job on disks alone."""
-        if not _is_remote(self):
-            return None
-        here = all(c.source.root.is_local for c in self.checkpoints)
-        there = self.destination is None or self.destination.is_local
-        files = sum(sibling.is_file for sibling in self.siblings)
-        fetched = fetches = sent = sends = 0
-        if not here:
-            fetched, fetches = self.bytes_read, self.chunks_read + files
-        if not there:
-            sent, sends = self.bytes_written, files + sum(map(self._sends, self.items))
-            if self.verify:
-                fetched, fetches = fetched + sent, fetches + self.chunks_written
-        return Network(fetched, fetches, sent, sends)
-
-    def _sends(self, item: ItemPlan) -> int:
-        """Writes of an item's arrays: a batch is a data file and two writes of a manifest."""
-        if not item.format.ocdbt:
-            return sum(1 + grid_size(a.layout.shape, a.chunk) for a in item.arrays)
-        batch = max(limiter_bytes(self.max_memory, cores(), 0, _is_remote(self)) // WINDOW, 1)
-        return 3 * math.ceil(sum(a.decoded_bytes for a in item.arrays) / batch)
 
     @functools.cached_property
     def rounded(self) -> derived.Rounded:
@@ -402,7 +368,6 @@ class Plan:
             "destination": None if self.destination is None else str(self.destination),
             "done": False,
             **{name: getattr(self, name) for name in counts},
-            **({} if self.network is None else {"network": self.network._asdict()}),
             **({"rounded": self.rounded._asdict()} if self.rounded.arrays else {}),
             "read_amplification": _before_and_after(self.amplification),
             "bytes_per_device": _before_and_after(self.bytes_per_device),
@@ -450,11 +415,6 @@ class Plan:
             + (f", {self.passes:.2f} times on average" if self.passes > 1 else ""),
             f"write    {format_bytes(self.bytes_written)} in {written}"
             + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
-            *(
-                f"network  fetch {format_bytes(fetched)} in at most {fetches} requests, "
-                f"send {format_bytes(sent)} in at most {sends}"
-                for fetched, fetches, sent, sends in filter(None, [self.network])
-            ),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
             *self._per_step(),
             *([f"rounded  {self.rounded}"] if self.rounded.arrays else []),
