@@ -23,6 +23,7 @@ from reshard.arrays.handle import (
     Outputs,
     StoredArray,
     StoredChunk,
+    ancestors,
     check_names,
     widest,
 )
@@ -205,9 +206,13 @@ def zeros(
     return dataclasses.replace(constant(path, values, like), value_type=value_type)
 
 
+def _operations(handle: ArrayHandle) -> Iterator[ops.Operation | ops.Constant]:
+    return (h.data.operation for h in ancestors(handle) if isinstance(h.data, Derived))
+
+
 def from_memory(handle: ArrayHandle) -> bool:
     """Whether an array consists of values that are not stored."""
-    return any(isinstance(operation, ops.Constant) for operation in handle.operations())
+    return any(isinstance(operation, ops.Constant) for operation in _operations(handle))
 
 
 class Rounded(NamedTuple):
@@ -231,7 +236,7 @@ def rounded(handles: Iterable[ArrayHandle]) -> Rounded:
 def rounds(handle: ArrayHandle) -> bool:
     """Whether an operation of a map rounds the values of an array. Casts are not counted, and
     nothing is known of functions."""
-    found = (each for each in handle.operations() if isinstance(each, ops.Computed))
+    found = (each for each in _operations(handle) if isinstance(each, ops.Computed))
     return not all(operation.exact for operation in found)
 
 
@@ -239,7 +244,7 @@ def comparisons(handle: ArrayHandle) -> list[ArrayHandle]:
     """The arrays that one is computed from, or itself, that are several equal ones."""
     return [
         each
-        for each in handle.ancestors()
+        for each in ancestors(handle)
         if isinstance(each.data, Derived) and isinstance(each.data.operation, ops.Equal)
     ]
 

@@ -218,24 +218,10 @@ class ArrayHandle:
         """The same array under another path."""
         return dataclasses.replace(self, path=path)
 
-    def ancestors(self) -> "Iterator[ArrayHandle]":
-        """Itself, and the arrays that it is computed from."""
-        todo: list[ArrayHandle] = [self]
-        while todo:
-            handle = todo.pop()
-            yield handle
-            if isinstance(handle.data, Derived):
-                todo += handle.data.inputs[::-1]
-
     def roots(self) -> "Iterator[tuple[ArrayHandle, StoredArray]]":
         """The stored arrays that it is derived from, or itself, with their data."""
-        handles = self.ancestors()
+        handles = ancestors(self)
         return ((h, h.data) for h in handles if isinstance(h.data, StoredArray))
-
-    def operations(self) -> "Iterator[ops.Operation | ops.Constant]":
-        """The operations that it is computed by."""
-        handles = self.ancestors()
-        return (h.data.operation for h in handles if isinstance(h.data, Derived))
 
     def stored_sizes(self) -> list[int]:
         """Stored bytes of each chunk of the stored arrays that it consists of.
@@ -361,6 +347,16 @@ class ArrayHandle:
 
     def __repr__(self) -> str:
         return f"<{format_path(self.path)}: {self.describe()}>"
+
+
+def ancestors(handle: ArrayHandle) -> Iterator[ArrayHandle]:
+    """An array, and those that it is computed from."""
+    todo = [handle]
+    while todo:
+        handle = todo.pop()
+        yield handle
+        if isinstance(handle.data, Derived):
+            todo += handle.data.inputs[::-1]
 
 
 def widest(handles: "Sequence[ArrayHandle]") -> np.dtype | None:
