@@ -236,7 +236,7 @@ class _Tree:
         sizes = collections.Counter(keys[:-1] for keys in nodes)
         seen = collections.Counter(texts)
         if twice := [keys for keys in seen if seen[keys] > 1 or keys in sizes]:
-            summary = "a list position and a key of the same name are in one place"
+            summary = "one path stands for both a list position and a key of a dict"
             raise TreeMismatchError(summary, [_named(keys) for keys in twice])
         self.leaves: list[_SavedLeaf] = []
         self.top: _Node = {}
