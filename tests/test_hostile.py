@@ -379,7 +379,6 @@ FAULTS = [
         f'{MEMBER}"compressor": Error parsing object member "id": "pickle" is not registered',
         compressor={"id": "pickle"},
     ),
-    array("it has a codec without a name", "zarr3-ocdbt", codecs=["bytes"]),
     array(
         "it is compressed with blosc inside another codec, so a chunk may decode to 2 GiB",
         "zarr3-files",
