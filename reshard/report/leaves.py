@@ -22,19 +22,13 @@ _MAX_IDS = 4096  # devices of a mesh whose ids are written
 
 
 class Leaves:
-    """The leaves of a page.
-
-    Attributes:
-      sides: names of the layouts of each leaf, such as before and after; the page is about the
-        last one.
-      replicated: bytes of each leaf that every device holds in full.
-      without_mesh: number of arrays without a mesh.
-    """
+    """The leaves of a page."""
 
     def __init__(self, sides: Sequence[str], meshes: Sequence[Document], ids: Sequence[Any]):
+        # Names of the layouts of each leaf, such as before and after. The page is about the last.
         self.sides = list(sides)
-        self.arrays = self.nbytes = self.without_mesh = 0
-        self.replicated: list[int] = []
+        self.arrays = self.nbytes = self.without_mesh = 0  # `without_mesh`: a number of arrays
+        self.replicated: list[int] = []  # bytes of each leaf that every device holds in full
         self._meshes: dict[str, dict[str, Any]] = {}
         for mesh, devices in zip(meshes, ids, strict=True):
             if devices is not None and len(devices) > _MAX_IDS:
@@ -47,9 +41,7 @@ class Leaves:
         self._folders: dict[tuple[str, ...], int] = {(): 0}
         self._layouts: dict[Any, int] = {}
         self._leaves: list[list[Any]] = []
-        self._held: list[collections.Counter[tuple[str, str]]] = [
-            collections.Counter() for _ in sides
-        ]
+        self._held = [collections.Counter[tuple[str, str]]() for _ in sides]
 
     def add(self, keys: Sequence[Any], leaf: Document, sides: Sequence[Document]) -> None:
         """Adds a leaf with its layout on each side."""
@@ -118,12 +110,8 @@ class Leaves:
 
     def folds(self, leaves: Iterable[tuple[int, str, Any]]) -> list[list[Any]]:
         """Levels that differ only in the number at the end of their names, folded as by
-        `inspect --tree`: the common name, and the folders' numbers.
-
-        Args:
-          leaves: for each leaf the number of its folder, its last key, and a kind, which is equal
-            for leaves that are alike.
-        """
+        `inspect --tree`: the common name, and the folders' numbers. `leaves`: for each the number
+        of its folder, its last key, and a kind, which is equal for leaves that are alike."""
         inside = collections.defaultdict[int, list[tuple[str, str]]](list)
         for level, key, kind in leaves:
             inside[level].append((key, str(kind)))
@@ -152,10 +140,7 @@ class Leaves:
             "folders": [[self._folders[keys[:-1]], keys[-1]] for keys in self._folders if keys],
             "leaves": sorted(self._leaves, key=lambda leaf: natural((*names[leaf[0]], leaf[1]))),
             "held": [
-                [
-                    [name, [held[name, part] for part in PARTS]]
-                    for name in dict.fromkeys(name for name, _ in held)
-                ]
+                [[n, [held[n, part] for part in PARTS]] for n in dict.fromkeys(n for n, _ in held)]
                 for held in self._held
             ],
         }
