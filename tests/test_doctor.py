@@ -182,7 +182,7 @@ def test_missing_and_truncated_data_files(copy):
     ]
     file.unlink()
     assert doctor(copy, "20")[1][-2:] == [
-        f"problem  the data file `{file}` is missing",
+        f"problem  params/Dense_0/kernel: its data file `{file}` is missing",
         f"next     reshard verify {path}",
     ]
 

@@ -820,7 +820,7 @@ def test_missing_data_files(tmp_path, base, instead):
     # A busy machine writes several.
     file, *_ = {value.file for value in ckpt.source.store.values["large"].values() if value.file}
     instead(path / file)
-    text = f"the data file `{path}/{file}` is missing"
+    text = f"large: its data file `{path}/{file}` is missing"
     if (path / file).exists():
         text = f"`{path}/{file}` is a directory, not a file"
     for job in (reshard.plan, lambda ckpt: reshard.save(ckpt, tmp_path / "out")):
