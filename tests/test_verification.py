@@ -209,11 +209,12 @@ def test_data_files_that_are_missing(copied, form):
     path = copied(form)
     # The nodes of its B-tree are now one small file, now more.
     names = value_files(Location(str(path))) - node_files(Location(str(path)))
-    max((path / name for name in names), key=lambda file: file.stat().st_size).unlink()
+    file = max((path / name for name in names), key=lambda file: file.stat().st_size)
+    file.unlink()
     found = reshard.verify(path)
     lost = [name for name in SPECS if (name,) not in found.digests]
-    leaves = [line.partition(": its stored bytes cannot be read ")[0] for line in found.problems]
-    assert leaves == lost != []
+    assert lost != []
+    assert found.problems == tuple(f"{n}: its data file `{file}` is missing" for n in lost)
 
 
 # Single bits.

@@ -128,7 +128,7 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
         api = {"api": None, "layout": None, "why": [error.summary]}
     values = [v for values in source.store.values.values() for v in values.values()]
     files = {v.file for v in values if v.file is not None}
-    problems, recorded = list(_problems(ckpt, files)), 0
+    problems, recorded = list(_problems(ckpt)), 0
     try:
         record = read_record(source.store.directory / FILE)
         recorded = sum(record is not None and record.digest(a) is not None for a in ckpt.arrays)
@@ -150,12 +150,8 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _problems(ckpt: Checkpoint, files: set[str]) -> Iterator[str]:
-    """Each missing or truncated file, a line each."""
-    directory = ckpt.source.store.directory
-    for file in sorted(files):
-        if (directory / file).file_bytes() is None:
-            yield f"the data file `{directory / file}` is missing"
+def _problems(ckpt: Checkpoint) -> Iterator[str]:
+    """Arrays whose chunks or files are missing or truncated, a line each."""
     for array in ckpt.arrays:
         try:
             array.stored_sizes()
