@@ -115,7 +115,7 @@ def test_the_commands(tmp_path, llama):
     shown(tmp_path, "verify", "out/0", "--against", "hf", *verified)
     shown(tmp_path, "verify", "back", "--against", "out/0", *verified)
     told = refused(tmp_path, "verify", "out/0", "--against", "hf", *verified, "--init", "a")
-    assert "with --map hf:NAME, --init requires --model" in told
+    assert "with this --map, --init requires --model" in told
     told = refused(tmp_path, "export", "out/0", "more", *words[:-2], "--like", "hf")
     assert told.endswith("\n\nhint: --vocab 64, if the embedding of the JAX model has 64 rows\n")
     told = refused(tmp_path, "export", "out/0", "more", *words)
