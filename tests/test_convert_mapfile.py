@@ -994,7 +994,7 @@ map.toml: its rules cannot be read
   rule 3: it has no effect: give it `to`, an operation or `drop = true`
   rule 4: `from` is not a text or a list of them: []
   rule 5, `a`: it has no effect: give it `to`, an operation or `drop = true`
-  rule 5, `a`: `too` is not known
+  rule 5, `a`: `too` is not known: did you mean `to`?
   rule 6, `a`: `to` is not a text or a list of them: 7
   rule 7, `a`: `to`: invalid group reference 1 at position 1
   rule 8, `a`: `to`: unknown group name 'x'

@@ -215,6 +215,15 @@ def test_a_class_or_a_function_is_no_target(saved, kind, made):
         )
 
 
+def test_a_linen_module_is_no_target(saved):
+    ckpt = reshard.open(saved("standalone").path)
+    for made in (nn.Dense(3), nn.Dense):
+        assert layouts.refused(reshard.ArgumentError, reshard.restore, ckpt, made) == (
+            "the target is a Linen module, `Dense`, not a state\n\n"
+            "hint: reshard.target(Dense(...), mesh=mesh, inputs=(x,))"
+        )
+
+
 def test_a_text_is_no_target(saved):
     ckpt = reshard.open(saved("standalone").path)
     for call in (reshard.restore, functools.partial(reshard.to_mesh, mesh="1x8")):

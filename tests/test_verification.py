@@ -670,7 +670,7 @@ def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
     shutil.rmtree(root / "2")
     status, out, err = run("verify", root, "--step", "1,2,10")
     assert (status, out.count("nothing is wrong")) == (2, 1)
-    missing = f"Error: step 2: `{root}` has no step 2\n\nhint: its steps: 1, 10\n"
+    missing = f"Error: step 2: `{root}` has no step 2\n  its steps: 1, 10\n\nhint: --step 1\n"
     assert err == missing
     # Errors of other commands: those of all steps, and what can be read.
     status, out, err = run("digest", root, "--step", "1,2,10", "--json")
@@ -698,7 +698,7 @@ def test_steps_that_are_none(three, tmp_path, run):
             told = f"Error: --step {text}: steps are N, N,M, N..M, latest or all\n"
             assert err.endswith(told)
         status, _, err = run(*words, "--step", "3..9")
-        told = f"`{three}` has no step 3\n\nhint: its steps: 1, 2, 10\n"
+        told = f"`{three}` has no step 3\n  its steps: 1, 2, 10\n\nhint: --step 2\n"
         assert (status, err) == (2, f"Error: {told}")
     assert run("verify", three / "1", "--step", "1..2")[2].endswith("hint: leave out --step\n")
     assert run("verify", three / "1", "--step", "all")[0] == 0

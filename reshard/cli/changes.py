@@ -75,12 +75,18 @@ def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
         raise click.UsageError("--reverse requires --map FILE")
     ckpt = prepared(ckpt, flags)
     look_here()  # for the functions of a map
-    rules = chosen_map(ckpt, flags)
-    if rules is None:
-        return ckpt
-    from reshard.convert.remap import remap
+    try:
+        rules = chosen_map(ckpt, flags)
+        if rules is None:
+            return ckpt
+        from reshard.convert.remap import remap
 
-    return remap(ckpt, rules, reverse=flags["reverse"])
+        return remap(ckpt, rules, reverse=flags["reverse"])
+    except ReshardError as error:
+        ready = flags["map_file"].startswith("hf:") and not flags["reverse"]
+        if ready and ckpt.source.kind != "safetensors":
+            error.hints += ("--reverse, if SRC has the names of the JAX model",)
+        raise
 
 
 def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) -> Any:

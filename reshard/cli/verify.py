@@ -21,7 +21,6 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader import detection
-from reshard.loader import open as open_checkpoint
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
 from reshard.verify.comparison import partners
@@ -47,7 +46,8 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     Reads every array. Checks that the checkpoint is committed, that every chunk decodes, and that
     the values equal the recorded digests. --step and --item also apply to OTHER. If OTHER belongs
     to Flax's other API, it is converted first, by the record that `reshard convert` wrote, or by
-    the options below. Otherwise --map applies to it as in `reshard ckpt`. Exits with 0 if nothing is wrong, else with 1.
+    the options below. Otherwise --map applies to it as in `reshard ckpt`. Exits with 0 if
+    nothing is wrong, else with 1.
 
     \b
     Example:
@@ -61,7 +61,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     tune_memory()
     mine, *theirs = options.places(flags, path, *([] if against is None else [against]))
     try:
-        ckpt = open_checkpoint(path, **mine)
+        ckpt = options.open_at(path, **mine)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
         problems = [error.summary, *error.problems]
         if options.wants_text(flags, lambda: {"path": path, "ok": False, "problems": problems}):
@@ -69,7 +69,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
         sys.exit(1)
     other: Checkpoint | str | None = against
     if against is not None and not detection.is_record_file(parse_location(against)):
-        opened = open_checkpoint(against, **theirs[0])
+        opened = options.open_at(against, **theirs[0])
         other = _in_one_api(ckpt, opened, flags if asked else None)
         if other is not opened:
             other = _with_positions_of(ckpt, other)
@@ -110,7 +110,10 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
         if flags["map_file"] and not flags["model"]:
             reverse = ckpt.source.kind == "safetensors"
             rules = chosen_map(ckpt if reverse else other, flags)
-            ready, differ = flags["map_file"].startswith("hf:"), None not in apis and len({*apis}) > 1
+            ready, differ = (
+                flags["map_file"].startswith("hf:"),
+                None not in apis and len({*apis}) > 1,
+            )
             if ready or not (rules.to or differ):
                 return _by_map(other, rules, reverse, flags)
         api = apis[0] or ("nnx" if _layout(other).api == "linen" else "linen")

@@ -22,6 +22,7 @@ import pathlib
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from reshard.arrays import operations as ops
@@ -231,9 +232,11 @@ class _Table:
         self.problems = problems
         self.patterns = patterns
         self.numbers = numbers
+        self.known: set[str] = set()  # keys that may be there
 
     def take(self, key: str, form: Form, needed: bool = False) -> Any:
         """The value of a key; None if it is missing or has another form."""
+        self.known.add(key)
         value = self.table.pop(key, None)
         if value is None:
             if needed:
@@ -279,6 +282,7 @@ class _Table:
 
     def values(self, key: str) -> dict[str, Any] | None:
         """The values of an operation; None if it has none, or they are wrong."""
+        self.known.add(key)
         if (given := self.table.get(key)) is None:
             return None
         needed, others = _FIELDS.get(key, ({}, {}))
@@ -314,8 +318,11 @@ class _Table:
     def nothing_else(self) -> None:
         """Reports the keys that were not taken."""
         for key in self.table:
-            first = ": put it before the first rule" if key in ("init", "to") else ""
-            self.wrong(f"`{key}` is not known{first}")
+            near = get_close_matches(key, self.known, 1)
+            hint = f": did you mean `{near[0]}`?" if near else ""
+            if key in ("init", "to"):
+                hint = ": put it before the first rule"
+            self.wrong(f"`{key}` is not known{hint}")
 
     def wrong(self, text: str) -> None:
         self.problems.append(f"{self.label}: {text}")

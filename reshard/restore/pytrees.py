@@ -83,11 +83,17 @@ class State:
 
 
 def check_state(target: Any) -> None:
-    """Raises ArgumentError if a target is a class, a function or text."""
+    """Raises ArgumentError if a target is a Linen module, a class, a function or text."""
     if isinstance(target, str):
         raise ArgumentError(
             f"the target is the text {target!r}, not a state or a `jax.sharding.Mesh`",
             hints=["reshard.target(model, mesh=mesh)", MESH_HINT],
+        )
+    linen, of = imported("flax.linen"), target if isinstance(target, type) else type(target)
+    if linen is not None and issubclass(of, linen.Module):
+        hints = [f"reshard.target({of.__name__}(...), mesh=mesh, inputs=(x,))"]
+        raise ArgumentError(
+            f"the target is a Linen module, `{of.__name__}`, not a state", hints=hints
         )
     name = getattr(target, "__name__", None)
     if callable(target) and name is not None:
