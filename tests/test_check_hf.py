@@ -166,7 +166,7 @@ def test_logits(project):
 )
 def test_inputs_that_are_no_token_ids_are_refused(project, arguments, told):
     with pytest.raises(reshard.ArgumentError, match="is not an array of token ids") as error:
-        hf_model.run(str(project / "hf"), arguments, "noise")
+        hf_model.run(str(project / "hf"), arguments, [])
     assert told in str(error.value)
 
 
@@ -175,7 +175,7 @@ def test_without_a_library_the_error_says_what_to_install(project, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     text = "neither transformers nor mlx-lm runs the model of "
     with pytest.raises(reshard.ArgumentError, match=text) as error:
-        hf_model.run(str(project / "hf"), None, "noise")
+        hf_model.run(str(project / "hf"), None, [])
     assert error.value.hints == (
         "pip install transformers torch",
         "pip install mlx-lm 'mlx[cpu]'",

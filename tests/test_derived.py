@@ -942,18 +942,6 @@ def test_the_least_memory_is_enough(large, tmp_path, case, narrow):
         assert plan.problems == () and plan.peak_memory <= more << 10
 
 
-def test_the_memory_for_reading_each_chunk_once(large, tmp_path):
-    forming = formed_of(large("files"), ONCE["layers in one chunk"])
-    ckpt = forming.checkpoint((1, 8))
-    problem = reshard.plan(ckpt, max_memory=1000)
-    found = re.findall(r'max_memory="(\d+)KiB" reads each chunk once', "\n".join(problem.hints))
-    once = int(found[0])
-    assert reshard.plan(ckpt, max_memory=f"{once}KiB").passes == 1.0
-    less = reshard.plan(ckpt, max_memory=f"{once - 120}KiB")
-    assert less.problems == () and less.passes > 1
-    assert all(array.serial for array in less.arrays)
-
-
 # Restoring.
 
 

@@ -174,9 +174,7 @@ def lines_of(function):
 
 
 # What exceeds the two limits today. These numbers may only shrink.
-LONG_FUNCTIONS = {
-    "reshard.convert.conversion.conversion": 72,
-}
+LONG_FUNCTIONS = {}
 MANY_IMPORTS = {
     "reshard.cli.inspect": 31,
     "reshard.convert.conversion": 55,

@@ -115,13 +115,13 @@ FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or A
             [SAVED, Mesh(("x", "y"), (4, 2)), EIGHT],
             f"`1x8` {TAKES}, and they do not agree on them\n"
             f"  data=1,model=8\n  data=2,model=4\n  x=4,y=2\n\n"
-            f"{WRITE}`data=1,model=8,x=1,y=1`\n{WRITE}`data=1,model=1,x=1,y=8`",
+            f"{WRITE}`data=1,model=1,x=1,y=8`",
         ),
         (
             "16",
             [Mesh(("x",), (2,)), Mesh(("x", "y"), (10, 2)), Mesh(("x", "y"), (2, 2))],
             f"`16` {TAKES}, and they do not agree on them\n  x=2\n  x=2,y=2\n  x=10,y=2\n\n"
-            f"{WRITE}`x=16,y=1`\n{WRITE}`x=1,y=16`",
+            f"{WRITE}`x=1,y=16`",
         ),
         (
             "2x2x2",

@@ -266,4 +266,4 @@ def test_variables_without_a_value_are_saved_as_such(hold, tmp_path):
 
 def test_axes_that_go_over_several_may_be_a_list():
     (leaf,) = flatten_state(nn.Partitioned(jnp.ones((2, 3)), (["x", "y"], None))).leaves
-    assert pytrees.axis_names(leaf) == (("x", "y"), None)
+    assert pytrees.annotation(leaf) == ((("x", "y"), None), "mesh", None)

@@ -205,31 +205,22 @@ def test_an_abstract_mesh_has_no_devices(saved):
     assert text.startswith("an AbstractMesh has no devices to restore to\n\nhint: jax.make_mesh(")
 
 
-@pytest.mark.parametrize(("kind", "made"), [("class", nnx.Linear), ("function", layouts.mesh)])
-def test_a_class_or_a_function_is_no_target(saved, kind, made):
-    ckpt, name = reshard.open(saved("standalone").path), made.__name__
-    for call in (reshard.restore, functools.partial(reshard.to_mesh, mesh="1x8")):
-        assert layouts.refused(reshard.ArgumentError, call, ckpt, target=made) == (
-            f"the target is a {kind}, `{name}`, not a state\n\n"
-            f"hint: reshard.target({name}, mesh=mesh)"
-        )
-
-
-def test_a_linen_module_is_no_target(saved):
-    ckpt = reshard.open(saved("standalone").path)
-    for made in (nn.Dense(3), nn.Dense):
-        assert layouts.refused(reshard.ArgumentError, reshard.restore, ckpt, made) == (
-            "the target is a Linen module, `Dense`, not a state\n\n"
-            "hint: reshard.target(Dense(...), mesh=mesh, inputs=(x,))"
-        )
-
-
-def test_a_text_is_no_target(saved):
+@pytest.mark.parametrize(
+    ("target", "what", "call"),
+    [
+        (nnx.Linear, "a class, `Linear`", "model, mesh=mesh"),
+        (nn.Dense, "a Linen module", "Dense(...), mesh=mesh, inputs=(x,)"),
+        (nn.Dense(3), "a Linen module", "Dense(...), mesh=mesh, inputs=(x,)"),
+        (layouts.mesh, "a function, `mesh`", "model, mesh=mesh"),
+        ("1x8", "the text '1x8'", "model, mesh=mesh"),
+    ],
+)
+def test_a_module_a_class_a_function_or_a_text_is_no_target(saved, target, what, call):
     ckpt = reshard.open(saved("standalone").path)
     for call in (reshard.restore, functools.partial(reshard.to_mesh, mesh="1x8")):
-        assert layouts.refused(reshard.ArgumentError, call, ckpt, target="1x8") == (
-            "the target is the text '1x8', not a state or a `jax.sharding.Mesh`\n\n"
-            "hint: reshard.target(model, mesh=mesh)\n"
+        assert layouts.refused(reshard.ArgumentError, call, ckpt, target=target) == (
+            f"the target is {what}, not a state or a `jax.sharding.Mesh`\n\n"
+            f"hint: reshard.target({call})\n"
             'hint: jax.make_mesh((1, 8), ("data", "model"), '
             "axis_types=(jax.sharding.AxisType.Auto,) * 2)"
         )

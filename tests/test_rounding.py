@@ -134,7 +134,7 @@ def test_what_rounding_once_takes_beside_its_result(dtype, shape):
     np.testing.assert_array_equal(cast_once(values.T, dtype), rounded.T, strict=True)
 
 
-@pytest.mark.parametrize("memory", ["200KiB", "1GiB"], ids=["serial", "one pass"])
+@pytest.mark.parametrize("memory", ["200KiB", "1GiB"], ids=["again", "one pass"])
 @pytest.mark.parametrize(("old", "new"), OWN)
 def test_what_is_charged_for_a_box(old, new, memory, tmp_path):
     """Its values as they are read and as they are cast are in memory at once."""

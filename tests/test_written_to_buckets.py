@@ -14,7 +14,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
-from in_process import command
 from jax.sharding import PartitionSpec as P
 from jobs import MARKER, RESHARD, values
 from sampling import few, some
@@ -528,29 +527,3 @@ def test_parts_of_an_item_are_no_items(url):
         parse_location(f"{url}/ocdbt.process_{part}/manifest.ocdbt").write(b"")
     with pytest.raises(reshard.UncommittedCheckpointError, match=MARKER.replace(".", "[.]")):
         reshard.open(url)
-
-
-# What is told before.
-
-
-def test_the_plan_says_what_crosses_the_network(stores, tmp_path):
-    """In fewer requests than there are chunks."""
-    specs = {f"layer_{i}": P("data", "model") for i in range(60)}
-    tree = layouts.small_tree(layouts.mesh((2, 4)), specs, (8, 16))
-    near = layouts.save_standard(tmp_path / "in", tree)
-    one, other = f"{stores.bucket('s3')}/in", f"{stores.bucket('conditional')}/out"
-    reshard.save(reshard.open(near), one)
-    status, out, _ = command(["ckpt", one, other, "--to", "1x8", "--dry-run"])
-    assert status == 0
-    pattern = r"network  fetch \S+ KiB in at most \d+ requests, send \S+ KiB in at most \d+"
-    assert re.search(f"(?m)^{pattern}$", out)
-    ckpt = on("1x8", one)
-    stores.reset()
-    planned = reshard.save(ckpt, other)
-    network = planned.network
-    arrays = r"process_\w+/d/|out/d/"
-    assert len(stores.requests) < planned.chunks_read
-    assert len(stores.answered("read", "/d/")) <= network.fetches + 8
-    assert sum(r.sent for r in stores.answered("write", arrays)) <= 2 * network.sent + (1 << 14)
-    assert network.fetched == planned.bytes_read
-    assert reshard.plan(on("1x8", near)).network is None

@@ -23,6 +23,7 @@ from reshard.arrays.handle import (
     Outputs,
     StoredArray,
     StoredChunk,
+    ancestors,
     check_names,
     widest,
 )
@@ -205,13 +206,13 @@ def zeros(
     return dataclasses.replace(constant(path, values, like), value_type=value_type)
 
 
+def _operations(handle: ArrayHandle) -> Iterator[ops.Operation | ops.Constant]:
+    return (h.data.operation for h in ancestors(handle) if isinstance(h.data, Derived))
+
+
 def from_memory(handle: ArrayHandle) -> bool:
     """Whether an array consists of values that are not stored."""
-    if isinstance(handle.data, StoredArray):
-        return False
-    return isinstance(handle.data.operation, ops.Constant) or any(
-        map(from_memory, handle.data.inputs)
-    )
+    return any(isinstance(operation, ops.Constant) for operation in _operations(handle))
 
 
 class Rounded(NamedTuple):
@@ -235,20 +236,17 @@ def rounded(handles: Iterable[ArrayHandle]) -> Rounded:
 def rounds(handle: ArrayHandle) -> bool:
     """Whether an operation of a map rounds the values of an array. Casts are not counted, and
     nothing is known of functions."""
-    if isinstance(handle.data, StoredArray):
-        return False
-    operation = handle.data.operation
-    inexact = isinstance(operation, ops.Computed) and not operation.exact
-    return inexact or any(map(rounds, handle.data.inputs))
+    found = (each for each in _operations(handle) if isinstance(each, ops.Computed))
+    return not all(operation.exact for operation in found)
 
 
-def comparisons(handle: ArrayHandle) -> Iterator[ArrayHandle]:
+def comparisons(handle: ArrayHandle) -> list[ArrayHandle]:
     """The arrays that one is computed from, or itself, that are several equal ones."""
-    if isinstance(handle.data, Derived):
-        if isinstance(handle.data.operation, ops.Equal):
-            yield handle
-        for source in handle.data.inputs:
-            yield from comparisons(source)
+    return [
+        each
+        for each in ancestors(handle)
+        if isinstance(each.data, Derived) and isinstance(each.data.operation, ops.Equal)
+    ]
 
 
 def sources(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:

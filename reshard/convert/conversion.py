@@ -12,6 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
@@ -30,7 +32,6 @@ from reshard.convert.by_order import (
     without_notes,
 )
 from reshard.convert.decision import Ledger, Outcome, outcomes
-from reshard.convert.initial_values import initial_values
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.map_writer import write_map
@@ -45,20 +46,20 @@ from reshard.convert.roundtrip import (
     recorded_kind,
     without_record,
 )
-from reshard.errors import ArgumentError, TreeMismatchError
+from reshard.errors import ArgumentError, MemoryLimitError, TreeMismatchError
 from reshard.loader import open as open_checkpoint
+from reshard.restore.pytrees import saved_tree
+from reshard.restore.target import maker
 from reshard.transforms import select, without
 from reshard.tree import (
     LISTING,
     Path,
     check_lists,
     format_path,
-    glob_text,
-    named_by,
     named_in,
     parse_globs,
 )
-from reshard.units import parse_bytes
+from reshard.units import format_bytes, parse_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,69 +272,88 @@ def conversion(
 
     Args:
       source: as for `to_nnx` and `to_linen`, or the tree that `target_tree_of` made of it.
-      max_memory: limit in bytes for computing initial values; none by default.
+      max_memory: limit for the bytes of the initial values; none by default.
 
     Raises:
       ArgumentError, TreeMismatchError: as for `to_nnx`.
       MemoryLimitError: initial values take more than `max_memory`.
     """
-    limit = None if max_memory is None else parse_bytes(max_memory)
-    ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    dropped, init = parse_globs("drop", drop), parse_globs("init", init)
-    original, before = ckpt, None
-    if dropped:
-        ckpt, before = _without_dropped(ckpt, dropped, layout, map_rules.OPPOSITE[to])
-    kind = recorded_kind(ckpt) if layout is None else None
-    source_layout = detect(ckpt, layout or kind, map_rules.OPPOSITE[to])
-    if kind is not None:
-        source_layout = dataclasses.replace(
-            source_layout, why=("the record of its conversion says so",)
-        )
-    if source_layout.api == to:
+    original = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    init = parse_globs("init", init)
+    ckpt, found, left_out = _laid_out(
+        original, layout, map_rules.OPPOSITE[to], parse_globs("drop", drop)
+    )
+    if found.api == to:
         raise TreeMismatchError(
-            f"`{ckpt.source.root}` is {source_layout.kind} already",
-            source_layout.why,
+            f"`{ckpt.source.root}` is {found.kind} already",
+            found.why,
             [
                 f"reshard.to_{map_rules.OPPOSITE[to]}(ckpt, ...) converts it",
-                "layout=... chooses another, if that is wrong",
+                "layout=... names the right one, if this layout is wrong",
             ],
         )
-    if to == "linen" and model is None and map_file is None:
-        if init:
-            raise ArgumentError(
-                "only a model has initial values",
-                [f"`{glob}`" for glob in init],
-                ["model=..."],
-            )
-        if not has_record(ckpt):
-            raise TreeMismatchError(
-                f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made "
-                "by one, or was trained and saved since then",
-                hints=[
-                    "model=..., the Linen model; source=... supplies the classes of the NNX model",
-                    "map_file=..., the map of the conversion to NNX",
-                ],
-            )
-        made, back = from_record(ckpt)
-        rows = tuple(outcomes(back, "record"))
-        return Conversion(made, source_layout, LeafMap({}), (), to, ckpt, "linen-variables", rows)
     if model is None and map_file is None:
-        raise ArgumentError(
-            "a conversion needs a model or a map",
-            hints=["model=...", "map_file=..."],
-        )
+        return _by_record(ckpt, found, to, init)
     target = None if model is None else target_tree_of(model, to)
-    source_tree = source
     if source is not None and not isinstance(source, TargetTree):
-        source_tree = target_tree_of(source, source_layout.api, "the model of the source")
-    left_out = {} if original is ckpt else _left_out_of(original, ckpt, source_layout, before)
-    decided = Ledger(ckpt, source_layout, to, target, source_tree, left_out)
+        source = target_tree_of(source, found.api, "the model of the source")
+    decided = Ledger(ckpt, found, to, target, source, left_out)
     decided.decide(map_file, init)
     lost = [path for path in original if path not in ckpt]
-    made = _made(ckpt, source_layout, to, target, decided, model, limit, lost)
+    limit = None if max_memory is None else parse_bytes(max_memory)
+    made = _made(ckpt, found, to, target, decided, model, limit, lost)
     model_map = dataclasses.replace(made.map, dropped=(*left_out, *made.map.dropped))
     left = (Outcome((path,), None, "dropped") for path in lost)
     return dataclasses.replace(made, map=model_map, outcomes=(*made.outcomes, *left))
+
+
+def _by_record(ckpt: Checkpoint, layout: Layout, to: str, init: Sequence[str]) -> Conversion:
+    """The conversion by the record of the conversion from Linen."""
+    if to == "nnx":
+        raise ArgumentError(
+            "a conversion needs a model or a map", hints=["model=...", "map_file=..."]
+        )
+    if init:
+        globs = [f"`{glob}`" for glob in init]
+        raise ArgumentError("without a model, no leaf has an initial value", globs, ["model=..."])
+    if not has_record(ckpt):
+        raise TreeMismatchError(
+            f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made by "
+            "one, or was trained and saved since then",
+            hints=[
+                "model=..., the Linen model; source=... supplies the classes of the NNX model",
+                "map_file=..., the map of the conversion to NNX",
+            ],
+        )
+    made, back = from_record(ckpt)
+    rows = tuple(outcomes(back, "record"))
+    return Conversion(made, layout, LeafMap({}), (), to, ckpt, "linen-variables", rows)
+
+
+def _laid_out(
+    ckpt: Checkpoint, kind: str | None, api: str, drop: Sequence[str]
+) -> tuple[Checkpoint, Layout, dict[Path, ArrayHandle]]:
+    """The checkpoint without the leaves that globs name, by saved paths or by paths in the model;
+    its layout; and the leaves of the model that were dropped."""
+    recorded = recorded_kind(ckpt) if kind is None else None
+    try:
+        layout = detect(ckpt, kind or recorded, api)
+    except TreeMismatchError:
+        if not drop:
+            raise
+        ckpt, drop = select(ckpt, drop=drop), ()  # there are no names but the saved ones
+        layout = detect(ckpt, kind or recorded, api)
+    if recorded is not None:
+        layout = dataclasses.replace(layout, why=("the record of its conversion says so",))
+    state = [(("opt_state", *path), saved) for path, saved in layout.optimizer.items()]
+    names = ([(path, path) for path in ckpt], [*layout.model.items(), *state])
+    dropped = named_in(names, drop, otherwise=LISTING)
+    left_out = {
+        path: leaf
+        for path, saved in layout.model.items()
+        if saved in dropped and isinstance(leaf := ckpt[saved], ArrayHandle)
+    }
+    return without(ckpt, dropped) if dropped else ckpt, layout.without(dropped), left_out
 
 
 def _made(
@@ -360,7 +380,7 @@ def _made(
         made[path] = counter(made[path], dtype, value_type, like)
     initial = [decided.prefix + path for path in decided.initial]
     if initial:
-        values_of = initial_values(model, decided.initial, max_memory)
+        values_of = _initial_values(model, decided.initial, max_memory)
         for path, (values, impl) in values_of.items():
             place = decided.prefix + path
             made[place] = beside(constant(place, values, like, impl), like)
@@ -399,33 +419,58 @@ def _made(
     )
 
 
-def _without_dropped(
-    ckpt: Checkpoint, drop: Sequence[str], layout: str | None, api: str
-) -> tuple[Checkpoint, Layout | None]:
-    """A checkpoint without the leaves that globs name, by saved paths or by paths in the model; and
-    its layout before, None if that is ambiguous."""
-    try:
-        before = detect(ckpt, layout or recorded_kind(ckpt), api)
-    except TreeMismatchError:  # its names are the saved ones alone
-        return select(ckpt, drop=drop), None
-    texts = {glob_text(path) for path in ckpt}
-    if all(named_by(texts, glob) for glob in drop):
-        return select(ckpt, drop=drop), before
-    state = [(("opt_state", *path), saved) for path, saved in before.optimizer.items()]
-    names = ([(path, path) for path in ckpt], [*before.model.items(), *state])
-    return without(ckpt, named_in(names, drop, otherwise=LISTING)), before
+def _initial_values(
+    model: Any, paths: Sequence[Path], max_memory: int | None
+) -> dict[Path, tuple[np.ndarray, str | None]]:
+    """The initial values of a model's leaves by saved path, to the bit, with the PRNG
+    implementation of typed keys.
 
+    XLA rounds as it fuses, so the values depend on what is compiled together. So the constructor is
+    traced, the operations that the leaves do not need are dropped, and the rest is evaluated one
+    operation at a time, as JAX itself runs it. A function that is jitted stays whole.
+    """
+    import jax
+    import jax.core
+    from flax import nnx
 
-def _left_out_of(
-    whole: Checkpoint, ckpt: Checkpoint, layout: Layout, before: Layout | None
-) -> dict[Path, ArrayHandle]:
-    """The leaves of the model that `drop` has left out. If the layout of the whole is ambiguous,
-    all leaves in the places of the model count."""
-    saved = {} if before is None else before.model
-    for path in whole if before is None else ():
-        keys = tuple(map(str, path[:-1] if path[-1] == "value" else path))
-        for begin, root in layout.roots.items():
-            if keys[: len(root)] == root:
-                saved[begin + keys[len(root) :]] = path
-    gone = {path: whole[at] for path, at in saved.items() if at not in ckpt}
-    return {path: leaf for path, leaf in gone.items() if isinstance(leaf, ArrayHandle)}
+    def chosen(state: Any) -> list[Any]:
+        leaves: Any = saved_tree(state)
+        return [leaves[path].value for path in paths]
+
+    def variables(atoms: Sequence[Any]) -> set[Any]:
+        return {atom for atom in atoms if not hasattr(atom, "val")}  # no literals
+
+    make = maker(model)
+    if make is None:
+        found = saved_tree(model)
+        if abstract := [path for path in paths if getattr(found[path], "abstract", False)]:
+            raise ArgumentError(
+                "an abstract model has no initial values",
+                list(map(format_path, abstract)),
+                ["give the model's class, or a function that returns the model"],
+            )
+        values = chosen(model)
+    else:
+        with nnx.use_eager_sharding(False):  # or an annotated model asks for a mesh
+            traced = jax.make_jaxpr(lambda: chosen(make()))()
+            size = sum(x.aval.size * x.aval.dtype.itemsize for x in traced.jaxpr.outvars)
+            if max_memory is not None and size > max_memory:
+                raise MemoryLimitError(
+                    f"initial values of {len(paths)} leaves take {format_bytes(size)}, more than "
+                    f"{format_bytes(max_memory)}",
+                    hints=[f'max_memory="{-(-size // 2**20)}MiB"'],
+                    least=size,
+                )
+            live, needed = variables(traced.jaxpr.outvars), []
+            for equation in reversed(traced.jaxpr.eqns):
+                if equation.effects or not live.isdisjoint(equation.outvars):
+                    live |= variables(equation.invars)
+                    needed.append(equation)
+            values = jax.core.eval_jaxpr(traced.jaxpr.replace(eqns=needed[::-1]), traced.consts)
+    result = {}
+    for path, value in zip(paths, values, strict=True):
+        impl = None
+        if jax.numpy.issubdtype(getattr(value, "dtype", np.int64), jax.dtypes.prng_key):
+            impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
+        result[path] = (np.asarray(value), impl)
+    return result

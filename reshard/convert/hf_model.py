@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.convert.model_run import HUGGING_FACE, Arguments, More, Run, moved
+from reshard.convert.model_run import Arguments, Run, moved
 from reshard.convert.ready_maps import read_config
 from reshard.errors import ArgumentError
 
@@ -24,18 +24,13 @@ class _Model(NamedTuple):
     logits: Callable[[np.ndarray], np.ndarray]  # of token ids
 
 
-def run(
-    directory: str,
-    arguments: Arguments | None,
-    more: More,
-) -> Run:
+def run(directory: str, arguments: Arguments | None, _: object) -> Run:
     """Run the model of a Hugging Face directory. Its output is the logits.
 
     Args:
       directory: a local directory with `config.json` and safetensors files.
       arguments: the first positional argument is the token ids. None: random ones.
-      more: "noise", so that the model also runs with every weight moved; outputs of its modules
-        are unknown.
+      _: the exchanges of `model_run.run`. No leaves are exchanged, since they have other names.
 
     Raises:
       ArgumentError: the directory or the token ids are not usable, or no library runs the model.
@@ -45,10 +40,10 @@ def run(
     arguments, tokens = _tokens(arguments, read_config(directory).get("vocab_size"))
     model = _load(pathlib.Path(directory))
     runs = []
-    for change in (np.asarray, moved) if more == "noise" else (np.asarray,):
+    for change in (np.asarray, moved):
         model.change(change)
         runs.append([("", model.logits(tokens))])
-    return Run(HUGGING_FACE, arguments, runs[0], [], [], (runs[-1], []), [])
+    return Run("Hugging Face", arguments, runs[0], noisy=(runs[1], []))
 
 
 def _tokens(arguments: Arguments | None, vocab: Any) -> tuple[Arguments, np.ndarray]:

@@ -263,7 +263,7 @@ class LeafMap:
             paths = [names[id(call), part] for part in range(len(call.shapes))]
             return apply(call.operation, inputs, paths)
 
-        found = self._evaluated(lambda source: leaves[source.path], run)
+        found = self.evaluated(lambda source: leaves[source.path], run)
         like = {path: leaves[path] for path in self.must_be_zero} or leaves
         for path, leaf in found.items():
             if isinstance(leaf, Filled):
@@ -272,7 +272,7 @@ class LeafMap:
                 found[path] = leaf.at(path)
         return found
 
-    def _evaluated(
+    def evaluated(
         self, leaf: Callable[[Source], Any], run: Callable[[Call, list[Any]], Sequence[Any]]
     ) -> dict[Path, Any]:
         """Path after -> its value, if `leaf` and `run` replace its sources and calls."""
@@ -289,7 +289,7 @@ class LeafMap:
 
     def _of(self, leaves: Mapping[Path, Value]) -> dict[Path, Value]:
         """The values if their sources are these."""
-        return self._evaluated(
+        return self.evaluated(
             lambda source: leaves[source.path], lambda call, values: applied(call.operation, values)
         )
 

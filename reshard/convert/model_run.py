@@ -12,8 +12,8 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -33,7 +33,6 @@ from reshard.restore.target import maker, state_of
 from reshard.storage.location import checked
 from reshard.tree import Path, format_path
 
-HUGGING_FACE = "Hugging Face"
 # How far elements of equal outputs may be apart, in units of the noise.
 _LIMIT = 10.0
 # The noise of an element is the largest among those of about its magnitude: up to twice as large.
@@ -44,42 +43,43 @@ _MOST_LISTED = 3
 
 # Positional and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-# What is computed besides the outputs: which leaves do not affect them; the outputs with every
-# weight moved by one unit in the last place; the same, and the outputs of modules.
-More = Literal["unused", "noise", "calls"]
 # Paths of two leaves that are exchanged.
 Exchange = tuple[Path, Path]
-# A function that runs a model: takes arguments, `More`, and `Exchange`s.
-RunModel = Callable[..., "Run"]
-# An array that a model returned, with its place; and one that a module returned, with its path.
-_Outputs = list[tuple[str, np.ndarray]]
-_Calls = list[tuple[Path, np.ndarray | None]]
-# A model, called with the values of its leaves and a list for the outputs of modules.
+# The arrays that a model returned, with their places; and the first array that each call of a
+# module returned, with the path of the module. None for one in compiled code, such as a scan.
+_Outputs = Sequence[tuple[str, np.ndarray]]
+_Calls = Sequence[tuple[Path, np.ndarray | None]]
+# A model, called with the values of its leaves and a list for what its modules return.
 _Call = Callable[[Sequence[Any], list[tuple[Path, Any]]], Any]
 
 
 class Run(NamedTuple):
-    """The result of one run of a model.
+    """The result of running a model.
 
     Attributes:
       side: the library of the model, for messages: Linen, NNX or Hugging Face.
       arguments: the arguments that it was called with.
       outputs: the arrays that it returned, each with its place in what was returned.
-      calls: path of a module and an array that it returned, in the order in which the calls ended;
-        None for one in compiled code, such as a scan. Only if it was asked for.
-      unused: paths of leaves of floating-point numbers whose gradient is zero, for example an
-        expert that no input was sent to. All if the gradient was not asked for, or there is none.
-      moved: `outputs` and `calls` with every weight moved by one unit in the last place.
+      calls: arrays that its modules returned, in the order in which the calls ended.
+      noisy: `outputs` and `calls` with every weight moved by one unit in the last place. Only of
+        the source model, like `seen`.
       seen: whether each exchange of two leaves changes the outputs by more than noise.
+      unused: paths of leaves of floating-point numbers whose gradient is zero, for example an
+        expert that no input was sent to. All if there is no gradient. Only of the target model.
     """
 
     side: str
     arguments: Arguments
     outputs: _Outputs
-    calls: _Calls
-    unused: list[Path]
-    moved: tuple[_Outputs, _Calls]
-    seen: list[bool]
+    calls: _Calls = ()
+    noisy: tuple[_Outputs, _Calls] = ((), ())
+    seen: Sequence[bool] = ()
+    unused: Sequence[Path] = ()
+
+
+# A function that runs a model with arguments, or with its own if they are None. It runs the source
+# model again with each of some exchanges; these are None for the target model.
+RunModel = Callable[[Arguments | None, Sequence[Exchange] | None], Run]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def arguments_of(inputs: Any) -> dict[str, Arguments]:
         return {}
     found: dict[str, Arguments] = {}
     problems = []
-    pairs = inputs if isinstance(inputs, dict) else {"linen": inputs, "nnx": inputs}
+    pairs = inputs if isinstance(inputs, dict) else dict.fromkeys(API_NAMES, inputs)
     for side, pair in pairs.items():
         match pair:
             case [[*args], {**kwargs}] if side in API_NAMES and all(
@@ -140,11 +140,10 @@ def arguments_of(inputs: Any) -> dict[str, Arguments]:
             ):
                 found[side] = tuple(args), kwargs
             case _:
-                known = side in API_NAMES
-                problems.append(f"{side}: {pair!r:.80}" if known else f"unknown side {side!r}")
+                problems.append(f"{side}: {pair!r:.80}")
     if problems:
         raise ArgumentError(
-            "the inputs are not a pair of a tuple and a dict",
+            "the inputs are not a pair of a tuple and a dict, or such a pair for each API",
             problems,
             ["((x,), {})", '{"linen": ((x,), {"train": False}), "nnx": ((x,), {})}'],
         )
@@ -158,8 +157,7 @@ def compare_outputs(
     to: str,
     groups: Sequence[Modules],
 ) -> OutputComparison:
-    """Run both models and compare their outputs; if these differ, also those of their modules,
-    and if not, also those of the source model with leaves exchanged.
+    """Run both models and compare their outputs, also with leaves of the source model exchanged.
 
     Args:
       run: functions that run the models, by API.
@@ -169,32 +167,21 @@ def compare_outputs(
       groups: the modules of one class that only order has paired.
     """
     given, source = arguments_of(inputs), OPPOSITE[to]
-    more: dict[str, More] = {source: "noise", to: "unused"}
-    linen = run["linen"](given.get("linen"), more["linen"])
-    nnx = run["nnx"](given.get("nnx", linen.arguments), more["nnx"])
+    exchanges = _exchanges(groups, found, source)
+    asked = {source: [*exchanges.values()][:_MOST_EXCHANGES], to: None}
+    linen = run["linen"](given.get("linen"), asked["linen"])
+    nnx = run["nnx"](given.get("nnx", linen.arguments), asked["nnx"])
     before, after = (linen, nnx) if to == "nnx" else (nnx, linen)
     unused = tuple(after.unused)
     difference, problems = _compared(before, after)
-    if difference > _LIMIT and before.side != HUGGING_FACE:  # whose modules are not recorded
-        linen, nnx = run["linen"](linen.arguments, "calls"), run["nnx"](nnx.arguments, "calls")
-        problems += _first_difference(linen, nnx, found, to)
+    if difference > _LIMIT:
+        problems += _first_difference(before, after, found)
     if problems:
         return OutputComparison(difference, tuple(problems), unused)
-    exchanges = _exchanges(groups, found, source)
-    # The weights of a Hugging Face model have other names.
-    tried = list(exchanges)[: 0 if before.side == HUGGING_FACE else _MOST_EXCHANGES]
-    seen: Sequence[bool] = ()
-    if tried:
-        seen = run[source](before.arguments, "noise", [exchanges[group] for group in tried]).seen
-    not_seen = {group for group, is_seen in zip(tried, seen, strict=True) if not is_seen}
-    not_seen |= {group for group in groups if leaves_in([group], unused, to)}
-    return OutputComparison(
-        difference,
-        (),
-        unused,
-        tuple(group for group in groups if group in not_seen),
-        tuple(group for group in groups if group in {*exchanges} - {*tried} - not_seen),
-    )
+    seen = dict(zip(exchanges, before.seen, strict=False))
+    not_seen = [g for g in groups if not seen.get(g, True) or leaves_in([g], unused, to)]
+    not_tried = [g for g in groups if g in exchanges and g not in (*seen, *not_seen)]
+    return OutputComparison(difference, (), unused, tuple(not_seen), tuple(not_tried))
 
 
 def _exchanges(groups: Sequence[Modules], found: LeafMap, source: str) -> dict[Modules, Exchange]:
@@ -223,9 +210,9 @@ def _compared(before: Run, after: Run) -> tuple[float, list[str]]:
         ]
         return 0.0, [f"their shapes are {', '.join(shapes)}"]
     largest, problems = 0.0, []
-    outputs = zip(before.outputs, after.outputs, before.moved[0], strict=True)
-    for (name, one), (_, other), (_, again) in outputs:
-        apart = _times_noise(one, other, again)
+    outputs = zip(before.outputs, after.outputs, before.noisy[0], strict=True)
+    for (name, one), (_, other), (_, noisy) in outputs:
+        apart = _times_noise(one, other, noisy)
         where = f"output{name}" if len(before.outputs) > 1 else "the output"
         largest = max(largest, apart.max(initial=0.0))
         if np.isinf(apart).any() and np.issubdtype(one.dtype, np.floating):
@@ -237,69 +224,57 @@ def _compared(before: Run, after: Run) -> tuple[float, list[str]]:
                 f"{other[at]:.7g} in {after.side}, {apart[at]:.1g} times the noise; "
                 f"equal outputs differ by at most {_LIMIT:.0f} times"
             )
-    arrays = [x for _, x in before.outputs]
-    if not problems and not any(np.isfinite(x).any() and x[np.isfinite(x)].any() for x in arrays):
+    if not problems and not any((np.isfinite(x) & (x != 0)).any() for _, x in before.outputs):
         problems.append("they are all zero, so they show nothing: try other inputs")
     return largest, problems
 
 
-def _first_difference(linen: Run, nnx: Run, found: LeafMap, to: str) -> list[str]:
-    """The first call in Linen of a module whose output differs from that of its counterpart, and
-    the modules before it whose outputs are not visible."""
+def _first_difference(before: Run, after: Run, found: LeafMap) -> list[str]:
+    """The first call of a module of the source whose output differs from that of its counterpart,
+    and the modules before it whose outputs are not visible."""
     outputs: dict[Path, list[np.ndarray]] = {}
-    for path, value in nnx.calls:
+    for path, value in after.calls:
         if value is not None:
             outputs.setdefault(path, []).append(value)
-    seen = {path for path, value in linen.calls if value is not None}
-    counterparts = _counterparts(found, to, seen, outputs)
+    counterparts = _counterparts(before, after, found)
     compiled: dict[Path, None] = {}
     names = ""
-    for (path, value), (_, again) in zip(linen.calls, linen.moved[1], strict=True):
-        if value is None or again is None:
+    for (path, value), (_, noisy) in zip(before.calls, before.noisy[1], strict=True):
+        if value is None or noisy is None:
             compiled[path] = None
-            continue
-        other = counterparts.get(path)
-        if other is None or not outputs[other]:
-            continue
-        candidate = outputs[other].pop(0)
-        if candidate.shape != value.shape:
-            continue
-        if (_times_noise(value, candidate, again) > _LIMIT).any():
-            names = f"{format_path(path)} in Linen, {format_path(other)} in NNX"
-            break
+        elif (other := counterparts.get(path)) and outputs[other]:
+            made = outputs[other].pop(0)
+            if made.shape == value.shape and (_times_noise(value, made, noisy) > _LIMIT).any():
+                pair = (path, before.side), (other, after.side)
+                names = ", ".join(f"{format_path(module)} in {side}" for module, side in pair)
+                break
     texts = [f"the first module whose output differs: {names}"] if names else []
     if compiled:
-        before = "before it " if names else ""
+        place = "before it " if names else ""
         texts.append(
-            f"modules that run {before}in compiled code (a scan, a jit) were not compared one by "
+            f"modules that run {place}in compiled code (a scan, a jit) were not compared one by "
             f"one: {listed(list(compiled))}"
         )
     return ["; ".join(texts)] if texts else []
 
 
-def _counterparts(
-    found: LeafMap, to: str, linen: Collection[Path], nnx: Collection[Path]
-) -> dict[Path, Path]:
-    """Linen module -> NNX module: all leaves of one are made of all leaves of the other, and of no
-    others. If modules hold only another module, the outer ones are counterparts."""
-    leaves = [(one, other) for other, sources in found.made_of().items() for one in sources]
-    pairs = leaves if to == "nnx" else [pair[::-1] for pair in leaves]
-    groups: dict[frozenset[int], tuple[list[Path], list[Path]]] = {}
-    for side, modules in enumerate((linen, nnx)):
+def _counterparts(before: Run, after: Run, found: LeafMap) -> dict[Path, Path]:
+    """Module before -> module after: all leaves of one are made of all leaves of the other, and of
+    no others. If a module holds only another module, the inner one counts."""
+    pairs = [(one, other) for other, sources in found.made_of().items() for one in sources]
+    by_leaves: list[dict[frozenset[int], Path]] = []
+    for side, run in enumerate((before, after)):
+        called = {path for path, value in run.calls if value is not None}
         below: dict[Path, set[int]] = {}
         for number, pair in enumerate(pairs):
-            leaf = tuple(map(str, pair[side][1 - side :]))  # Linen's begins with the collection
+            # Linen's paths begin with the collection.
+            leaf = tuple(map(str, pair[side][run.side == API_NAMES["linen"] :]))
             for end in range(1, len(leaf)):
-                below.setdefault(leaf[:end], set()).add(number)
-        for path in sorted(modules, key=len):
-            if path in below:
-                groups.setdefault(frozenset(below[path]), ([], []))[side].append(path)
-    return {
-        one: other
-        for ones, others in groups.values()
-        if len(ones) == len(others)
-        for one, other in zip(ones, others, strict=True)
-    }
+                if leaf[:end] in called:
+                    below.setdefault(leaf[:end], set()).add(number)
+        by_leaves.append({frozenset(leaves): path for path, leaves in below.items()})
+    ones, others = by_leaves
+    return {module: others[leaves] for leaves, module in ones.items() if leaves in others}
 
 
 def run(
@@ -307,8 +282,7 @@ def run(
     model: Any,
     leaves: Mapping[Path, Leaf],
     arguments: Arguments | None,
-    more: More,
-    exchanges: Sequence[Exchange] = (),
+    exchanges: Sequence[Exchange] | None,
 ) -> Run:
     """Run a model.
 
@@ -319,8 +293,8 @@ def run(
       leaves: path in the model -> array.
       arguments: the arguments of the call. None, only for Linen: those of its initialisation, with
         arrays of one repeated number replaced by random ones.
-      more: what is computed besides the outputs.
-      exchanges: pairs of leaves to exchange, each in a run of its own, with `more="noise"`.
+      exchanges: for the source model, pairs of leaves to exchange, each in a run of its own; None
+        for the target model.
 
     Raises:
       ArgumentError: the module or its arguments are unknown, the model has other leaves or does not
@@ -328,50 +302,55 @@ def run(
         no outputs.
     """
     import jax
+    import jax.core
 
     find = _linen_model if api == "linen" else _nnx_model
-    call, held, arguments = find(model, leaves, arguments, more)
+    call, held, arguments = find(model, leaves, arguments)
     api, paths = API_NAMES[api], list(held)
+
+    def called(some: Mapping[int, Any]) -> tuple[_Outputs, _Calls]:
+        kept: list[tuple[Path, Any]] = []
+        made = call([some.get(number, value) for number, value in enumerate(values)], kept)
+        outputs, _ = jax.tree_util.tree_flatten_with_path(made)
+        calls = []
+        for path, node in kept:
+            for first in [x for x in jax.tree.leaves(node) if isinstance(x, jax.Array)][:1]:
+                compiled = isinstance(first, jax.core.Tracer)
+                calls.append((path, None if compiled else _array(api, first)))
+        return [(jax.tree_util.keystr(keys), _array(api, x)) for keys, x in outputs], calls
+
+    def total(some: Mapping[int, Any]) -> Any:
+        """A sum of the outputs with random weights."""
+        random = np.random.default_rng(0)
+        made = call([some.get(number, value) for number, value in enumerate(values)], [])
+        floats = [x for x in jax.tree.leaves(made) if is_floating(x.dtype)]
+        return sum((x.astype("float32") * random.normal(size=x.shape)).sum() for x in floats)
+
     with jax.default_matmul_precision("highest"):
         values = [_value(leaf) for leaf in held.values()]
-        floats = [number for number, value in enumerate(values) if is_floating(value.dtype)]
+        floats = {n: value for n, value in enumerate(values) if is_floating(value.dtype)}
         _check_present(call, api, held, values)
-
-        def replaced(some: Mapping[int, Any]) -> list[Any]:
-            return [some.get(number, value) for number, value in enumerate(values)]
-
-        def total(some: Mapping[int, Any]) -> Any:
-            return _weighted_sum(call(replaced(some), []))
-
-        def outputs(some: Mapping[int, Any]) -> tuple[_Outputs, _Calls]:
-            kept: list[tuple[Path, Any]] = []
-            made, _ = jax.tree_util.tree_flatten_with_path(call(replaced(some), kept))
-            return [(jax.tree_util.keystr(keys), _array(api, value)) for keys, value in made], [
-                (path, None if value is None else _array(api, value))
-                for path, node in kept
-                for value in _arrays(node)
-            ]
-
-        made, calls = outputs({})
-        if not made:
+        outputs, calls = called({})
+        if not outputs:
             raise ArgumentError(f"the {api} model returns nothing, so no output can be compared")
-        changed, seen, unused = ([], []), [], [paths[n] for n in floats]
-        if more == "unused":
+        made = Run(api, arguments, outputs, calls)
+        if exchanges is None:
+            gradients = dict.fromkeys(floats, np.zeros(()))
             with contextlib.suppress(Exception):  # models that cannot be differentiated
-                gradients = jax.grad(total)({n: values[n] for n in floats})
-                unused = [paths[n] for n, gradient in gradients.items() if not gradient.any()]
-        else:
-            changed = outputs({n: jax.numpy.asarray(moved(np.asarray(values[n]))) for n in floats})
+                gradients = jax.grad(total)(floats)
+            return made._replace(unused=[paths[n] for n, x in gradients.items() if not x.any()])
+        noisy = called({n: jax.numpy.asarray(moved(np.asarray(x))) for n, x in floats.items()})
+        seen = []
         for one, other in (map(paths.index, exchange) for exchange in exchanges):
-            exchanged = outputs({one: values[other], other: values[one]})
-            pairs = zip(made, exchanged[0], changed[0], strict=True)
+            exchanged, _ = called({one: values[other], other: values[one]})
+            pairs = zip(outputs, exchanged, noisy[0], strict=True)
             seen.append(
                 any(
                     x.shape != y.shape or (_times_noise(x, y, again) > _LIMIT).any()
                     for (_, x), (_, y), (_, again) in pairs
                 )
             )
-    return Run(api, arguments, made, calls, unused, changed, seen)
+    return made._replace(noisy=noisy, seen=seen)
 
 
 def _check_present(
@@ -393,18 +372,6 @@ def _check_present(
             f"the outputs of the {api} model depend on leaves that the checkpoint lacks",
             sorted(missing),
         )
-
-
-def _weighted_sum(outputs: Any) -> Any:
-    """A sum of a model's outputs with random weights."""
-    import jax
-    import jax.numpy as jnp
-
-    random = np.random.default_rng(0)
-    floats = [x for x in jax.tree.leaves(outputs) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return sum(
-        (jnp.sum(x.astype("float32") * random.normal(size=x.shape)) for x in floats), jnp.zeros(())
-    )
 
 
 def _value(leaf: Any) -> Any:
@@ -434,16 +401,6 @@ def _array(api: str, value: Any) -> np.ndarray:
     return found.astype(np.float32) if is_floating(found.dtype) else found
 
 
-def _arrays(node: Any) -> list[Any]:
-    """The arrays that a module returned; None for one that only compiled code sees."""
-    import jax
-    import jax.core
-
-    arrays = [leaf for leaf in jax.tree.leaves(node) if isinstance(leaf, jax.Array)]
-    found = [leaf for leaf in arrays if not isinstance(leaf, jax.core.Tracer)]
-    return found or [None] * bool(arrays)
-
-
 def is_floating(dtype: Any) -> bool:
     import jax
 
@@ -454,7 +411,7 @@ def is_floating(dtype: Any) -> bool:
 
 
 def _linen_model(
-    model: Any, leaves: Mapping[Path, Leaf], arguments: Arguments | None, more: More
+    model: Any, leaves: Mapping[Path, Leaf], arguments: Arguments | None
 ) -> tuple[_Call, Mapping[Path, Any], Arguments]:
     """The call of a Linen model, its leaves and its arguments."""
     from flax import errors, linen, traverse_util
@@ -474,11 +431,7 @@ def _linen_model(
         def noting(function: Any, given: Any, keywords: Any, context: Any) -> Any:
             _compute_in_float32(context.module)
             made = function(*given, **keywords)
-            if (
-                more == "calls"
-                and context.method_name == "__call__"
-                and context.module.scope is not None
-            ):
+            if context.method_name == "__call__" and context.module.scope is not None:
                 kept.append((tuple(context.module.path), made))
             return made
 
@@ -502,7 +455,7 @@ def _linen_model(
 
 
 def _nnx_model(
-    model: Any, leaves: Mapping[Path, Leaf], arguments: Any, more: More
+    model: Any, leaves: Mapping[Path, Leaf], arguments: Any
 ) -> tuple[_Call, Mapping[Path, Any], Arguments]:
     """The call of an NNX model, its leaves and its arguments."""
     from flax import nnx
@@ -518,21 +471,44 @@ def _nnx_model(
         )
     apart = flatten_state(module)
     args, kwargs = _as_float32(arguments)
-    held: dict[Path, Leaf] = {}
-    for leaf in apart.leaves:
-        path = tuple(map(str, leaf.path))
-        held[path] = leaves.get(path, leaf.value)
+    own: dict[Path, Any] = {tuple(map(str, x.path)): x.value for x in apart.leaves}
+    held: dict[Path, Any] = {path: leaves.get(path, value) for path, value in own.items()}
 
     def call(values: Sequence[Any], kept: list[tuple[Path, Any]]) -> Any:
         made = apart.unflatten(values)
         made.eval()
-        for _, node in nnx.iter_graph(made):
-            if isinstance(node, nnx.Module):
-                _compute_in_float32(node)
-        with _noted(made, kept) if more == "calls" else contextlib.nullcontext():
+        with _noted(made, kept):
             return made(*args, **kwargs)
 
     return call, held, (args, kwargs)
+
+
+@contextlib.contextmanager
+def _noted(model: Any, kept: list[tuple[Path, Any]]) -> Iterator[None]:
+    """Has the modules of an NNX model compute in float32, and records their outputs within the
+    context."""
+    from flax import nnx
+
+    nodes = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+    places = {id(node): tuple(map(str, path)) for path, node in nodes}
+
+    def noting(kind: type, call: Any) -> Any:
+        def noted(module: Any, *args: Any, **kwargs: Any) -> Any:
+            made = call(module, *args, **kwargs)
+            if type(module) is kind and id(module) in places:  # and not a call of a base class
+                kept.append((places[id(module)], made))
+            return made
+
+        return noted
+
+    with contextlib.ExitStack() as patches:
+        for _, node in nodes:
+            _compute_in_float32(node)
+        for kind in {type(node) for _, node in nodes}:
+            if any("__call__" in vars(base) for base in kind.__mro__):
+                call = noting(kind, kind.__call__)
+                patches.enter_context(mock.patch.object(kind, "__call__", call))
+        yield
 
 
 class _Reached(BaseException):
@@ -603,37 +579,9 @@ def _as_float32(arguments: Arguments) -> Arguments:
 
 def _compute_in_float32(module: Any) -> None:
     """Set the dtype of a module to float32 if it is another float."""
-    # A `__getattr__` of the user's is a method to Linen, and would be looked at in turn.
+    # Linen takes a `__getattr__` of the user's for a method, and would intercept it.
     if is_floating(inspect.getattr_static(module, "dtype", None)):
         object.__setattr__(module, "dtype", np.dtype(np.float32))
-
-
-@contextlib.contextmanager
-def _noted(model: Any, kept: list[tuple[Path, Any]]) -> Iterator[None]:
-    """Records the outputs of the modules of an NNX model within the context."""
-    from flax import nnx
-
-    modules = [(p, node) for p, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
-    places = {id(node): tuple(map(str, path)) for path, node in modules}
-    running: set[int] = set()
-
-    def noting(call: Any) -> Any:
-        def noted(module: Any, *args: Any, **kwargs: Any) -> Any:
-            outermost = id(module) in places and id(module) not in running
-            running.add(id(module))
-            made = call(module, *args, **kwargs)
-            if outermost:  # and not a call of a base class
-                running.discard(id(module))
-                kept.append((places[id(module)], made))
-            return made
-
-        return noted
-
-    with contextlib.ExitStack() as patches:
-        for kind in {type(node) for _, node in modules}:
-            if any("__call__" in vars(base) for base in kind.__mro__):
-                patches.enter_context(mock.patch.object(kind, "__call__", noting(kind.__call__)))
-        yield
 
 
 def moved(values: np.ndarray) -> np.ndarray:
@@ -642,22 +590,19 @@ def moved(values: np.ndarray) -> np.ndarray:
     return np.nextafter(values, np.where(up, np.inf, -np.inf).astype(values.dtype))
 
 
-def _times_noise(one: np.ndarray, other: np.ndarray, again: np.ndarray) -> np.ndarray:
+def _times_noise(one: np.ndarray, other: np.ndarray, noisy: np.ndarray) -> np.ndarray:
     """The difference of each element of two arrays, in units of the largest noise among elements of
     its magnitude. Infinite if one of them is NaN, if only one is infinite, or if integers differ.
-    `again`: the first array with every weight moved."""
-    exact = not np.issubdtype(one.dtype, np.floating)
-    with np.errstate(invalid="ignore", over="ignore"):  # of infinity, and of the largest numbers
-        unit = np.zeros(one.shape) if exact else np.nan_to_num(np.spacing(np.abs(one)))
-        one, other, again = (np.asarray(x, np.float64) for x in (one, other, again))
-        apart, noise = np.abs(one - other), np.abs(one - again)
-    known = np.isfinite(one) & np.isfinite(other)
-    apart = np.where(known, apart, np.where(one == other, 0.0, np.inf))
-    if exact:
-        return np.where(apart == 0, 0.0, np.inf)
-    level = np.zeros(one.shape)
-    level[known] = _level(np.abs(one[known]), np.where(np.isfinite(noise), noise, 0.0)[known])
-    with np.errstate(divide="ignore", invalid="ignore"):
+    `noisy`: the first array with every weight moved."""
+    if not np.issubdtype(one.dtype, np.floating):
+        return np.where(one == other, 0.0, np.inf)
+    with np.errstate(all="ignore"):  # of infinity, and of the largest numbers
+        unit = np.nan_to_num(np.spacing(np.abs(one)))
+        one, other, noisy = (np.asarray(x, np.float64) for x in (one, other, noisy))
+        known = np.isfinite(one) & np.isfinite(other)
+        apart = np.where(known, np.abs(one - other), np.where(one == other, 0.0, np.inf))
+        noise, level = np.abs(one - noisy), np.zeros(one.shape)
+        level[known] = _level(np.abs(one[known]), np.where(np.isfinite(noise), noise, 0.0)[known])
         return np.where(apart == 0, 0.0, apart / np.maximum(level, unit))
 
 

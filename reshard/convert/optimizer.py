@@ -9,26 +9,24 @@ refused. No name that an optimizer gives to its state is looked for (see
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import array_text
-from reshard.arrays.operations import Apply, Moving, Operation, Pad, Stack, Transpose, Unstack
+from reshard.arrays.operations import Apply, Moving, Pad, Stack, Transpose, Unstack
 from reshard.convert.leafmap import (
     Call,
     Filled,
     LeafMap,
-    Output,
     Source,
     Value,
     applied,
     sources_of,
 )
 from reshard.errors import TreeMismatchError
-from reshard.sharding.mesh import Spec
 from reshard.sharding.optimizer_state import Parameters, matching_part
 from reshard.tree import Path, format_path
 
@@ -132,12 +130,9 @@ def _are_numbers(root: Path, members: Mapping[Path, Path], leaves: Leaves) -> bo
     )
 
 
-def adapted(
-    operation: Operation,
-    shapes: Sequence[Shape],
-    parameters: Sequence[Shape],
-    paths: Sequence[Path],
-) -> Operation | str:
+def _adapted(
+    operation: Moving, shapes: Sequence[Shape], parameters: Sequence[Shape], paths: Sequence[Path]
+) -> Moving | str:
     """An operation on parameters as one on their moments, or why there is none."""
     if list(shapes) == list(parameters):
         if isinstance(operation, Pad) and operation.fill != 0:
@@ -145,62 +140,50 @@ def adapted(
                 f"a moment cannot be padded with {operation.fill}: that is not a linear operation"
             )
         return operation
-    found = list(map(_kept_axes, paths, shapes, parameters))
-    reasons = [kept for kept in found if isinstance(kept, str)]
-    if reasons:
-        return reasons[0]
-    kept = found[0]
-    if isinstance(kept, str) or any(other != kept for other in found):
-        return "they have different parts of their parameters"
+    kept: list[int] = []  # the axes of its parameter that each moment has
+    for number, (path, shape, parameter) in enumerate(zip(paths, shapes, parameters, strict=True)):
+        tags = tuple((str(axis),) for axis in range(len(parameter)))
+        part = matching_part(path, shape, parameter, tags)
+        if isinstance(part, str):
+            return part
+        if len(part) != len(shape) or not all(part):
+            return f"its shape is {list(shape)} and its parameter's {list(parameter)}"
+        axes = [int(tag) for (tag,) in part]
+        if number and axes != kept:
+            return "they have different parts of their parameters"
+        kept = axes
     shape = parameters[0]
-    factored = [axis for axis in range(len(shape)) if axis not in kept]
-    if len(factored) == 1 and _largest(shape).issuperset(factored):
+    factored = {*range(len(shape))} - {*kept}
+    if len(factored) == 1 and factored <= _largest(shape):
         whole = operation.shapes(parameters)[0] if isinstance(operation, Stack) else shape
-        # The sort by which adafactor tells equal sizes apart is a stable one up to three of them.
-        if _tied(whole) and (isinstance(operation, Transpose) or len(whole) > 3):
+        # Adafactor tells equal sizes apart by a sort that is stable for up to three of them.
+        tied = len(_largest(whole)) > 2 or len({*sorted(whole)[-2:]}) < 2
+        if tied and (isinstance(operation, Transpose) or len(whole) > 3):
             return "it is a part of a parameter that has several largest dimensions"
         if isinstance(operation, Transpose):
-            order = [axis for axis in operation.axes if axis in kept]
-            return Transpose(tuple(kept.index(axis) for axis in order))
-        if isinstance(operation, Stack):
+            return Transpose(tuple(kept.index(axis) for axis in operation.axes if axis in kept))
+        if isinstance(operation, Stack | Unstack):
             axis = operation.axis % len(whole)
-            if axis in _largest(whole):
+            if axis in _largest(whole) and isinstance(operation, Stack):
                 return f"the layers, axis {axis} of {list(whole)}, would be factored over"
-            return Stack(sum(place < axis for place in kept), operation.names)
-        if isinstance(operation, Unstack):
-            axis = operation.axis % len(shape)
-            if axis in _largest(shape):
-                return f"it is factored over the layers, axis {axis} of {list(shape)}"
-            return Unstack(kept.index(axis), operation.count)
+            if axis in _largest(whole):
+                return f"it is factored over the layers, axis {axis} of {list(whole)}"
+            place = sum(other < axis for other in kept)
+            return dataclasses.replace(operation, axis=place)
     return (
         f"it has {list(shapes[0])} of its parameter's {list(shape)}, and "
         f"{type(operation).__name__.lower()} cannot be carried over to a part"
     )
 
 
-def _kept_axes(path: Path, shape: Shape, parameter: Shape) -> list[int] | str:
-    """Which axes of its parameter a reduced moment has, or why that is not known."""
-    tags: Spec = tuple((str(axis),) for axis in range(len(parameter)))
-    part = matching_part(path, shape, parameter, tags)
-    if isinstance(part, str):
-        return part
-    if len(part) != len(shape) or not all(part):
-        return f"its shape is {list(shape)} and its parameter's {list(parameter)}"
-    return [int(tag) for (tag,) in part]
-
-
-def second_size(shape: Shape) -> int:
+def _second_size(shape: Shape) -> int:
     """The size of the second largest dimension; 0 if there is none."""
     return sorted((0, 0, *shape))[-2]
 
 
 def _largest(shape: Shape) -> set[int]:
     """The axes that adafactor may factor over: the two largest, and those of equal size."""
-    return {axis for axis, size in enumerate(shape) if size >= second_size(shape)}
-
-
-def _tied(shape: Shape) -> bool:
-    return len(_largest(shape)) > 2 or len({*sorted(shape)[-2:]}) < 2
+    return {axis for axis, size in enumerate(shape) if size >= _second_size(shape)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +201,7 @@ class Followed:
     problems: tuple[str, ...]
 
 
-# What adafactor has in the place of a moment that it does not keep.
+# The shape of the leaf that adafactor has in place of a moment that it does not keep.
 _UNUSED = (1,)
 # Adafactor's `min_dim_size_to_factor`, unless it has factored less. Then nothing is known of it but
 # what it has not factored.
@@ -249,19 +232,45 @@ def followed(
       beside: leaves that may not be optimizer state, and follow if they mirror parameters.
     """
     subtrees, unknown = mirroring_subtrees(parameters, leaves)
-    factoring = _factoring(subtrees, parameters, leaves)
-    near, alone = _unplaced(model.sources(), parameters, leaves, subtrees)
-    problems = near
+    problems, alone = _unplaced(model.sources(), parameters, leaves, subtrees)
     if unknown or not alone.keys() <= {*beside}:
         places = _places(model, parameters)
         for members in unknown.values():
-            problems += _ambiguities(members, places, ahead)
+            for parameter, path in members.items():
+                start = len(parameter) - 1 if ahead is None else len(ahead)
+                if places is None or places[parameter][start:] != parameter[-1:]:
+                    problems.append(
+                        f"{format_path(path)}: it may be a number of parameter "
+                        f"{format_path(parameter)}, or one of the optimizer's own"
+                    )
         if others or places is None or not _keep_order(places):
             problems += [text for path, text in alone.items() if path not in beside]
     found, placeholders = LeafMap({}), dict[Path, tuple[Path, ...]]()
+    least = _least_factored(subtrees, parameters, leaves)
     for root, members in subtrees.items():
-        subtree = _Subtree(root, members, parameters, leaves, factoring[root[:-1]], ahead)
-        problems += subtree.follow(model, found, placeholders)
+        moments = {
+            parameter: _Moment(
+                (path,),
+                Source(path, leaf[0]) if (leaf := leaves[path]) else None,
+                leaf[1] if leaf else None,
+                least.get(path),
+            )
+            for parameter, path in members.items()
+        }
+        parameter, path = next(iter(members.items()))
+        before = parameter[: len(parameter) - (len(path) - len(root))]
+        subtree = _Subtree(root, before, moments, problems, found.must_be_zero)
+        inside = before if ahead is None else ahead
+        for path, moment in model.evaluated(subtree.moment, subtree.run).items():
+            place = _below(root, path, inside)
+            if not isinstance(moment, _Moment):
+                continue
+            if moment.value is None:
+                placeholders[place] = moment.paths
+            elif moment.value != Source(place, model.values[path].shape):
+                found.values[place] = moment.value
+                if path in model.origin:
+                    found.origin[place] = model.origin[path]
     return Followed(found, placeholders, tuple(problems))
 
 
@@ -273,14 +282,20 @@ def follows_note(root: Path, count: int, checked: bool = True) -> str:
     return text if checked else f"{text}, unchecked"
 
 
+def _below(root: Path, path: Path, ahead: Path) -> Path:
+    """The path below the root of a subtree, for the path of a parameter."""
+    return root + (path[len(ahead) :] if path[: len(ahead)] == ahead else path)
+
+
 def _places(model: LeafMap, parameters: Collection[Path]) -> dict[Path, Path] | None:
     """Parameter -> its path afterwards; None if there are operations on parameters."""
-    for call in model.calls():
-        inside = LeafMap({(): Output(call, 0)}).sources()
-        if not inside or not inside.keys().isdisjoint(parameters):
+    places = {path: path for path in parameters}
+    for path, value in model.values.items():
+        if isinstance(value, Source):
+            places[value.path] = path
+        elif not places.keys().isdisjoint(sources_of(value)):
             return None
-    places = {value.path: path for path, value in model.values.items() if isinstance(value, Source)}
-    return {path: places.get(path, path) for path in parameters}
+    return {path: places[path] for path in parameters}
 
 
 def _keep_order(places: Mapping[Path, Path]) -> bool:
@@ -360,53 +375,35 @@ def _is_small(
     return any(found and found[0] == (*shape, *whole) for whole, found in histories)
 
 
-def _ambiguities(
-    members: Mapping[Path, Path], places: Mapping[Path, Path] | None, ahead: Path | None
-) -> Iterator[str]:
-    """Problems with numbers that may be of parameters which change."""
-    for parameter, path in members.items():
-        start = len(parameter) - 1 if ahead is None else len(ahead)
-        if places is None or places[parameter][start:] != parameter[-1:]:
-            yield (
-                f"{format_path(path)}: it may be a number of parameter {format_path(parameter)}, "
-                "or one of the optimizer's own"
-            )
-
-
-class _Factoring(NamedTuple):
-    """Adafactor's choices, as the moments of one transformation show them: parameters whose moment
-    is whole, and from which size of the second largest dimension on others may be factored."""
-
-    whole: frozenset[Path]
-    least: int
-
-
-def _factoring(
+def _least_factored(
     subtrees: Subtrees, parameters: Mapping[Path, Shape], leaves: Leaves
-) -> dict[Path, _Factoring]:
-    """The roots of subtrees without the last key -> adafactor's choices there."""
-    kinds: dict[Path, dict[Path, set[str]]] = {}
+) -> dict[Path, int]:
+    """Adafactor's whole moments -> from which size of the second largest dimension on adafactor may
+    factor a parameter. The state of its transformation shows it."""
+    states: dict[Path, dict[Path, dict[Path, Shape]]] = {}
     for root, members in subtrees.items():
-        found = kinds.setdefault(root[:-1], {})
         for parameter, path in members.items():
-            leaf, shape = leaves[path], parameters[parameter]
-            if leaf is not None:
-                kind = "whole" if leaf[0] == shape else "unused" if leaf[0] == _UNUSED else "part"
-                found.setdefault(parameter, set()).add(kind)
-    result = {}
-    for parent, found in kinds.items():
-        whole, part = (
-            [parameter for parameter, has in found.items() if {"unused", kind} <= has]
-            for kind in ("whole", "part")
-        )
-        above = max((second_size(parameters[path]) for path in whole), default=0)
-        below = min((second_size(parameters[path]) for path in part), default=_LEAST_FACTORED)
-        least = above + 1 if below < _LEAST_FACTORED else max(above + 1, _LEAST_FACTORED)
-        result[parent] = _Factoring(frozenset(whole), least)
-    return result
+            if (leaf := leaves[path]) is not None:
+                state = states.setdefault(root[:-1], {})
+                state.setdefault(parameter, {})[path] = leaf[0]
+    least: dict[Path, int] = {}
+    for state in states.values():
+        above, below, whole = 0, _LEAST_FACTORED, []
+        for parameter, moments in state.items():
+            shape, kinds = parameters[parameter], {*moments.values()}
+            if _UNUSED not in kinds - {shape}:
+                continue  # not adafactor's
+            if shape in kinds:
+                above = max(above, _second_size(shape))
+                whole += [path for path, held in moments.items() if held == shape]
+            if kinds - {shape, _UNUSED}:
+                below = min(below, _second_size(shape))
+        default = _LEAST_FACTORED if below == _LEAST_FACTORED else 0
+        least |= dict.fromkeys(whole, max(above + 1, default))
+    return least
 
 
-class _Held(NamedTuple):
+class _Moment(NamedTuple):
     """The moment of a parameter in a subtree: its paths in the state (several for leaves without a
     value); its value, or None; its dtype; and from which size on adafactor may factor its
     parameter, None if it is not adafactor's or is a factor."""
@@ -417,102 +414,61 @@ class _Held(NamedTuple):
     least: int | None = None
 
 
-class _Subtree:
-    """One subtree, in which the map of the parameters is evaluated."""
+# In place of a moment that cannot be made, for a reason among the problems.
+_STUCK = "stuck"
 
-    def __init__(
-        self,
-        root: Path,
-        members: Mapping[Path, Path],
-        parameters: Mapping[Path, Shape],
-        leaves: Leaves,
-        factoring: _Factoring,
-        ahead: Path | None,
-    ):
-        parameter, path = next(iter(members.items()))
-        self._root = root
-        self._before = parameter[: len(parameter) - (len(path) - len(root))]
-        self._ahead = self._before if ahead is None else ahead
-        self._held: dict[Path, _Held] = {}
-        for parameter, path in members.items():
-            leaf = leaves[path]
-            shape, dtype = leaf or (None, None)
-            unfactored = parameter in factoring.whole and shape == parameters[parameter]
-            least = factoring.least if unfactored else None
-            value = None if shape is None else Source(path, shape)
-            self._held[parameter] = _Held((path,), value, dtype, least)
-        self._made: dict[int, list[_Held | None]] = {}
-        self._must_be_zero: dict[Path, Filled] = {}
 
-    def follow(
-        self, model: LeafMap, into: LeafMap, placeholders: dict[Path, tuple[Path, ...]]
-    ) -> list[str]:
-        """Adds the map of the subtree. Returns the problems."""
-        problems: list[str] = []
-        given_up: set[int] = set()
-        for call in model.calls():
-            have = list(map(self._has, call.inputs))
-            found: list[_Held] | str | None = None
-            if any(isinstance(v, Output) and id(v.call) in given_up for v in call.inputs):
-                given_up.add(id(call))
-            elif any(have):
-                found = self._become(call, have)
-            if isinstance(found, str):
-                places = itertools.chain(*map(self._places, call.inputs))
-                problems.append(f"{' + '.join(map(format_path, places))}: {found}")
-                given_up.add(id(call))
-            made = found if isinstance(found, list) else [None] * len(call.shapes)
-            self._made[id(call)] = list(made)
-        for path, value in model.values.items():
-            held, place = self._has(value), self._inside(path)
-            if held is not None and held.value is None:
-                placeholders[place] = held.paths
-            elif held is not None and held.value not in (None, Source(place, value.shape)):
-                into.values[place] = held.value
-                if path in model.origin:
-                    into.origin[place] = model.origin[path]
-        into.must_be_zero.update(self._must_be_zero)
-        return problems
+class _Subtree(NamedTuple):
+    """One subtree, in which the map of the parameters is evaluated. `before`: what the paths of
+    parameters begin with before the conversion."""
 
-    def _has(self, value: Value) -> _Held | None:
-        """The moment of a value of the parameters."""
-        if isinstance(value, Source):
-            return self._held.get(value.path)
-        return self._made[id(value.call)][value.part] if isinstance(value, Output) else None
+    root: Path
+    before: Path
+    moments: Mapping[Path, _Moment]
+    problems: list[str]
+    must_be_zero: dict[Path, Filled]
 
-    def _inside(self, path: Path) -> Path:
-        """The place in the subtree for a path of the parameters after the conversion."""
-        start = len(self._ahead)
-        return self._root + (path[start:] if path[:start] == self._ahead else path)
+    def moment(self, source: Source) -> _Moment | None:
+        """The moment of a parameter, if it has one."""
+        return self.moments.get(source.path)
 
-    def _places(self, value: Value) -> list[Path]:
+    def run(self, call: Call, have: Sequence[Any]) -> Sequence[Any]:
+        """The moments after an operation."""
+        if _STUCK in have:
+            return [_STUCK] * len(call.shapes)
+        found = self._become(call, have) if any(have) else [None] * len(call.shapes)
+        if isinstance(found, str):
+            places = " + ".join(x for value in call.inputs for x in self._places(value))
+            self.problems.append(f"{places}: {found}")
+            return [_STUCK] * len(call.shapes)
+        return found
+
+    def _places(self, value: Value) -> list[str]:
         """The paths of the moments of a value of the parameters, whether they exist or not."""
-        start = len(self._before)
-        paths = sources_of(value)
-        return [self._root + (p[start:] if p[:start] == self._before else p) for p in paths]
+        return [format_path(_below(self.root, path, self.before)) for path in sources_of(value)]
 
-    def _become(self, call: Call, have: Sequence[_Held | None]) -> list[_Held] | str:
+    def _become(self, call: Call, have: Sequence[_Moment | None]) -> Sequence[_Moment] | str:
         """The moments after an operation, or why there are none."""
         present = [held for held in have if held is not None]
         valued = [held for held in present if held.value is not None]
         absent = [
-            format_path(path)
+            place
             for value, held in zip(call.inputs, have, strict=True)
             if held is None or (valued and held.value is None)
-            for path in self._places(value)
+            for place in self._places(value)
         ]
         if absent:
             verb = "has" if len(absent) == 1 else "have"
             return f"they become one, but {' and '.join(absent)} {verb} no value"
         paths = tuple(path for held in present for path in held.paths)
         if not valued:
-            return [_Held(paths)] * len(call.shapes)
+            return [_Moment(paths)] * len(call.shapes)
         if isinstance(call.operation, Apply):
             return f"its parameter is given to `{call.operation.name}`, which is for that alone"
         if not isinstance(call.operation, Moving):
             return f"its parameter is {call.operation}, and optimizer state cannot follow that"
         first, values = valued[0], [held.value for held in valued if held.value is not None]
-        before, moments = [v.shape for v in call.inputs], [value.shape for value in values]
+        before, shapes = [v.shape for v in call.inputs], [value.shape for value in values]
         unused = [
             isinstance(value, Filled) or self._is_unused(value.shape, shape)
             for value, shape in zip(values, before, strict=True)
@@ -520,25 +476,24 @@ class _Subtree:
         if all(unused):
             assert first.dtype is not None
             zeros = Filled(_UNUSED, first.dtype)
-            self._must_be_zero |= dict.fromkeys(paths, zeros)
-            return [_Held((), zeros, first.dtype)] * len(call.shapes)
+            self.must_be_zero.update(dict.fromkeys(paths, zeros))
+            return [_Moment((), zeros, first.dtype)] * len(call.shapes)
         if any(unused):
             return "only some of them have a moment"
-        follows = adapted(call.operation, moments, before, paths)
+        follows = _adapted(call.operation, shapes, before, paths)
         if isinstance(follows, str):
             return follows
         try:
             after = applied(follows, values)
         except TreeMismatchError as error:
             return error.summary
-        if first.least is not None:
-            factored = [v.shape for v in after if second_size(v.shape) >= first.least]
-            if factored:
-                return f"adafactor may factor a parameter of the shape {list(factored[0])}"
-        return [_Held(paths[:1], value, first.dtype, first.least) for value in after]
+        for value in after:
+            if first.least is not None and _second_size(value.shape) >= first.least:
+                return f"adafactor may factor a parameter of the shape {list(value.shape)}"
+        return [_Moment(paths[:1], value, first.dtype, first.least) for value in after]
 
     def _is_unused(self, shape: Shape, parameter: Shape) -> bool:
         """Whether a leaf only takes the place of a moment. If the parameter has one element, the
         names of adafactor's factors decide, since it has no factors."""
-        factor = "v_row" in self._root or "v_col" in self._root
+        factor = "v_row" in self.root or "v_col" in self.root
         return shape == _UNUSED and (parameter != _UNUSED or factor)

@@ -283,7 +283,7 @@ def _applied(
         raise TreeMismatchError(
             "optimizer state that cannot follow its parameters",
             problems,
-            ["drop it, and initialise it when restoring: `select(ckpt, drop=...)`"],
+            ["reshard.select(ckpt, drop=[...]) leaves it out"],
         )
     without = dict(small)
     values, must_be_zero = dict(model.values), {}

@@ -18,14 +18,12 @@ class Unit(NamedTuple):
       buffers: bytes of their buffers, without buffers that belong to a result.
       consumer_bytes: bytes that their consumer holds once they have been read.
       shared_bytes: as for `Batch`.
-      own_batch: it is the only unit of its batch, to save memory.
     """
 
     reads: Sequence[Read]
     buffers: int
     consumer_bytes: int
     shared_bytes: int = 0
-    own_batch: bool = False
 
 
 class _Sizes(NamedTuple):
@@ -46,7 +44,7 @@ def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
     """All units in order, in batches of at most `limit` bytes, unless a single unit takes more. A
     batch may have `most` bytes if its units share chunks, which are then decoded once."""
     reads: list[Read] = []
-    sizes, union, own_batch = _Sizes(), ChunkUnion(), False
+    sizes, union = _Sizes(), ChunkUnion()
     for unit in units:
         chunks = [c for read in unit.reads for c in chunks_of(read.handle, read.box)]
         if len(chunks) > 1:
@@ -57,13 +55,13 @@ def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
         )
         together = _Sizes(*map(operator.add, sizes, own))
         fits = together.reading + together.shared_bytes <= (most if new != chunks else limit)
-        if reads and (unit.own_batch or own_batch or not fits):
+        if reads and not fits:
             yield Batch(reads, sizes.reading, sizes.consumer_bytes, sizes.shared_bytes)
             reads, union, new = [], ChunkUnion(), chunks
             together = own._replace(decoding=total(chunks).nbytes)
         union.add(new)
         reads += unit.reads
-        sizes, own_batch = together, unit.own_batch
+        sizes = together
     if reads:
         yield Batch(reads, sizes.reading, sizes.consumer_bytes, sizes.shared_bytes)
 

@@ -11,8 +11,8 @@ Pure: no I/O and no jax. One array is rewritten in boxes:
 
 A box is read once, in one go, so every source chunk in it is decoded once; then its target chunks
 are encoded and written once. A shard that would make the box too large for memory is split evenly
-into smaller chunks. Where even that does not fit in one pass, a box is a single target chunk, its
-source chunks are read one at a time, and chunks that several boxes touch are read several times.
+into smaller chunks. If even that does not fit, a box is a single target chunk, and a source chunk
+that several boxes touch is read several times.
 """
 
 import bisect
@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from reshard.arrays.boxes import Box, Shape, chunks_together, common_multiple, grid_boxes, grid_size
 from reshard.arrays.handle import ArrayHandle
@@ -61,7 +61,6 @@ class ArrayLayout:
       largest_stored: stored bytes of the largest one.
       same_bytes: stored chunks can be copied verbatim (same dtype and codec).
       encoded_ratio: estimated encoded bytes for each decoded byte of the target.
-      chunk_bytes: bytes that decoding a box of `source_chunk` takes, encoded and decoded.
       amplification: elements decoded for each of its own, when it is read alone.
       group: the number of its co-read group.
       co_read: how many arrays are in it.
@@ -80,7 +79,6 @@ class ArrayLayout:
     largest_stored: int
     same_bytes: bool
     encoded_ratio: float
-    chunk_bytes: int
     amplification: float
     group: int
     co_read: int
@@ -90,19 +88,15 @@ class ArrayLayout:
     def path(self) -> Path:
         return self.handle.path
 
-    def one_pass(self, box: Shape) -> int:
+    def box_bytes(self, box: Shape) -> int:
         """Bytes of memory to rewrite one box, together with the boxes that are read with it: while
         it is read, its chunks and a buffer; while it is written, the buffer and the encoded
         chunks."""
-        elements = self.co_read * math.prod(map(min, box, self.shape))
-        decoding = grid_size(box, self.source_chunk) * self.group_bytes
+        box = tuple(map(min, box, self.shape))
+        elements = self.co_read * math.prod(box)
+        decoding = _most_touched(self.shape, self.source_chunk, box) * self.group_bytes
         buffers = elements * self.read_itemsize
         return cost_bytes(decoding, buffers, self.consumer_bytes(elements), self.co_read)
-
-    def one_step(self, box: Shape) -> int:
-        """The same if the chunks of a box are read one after another."""
-        elements = math.prod(map(min, box, self.shape))
-        return cost_bytes(self.chunk_bytes, 0, 0) + self.consumer_bytes(elements)
 
     def consumer_bytes(self, elements: int) -> int:
         """Bytes of memory for elements that were read: as they are written, and either as they were
@@ -118,8 +112,7 @@ class ArrayPlan:
       layout: the array.
       chunk: shape of a chunk of the destination.
       box: shape of a box, which is read and written at once; None if chunks are copied verbatim.
-      serial: the source chunks of a box are read one after another, to save memory.
-      passes: how often each stored byte is read; 1.0 if one pass fits.
+      passes: how often each stored byte is read, at most; 1.0 if one pass fits.
       split: chunks for each shard; more than 1 if a shard was split.
       linked: its stored chunks are in data files that are shared with the source.
     """
@@ -127,7 +120,6 @@ class ArrayPlan:
     layout: ArrayLayout
     chunk: Shape
     box: Shape | None
-    serial: bool
     passes: float
     split: int
     linked: bool = False
@@ -151,9 +143,7 @@ class ArrayPlan:
     @property
     def box_bytes(self) -> int:
         """Bytes in flight to rewrite one box; 0 if none is rewritten."""
-        if self.box is None:
-            return 0
-        return self.layout.one_step(self.box) if self.serial else self.layout.one_pass(self.box)
+        return 0 if self.box is None else self.layout.box_bytes(self.box)
 
     @property
     def decoded_bytes(self) -> int:
@@ -196,7 +186,7 @@ def co_read(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
     groups: dict[Hashable, list[ArrayPlan]] = {}
     for number, array in enumerate(arrays):
         if not array.verbatim:
-            alone = array.serial or array.layout.co_read == 1
+            alone = array.layout.co_read == 1
             key = number if alone else (array.layout.group, array.box)
             groups.setdefault(key, []).append(array)
     return list(groups.values())
@@ -228,20 +218,25 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
     most = None if isinstance(chunks, str) else chunks
     keeps = chunks == "keep" or 0 in array.shape or _grid_fits(array, most)
     if keeps and array.same_bytes:
-        return ArrayPlan(array, array.source_chunk, None, False, 1.0, 1)
+        return ArrayPlan(array, array.source_chunk, None, 1.0, 1)
+    shape, source = array.shape, array.source_chunk
     if keeps:
-        box = common_multiple((array.source_chunk,), array.shape)
-        plan = _one_pass(array, [(array.source_chunk, box, 1)], max_memory)
-        if plan is None:
-            raise too_large(array, array.one_pass(box), max_memory)
+        splits = ((source, common_multiple((source,), shape), 1),)
     else:
-        plan = _split(array, most, max_memory)
-    count = grid_size(array.shape, plan.chunk)
+        splits = _even_splits(shape, source, array.target_shard, array.target_itemsize, most)
+    plan = _first_fit(array, splits, usable(max_memory) // 2)  # two boxes
+    plan = plan or _first_fit(array, splits, max_memory)
+    if plan is None and not keeps:
+        splits = (*splits, *_splits_read_again(array, most))
+        plan = _first_fit(array, splits, max_memory)
+    if plan is None:
+        raise too_large(array, min(array.box_bytes(box) for _, box, _ in splits), max_memory)
+    count = grid_size(shape, plan.chunk)
     if count > _MAX_CHUNKS:
         found = f"{format_path(array.path)}: it would have {count} chunks of {list(plan.chunk)}"
         raise MemoryLimitError(f"{found}, more than {_MAX_CHUNKS}", hints=[_KEEP])
-    if array.same_bytes and plan.chunk == array.source_chunk:
-        return ArrayPlan(array, plan.chunk, None, False, 1.0, plan.split)
+    if array.same_bytes and plan.chunk == source:
+        return ArrayPlan(array, plan.chunk, None, 1.0, plan.split)
     return plan
 
 
@@ -256,42 +251,13 @@ def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
     return count <= MAX_KEPT_CHUNKS or array.source_shard == array.target_shard
 
 
-def _split(array: ArrayLayout, most: int | None, max_memory: int) -> ArrayPlan:
-    """The plan of an array whose shards are split into chunks of at most `most` decoded bytes. One
-    pass if it fits. Otherwise the largest chunks that fit together with one source chunk; source
-    chunks are then read one at a time."""
-    grids = array.shape, array.source_chunk, array.target_shard, array.target_itemsize
-    candidates = _even_splits(*grids, most)
-    plan = _one_pass(array, candidates, max_memory)
-    if plan is not None:
-        return plan
-    left = max_memory - array.one_step((0,) * len(array.shape))
-    smallest = min(
-        SMALLEST_CHUNK,
-        most or SMALLEST_CHUNK,
-        math.prod(array.target_shard) * array.target_itemsize,
-    )
-    largest = left * array.target_itemsize // array.consumer_bytes(1)
-    if largest >= smallest:
-        for chunk, _, split in _even_splits(*grids, min(largest, most or largest)):
-            if math.prod(chunk) * array.target_itemsize <= largest:
-                passes = array.amplification * _passes(array, chunk)
-                return ArrayPlan(array, chunk, chunk, True, passes, split)
-    needed = max_memory - left - (-smallest * array.consumer_bytes(1) // array.target_itemsize)
-    needed = min(needed, *(array.one_pass(box) for _, box, _ in candidates))
-    raise too_large(array, needed, max_memory)
-
-
-def _one_pass(
-    array: ArrayLayout, candidates: Sequence[_Split], max_memory: int
-) -> ArrayPlan | None:
-    """The first split of which two boxes fit into memory, or else one box."""
-    for limit in (usable(max_memory) // 2, max_memory):
-        for chunk, box, split in candidates:
-            if array.one_pass(box) <= limit:
-                if array.one_pass(array.shape) <= min(WHOLE_ARRAY, limit):
-                    box = array.shape
-                return ArrayPlan(array, chunk, box, False, array.amplification, split)
+def _first_fit(array: ArrayLayout, splits: Iterable[_Split], limit: int) -> ArrayPlan | None:
+    """The first split whose box takes at most `limit` bytes."""
+    for chunk, box, split in splits:
+        if array.box_bytes(box) <= limit:
+            if array.box_bytes(array.shape) <= min(WHOLE_ARRAY, limit):
+                box = array.shape
+            return ArrayPlan(array, chunk, box, _passes(array, box), split)
     return None
 
 
@@ -321,6 +287,19 @@ def _even_splits(
     return tuple(sorted(found, key=lambda s: (s[2], math.prod(s[1]), max(s[1], default=1))))
 
 
+def _splits_read_again(array: ArrayLayout, most: int | None) -> Iterator[_Split]:
+    """Even splits whose boxes are single chunks, the largest first. Several boxes may read the same
+    source chunks."""
+    size = math.prod(array.target_shard) * array.target_itemsize
+    size = min(size, most or size)
+    smallest = min(SMALLEST_CHUNK, size)
+    grids = array.shape, array.source_chunk, array.target_shard, array.target_itemsize
+    while size >= smallest:
+        for chunk, _, split in _even_splits(*grids, size):
+            yield chunk, chunk, split
+        size //= 2
+
+
 @functools.lru_cache(maxsize=4096)
 def _parts(size: int, source: int, shard: int, fewest: int | None) -> Sequence[int]:
     """Numbers of parts of a dimension of a shard, up to `fewest`, or those that shrink its box."""
@@ -336,27 +315,30 @@ def _parts(size: int, source: int, shard: int, fewest: int | None) -> Sequence[i
 def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
     """The error for an array if it takes `needed` bytes to rewrite one stored chunk."""
     decoded = math.prod(array.source_chunk) * array.source_itemsize
-    one_pass = array.one_pass(array.source_chunk)
-    least, once = map(whole_kib, (needed, one_pass))
-    hints = [f'max_memory="{least}" is the least that rewrites it']
-    if one_pass // 2**10 > needed // 2**10:
-        hints.append(f'max_memory="{once}" reads each chunk once')
     return MemoryLimitError(
-        f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
-        [
-            f"a chunk of {list(array.source_chunk)} has {format_bytes(decoded)} decoded, and "
-            f"rewriting it takes {format_bytes(needed)}"
-        ],
-        hints,
-        needed,
+        f"{format_path(array.path)}: rewriting one stored chunk of {list(array.source_chunk)} "
+        f"({format_bytes(decoded)}) takes {format_bytes(needed)}, more than the limit of "
+        f"{format_bytes(max_memory)}",
+        hints=[f'max_memory="{whole_kib(needed)}" is the least that rewrites it'],
+        least=needed,
     )
 
 
 def _passes(array: ArrayLayout, box: Shape) -> float:
     """How often a source chunk is read, on average, when each box reads all it touches."""
+    if 0 in array.shape:
+        return 1.0
     dims = zip(array.shape, array.source_chunk, box, strict=True)
     return math.prod(
         sum(math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b))
         / math.ceil(size / a)
         for size, a, b in dims
+    )
+
+
+def _most_touched(shape: Shape, chunk: Shape, box: Shape) -> int:
+    """The most chunks that one box of a grid touches, at most."""
+    dims = zip(shape, chunk, box, strict=True)
+    return math.prod(
+        min(math.ceil((b - math.gcd(a, b)) / a) + 1, math.ceil(size / a)) for size, a, b in dims
     )

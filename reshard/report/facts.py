@@ -198,18 +198,6 @@ def _diff_page(document: Document) -> Page:
         notes.append(f"{document['by_digests']} of them by recorded digests.")
     if left_out:
         notes.append(f"The contents of {count_of(left_out, 'array')} were not compared.")
-    if document["values"] and (moved := counts["moved"]):
-        were = "was" if moved == 1 else "were"
-        notes.append(f"{count_of(moved, 'moved array')} {were} compared by digests.")
-    counted = {
-        "are NaN or infinite in A or B": (each.get("non_finite") for each in found),
-        "are equal as numbers but not bit for bit (0 and -0)": map(_equal_as_numbers, found),
-    }
-    unmeasured = [
-        f"{count_of(sum(some), 'element')} of {count_leaves(len(some))} {what}."
-        for what, numbers in counted.items()
-        if (some := [*filter(None, numbers)])
-    ]
     pair = f"A ({document['a']}) and B ({document['b']})"
     unknown = f"No difference was found. Not all contents were compared, so equality is {_UNKNOWN}."
     equal, tone, differs, lead = {
@@ -219,7 +207,7 @@ def _diff_page(document: Document) -> Page:
     }[document["equal"]]
     facts = (
         Fact("Are they equal?", equal, (), tone),
-        Fact("What differs?", differs, tuple(unmeasured)),
+        Fact("What differs?", differs),
         Fact("What was compared?", f"{count_of(document['compared'], 'array')}, {how}", (*notes,)),
     )
     title = f"{document['a']} and {document['b']}"

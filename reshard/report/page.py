@@ -15,9 +15,6 @@ from reshard.report.facts import Fact, Page, page_of
 
 # A file that begins so is a page of `reshard`.
 MARK = '<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="reshard">'
-# Longer answers and titles, in characters, are smaller and cut at four lines.
-_MAX_ANSWER = 48
-_MAX_TITLE = 100
 _HEIGHT = 720  # of a page in a notebook, in pixels
 _FILES = importlib.resources.files("reshard.report")
 _SCRIPTS = ("elements", "globs", "leaves", "tables", "treemap", "arrays", "conversion", "sections")
@@ -80,7 +77,6 @@ def page(document: Mapping[str, Any]) -> str:
         kind=shown.kind,
         kicker=f"reshard · {_KINDS[shown.kind]}",
         title=_escaped(shown.title),
-        long=_long(shown.title, _MAX_TITLE),
         lead=_escaped(shown.lead),
         facts="\n".join(map(_fact, shown.facts)),
         lists="\n".join(_list(heading, lines) for heading, lines in shown.lists.items() if lines),
@@ -102,7 +98,7 @@ def _fact(fact: Fact) -> str:
     return (
         f'<section class="fact {fact.tone}"{name}>'
         f"<h2>{_escaped(fact.question)}</h2>"
-        f"<strong{_long(fact.answer, _MAX_ANSWER)}>{_broken(fact.answer)}</strong>{details}"
+        f"<strong>{_broken(fact.answer)}</strong>{details}"
         "</section>"
     )
 
@@ -114,10 +110,6 @@ def _list(heading: str, lines: Any) -> str:
         f'<details class="list {heading.split()[0].lower()}"{opened}>'
         f"<summary>{_escaped(heading)} ({len(lines)})</summary><ul>{items}</ul></details>"
     )
-
-
-def _long(text: str, most: int) -> str:
-    return ' class="long"' if len(text) > most else ""
 
 
 def _broken(text: str) -> str:

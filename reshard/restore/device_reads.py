@@ -47,18 +47,12 @@ READ_WHOLE = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One array to read.
-
-    Attributes:
-      dtype: the target's dtype: the handle's, or another integer dtype.
-      sharding: the target's sharding; None for a numpy array on the host.
-      on_host: the result is the buffers of this process's shards, by their first elements.
-    """
+    """One array to read."""
 
     handle: ArrayHandle
-    dtype: np.dtype
-    sharding: "jax.sharding.Sharding | None"
-    on_host: bool = False
+    dtype: np.dtype  # of the target: the handle's, or another integer dtype
+    sharding: "jax.sharding.Sharding | None"  # of the target; None for a numpy array on the host
+    on_host: bool = False  # the result is the buffers of this process's shards, by first elements
 
 
 def read_arrays(
@@ -240,16 +234,12 @@ class _ArrayRead:
             self.finish()
 
     def _buffer(self, start: Shape) -> np.ndarray:
-        if not self._buffers:
-            try:
-                self._buffers = self._shards.buffers(self._dtype)
-            except MemoryError as error:
-                size = format_bytes(self.handle.nbytes)
-                path = format_path(self.handle.path)
-                text = (
-                    f"{path}: this machine lacks memory for shards of the array, which has {size}"
-                )
-                raise MemoryLimitError(text) from error
+        try:
+            self._buffers = self._buffers or self._shards.buffers(self._dtype)
+        except MemoryError as error:
+            path, size = format_path(self.handle.path), format_bytes(self.handle.nbytes)
+            text = f"{path}: this machine lacks memory for shards of the array, which has {size}"
+            raise MemoryLimitError(text) from error
         return self._buffers[start]
 
     def _converted(self, values: np.ndarray) -> np.ndarray:

@@ -26,21 +26,15 @@ _SCALARS = {"int": "iu", "float": "f", "bool": "b"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetLeaf:
-    """A leaf of a target.
-
-    Attributes:
-      kind: `"array"`, `"key"` (typed PRNG keys), or the name of a Python type.
-      weak: an array that stands for a Python scalar (`weak_type`).
-      aliases: other paths of the same leaf, where a module holds it in several places.
-    """
+    """A leaf of a target."""
 
     path: Path
-    kind: str
+    kind: str  # "array", "key" (typed PRNG keys), or the name of a Python type
     shape: tuple[int, ...] = ()
     dtype: np.dtype | None = None
     key_impl: str | None = None
-    weak: bool = False
-    aliases: tuple[Path, ...] = ()
+    weak: bool = False  # an array that stands for a Python scalar (`weak_type`)
+    aliases: tuple[Path, ...] = ()  # its other paths, if a module holds it in several places
 
     def __str__(self) -> str:
         if self.kind == "key":
@@ -52,19 +46,26 @@ class TargetLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """A reason why a target cannot be restored.
+    """A reason why a target cannot be restored."""
 
-    Attributes:
-      what: `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"kind"`, `"tied"`; for a target
-        that is unusable by itself, `"kept"`, `"sharding"`, `"x64"`.
-      path: the leaf's path in the target; in the checkpoint for an unexpected leaf.
-      copy: the saved path of the second copy of a tied leaf.
-    """
-
-    what: str
+    what: str  # a key of `_WORDS`
     text: str
-    path: Path
-    copy: Path | None = None
+    path: Path  # in the target; in the checkpoint for an unexpected leaf
+    copy: Path | None = None  # the saved path of the second copy of a tied leaf
+
+
+# Kinds of mismatches. The last three are of targets that are unusable by themselves.
+_WORDS = {
+    "missing": "missing in the checkpoint",
+    "unexpected": "not in the target",
+    "tied": "tied in the target only",
+    "kind": "of another kind",
+    "shape": "of another shape",
+    "dtype": "of another dtype",
+    "kept": "kept without a value",
+    "sharding": "without a usable sharding",
+    "x64": "wider than JAX allows by default",
+}
 
 
 def match(
@@ -140,11 +141,6 @@ def _finder(targets: Sequence[TargetLeaf], ckpt: Checkpoint) -> Callable[[Path],
     present = [path for path, value in ckpt.items() if not _is_empty(value)]
     plain: dict[Path, Path] = {_texts(path): path for path in present}
     children = _children(plain)
-    boxed = {
-        text[:-1]: path
-        for text, path in plain.items()
-        if text[-1:] == ("value",) and children[text[:-1]] == {"value"}
-    }
     short = {saved[path]: path for path in present}
     canonical = _canonical([leaf.path for leaf in targets])
     same = set(canonical.values()) == set(short)
@@ -153,9 +149,11 @@ def _finder(targets: Sequence[TargetLeaf], ckpt: Checkpoint) -> Callable[[Path],
         text = _texts(path)
         if same and path in canonical:
             return short[canonical[path]]
-        own = canonical.get(path, text)
-        lookups = ((plain, text), (boxed, text), (short, text), (short, own))
-        return next((places[key] for places, key in lookups if key in places), None)
+        if text in plain:
+            return plain[text]
+        if children.get(text) == {"value"} and (*text, "value") in plain:
+            return plain[*text, "value"]
+        return short.get(text, short.get(canonical.get(path, text)))
 
     return find
 
@@ -245,20 +243,9 @@ def mismatch_error(
     stack or unstack layers, convert to the other API, or add or remove a level. The first two may
     resolve everything else, and are then the only hint. `of_nnx`: the target has NNX variables.
     """
-    words = {
-        "missing": "missing in the checkpoint",
-        "unexpected": "not in the target",
-        "tied": "tied in the target only",
-        "kind": "of another kind",
-        "shape": "of another shape",
-        "dtype": "of another dtype",
-        "kept": "kept without a value",
-        "sharding": "without a usable sharding",
-        "x64": "wider than JAX allows by default",
-    }
     count = collections.Counter(problem.what for problem in problems)
-    parts = [f"{count[what]} {text}" for what, text in words.items() if count[what]]
-    ordered = [p.text for what in words for p in problems if p.what == what]
+    parts = [f"{count[what]} {text}" for what, text in _WORDS.items() if count[what]]
+    ordered = [p.text for what in _WORDS for p in problems if p.what == what]
     calls = _stacking_hints(problems, targets, ckpt, given)
     if not calls:
         levels = _level_hints(targets, ckpt, given) if count["missing"] == len(targets) else []
@@ -275,30 +262,29 @@ def _level_hints(targets: Sequence[TargetLeaf], ckpt: Checkpoint, given: str) ->
     wanted = set(_canonical(leaf.path for leaf in targets).values())
     if () in saved | wanted:
         return []
-    below, above = collections.defaultdict(set), {path[:1] for path in wanted}
+    below = collections.defaultdict(set)
     for path in saved:
-        below[path[:1]].add(path[1:])
+        below[path[0]].add(path[1:])
+    above = {path[0] for path in wanted}
     tops = [top for top, paths in below.items() if paths == wanted]
     if len(tops) == 1:
         if len(below) > 1:
-            given = f"reshard.select({given}, {as_python(f'{format_glob(tops[0])}/**')})"
-        rule = f"^{re.escape(format_path(tops[0]))}/", ""
-        return [f"reshard.rename({given}, {as_python([rule])})"]
-    if len(above) == 1 and {path[1:] for path in wanted} == saved:
-        replacement = format_path(*above).replace("\\", r"\\") + "/"
-        return [f"reshard.rename({given}, {as_python([('^', replacement)])})"]
-    return []
+            given = f"reshard.select({given}, {as_python(f'{format_glob((*tops,))}/**')})"
+        rule = f"^{re.escape(format_path((*tops,)))}/", ""
+    elif len(above) == 1 and {path[1:] for path in wanted} == saved:
+        rule = "^", format_path((*above,)).replace("\\", r"\\") + "/"
+    else:
+        return []
+    return [f"reshard.rename({given}, {as_python([rule])})"]
 
 
 def _conversion_hints(problems: Sequence[Mismatch], of_nnx: bool, same: bool) -> list[str]:
     """The call that converts to the target's API, if the checkpoint is of Flax's other API: only
     Linen has a collection `params`, and NNX has all arrays in variables. `same`: the trees differ
     in one level alone."""
-    missing, unexpected = (
-        [problem.path for problem in problems if problem.what == what and problem.path]
-        for what in ("missing", "unexpected")
-    )
-    wanted, saved = ({str(path[0]) for path in paths} for paths in (missing, unexpected))
+    wanted = {str(p.path[0]) for p in problems if p.what == "missing" and p.path}
+    unexpected = [p.path for p in problems if p.what == "unexpected" and p.path]
+    saved = {str(path[0]) for path in unexpected}
     in_variables = all(path[-1] == "value" for path in unexpected)
     if of_nnx and wanted and "params" in saved - wanted and not (in_variables and same):
         return ["reshard.to_nnx(path, model)"]

@@ -29,18 +29,12 @@ MESH_HINT = 'jax.make_mesh((1, 8), ("data", "model"), axis_types=(jax.sharding.A
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateLeaf:
-    """A leaf of a state: an array of any kind, a Python scalar or a string.
+    """A leaf of a state: an array of any kind, a Python scalar or a string."""
 
-    Attributes:
-      path: its path, without the levels of boxes and variables.
-      wrapper: the box or variable that holds it.
-      aliases: its other paths, if a module holds it in several places.
-    """
-
-    path: Path
+    path: Path  # without the levels of boxes and variables
     value: Any
-    wrapper: Any = None
-    aliases: tuple[Path, ...] = ()
+    wrapper: Any = None  # the box or variable that holds it
+    aliases: tuple[Path, ...] = ()  # its other paths, if a module holds it in several places
 
     @property
     def is_array(self) -> bool:
@@ -68,41 +62,31 @@ class StateLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """A flattened state.
+    """A flattened state."""
 
-    Attributes:
-      leaves: its leaves, in the order of the pytree, those of modules last.
-      masked: paths of boxes and variables without a leaf, which hold optax's `MaskedNode`.
-      unflatten: makes the same containers with other values, in the order of `leaves`. With
-        `in_place`, it updates real modules.
-    """
-
-    leaves: tuple[StateLeaf, ...]
-    masked: tuple[Path, ...]
+    leaves: tuple[StateLeaf, ...]  # in the order of the pytree, those of modules last
+    masked: tuple[Path, ...]  # boxes and variables without a leaf: they hold optax's `MaskedNode`
+    # Makes the same containers with other values, in the order of `leaves`. With `in_place`, it
+    # updates real modules.
     unflatten: Callable[..., Any]
 
 
 def check_state(target: Any) -> None:
     """Raises ArgumentError if a target is a Linen module, a class, a function or text."""
-    if isinstance(target, str):
-        raise ArgumentError(
-            f"the target is the text {target!r}, not a state or a `jax.sharding.Mesh`",
-            hints=["reshard.target(model, mesh=mesh)", MESH_HINT],
-        )
-    linen, of = imported("flax.linen"), target if isinstance(target, type) else type(target)
-    if linen is not None and issubclass(of, linen.Module):
-        hints = [f"reshard.target({of.__name__}(...), mesh=mesh, inputs=(x,))"]
-        raise ArgumentError(
-            f"the target is a Linen module, `{of.__name__}`, not a state", hints=hints
-        )
-    name = getattr(target, "__name__", None)
-    if callable(target) and name is not None:
-        kind = "class" if isinstance(target, type) else "function"
-        given = name if name.isidentifier() and not hasattr(target, "__self__") else "model"
-        raise ArgumentError(
-            f"the target is a {kind}, `{name}`, not a state",
-            hints=[f"reshard.target({given}, mesh=mesh)"],
-        )
+    name, call = getattr(target, "__name__", None), "model, mesh=mesh"
+    linen, kind = imported("flax.linen"), target if isinstance(target, type) else type(target)
+    if linen is not None and issubclass(kind, linen.Module):
+        what, call = "a Linen module", f"{kind.__name__}(...), mesh=mesh, inputs=(x,)"
+    elif isinstance(target, str):
+        what = f"the text {target!r}"
+    elif callable(target) and name is not None:
+        what = f"a {'class' if isinstance(target, type) else 'function'}, `{name}`"
+    else:
+        return
+    raise ArgumentError(
+        f"the target is {what}, not a state or a `jax.sharding.Mesh`",
+        hints=[f"reshard.target({call})", MESH_HINT],
+    )
 
 
 def flatten_state(state: Any) -> State:
@@ -276,30 +260,28 @@ def _other_paths(aliases: dict[Path, list[Path]], path: Path) -> list[Path]:
     return sorted(found - {path})
 
 
-def axis_names(leaf: StateLeaf) -> Names | None:
-    """The names of a leaf's axes in its box or variable; None without an annotation."""
-    wrapper, nnx, names = leaf.wrapper, imported("flax.nnx"), None
+def annotation(leaf: StateLeaf) -> tuple[Names | None, str, Any]:
+    """The names of a leaf's axes in its box or variable, None without an annotation; their kind, as
+    in `AnnotatedLeaf`; and the rules in the annotation."""
+    wrapper, nnx, linen = leaf.wrapper, imported("flax.nnx"), imported("flax.linen")
+    names, kind, rules = None, "mesh", getattr(wrapper, "rules", None)
     if is_variable(wrapper):
         metadata = wrapper.get_metadata()
         found = [metadata.get(key) for key in ("out_sharding", "sharding_names", "sharding")]
         names = next((names for names in found if names is not None), None)
         names = getattr(names, "spec", names)
+        kind, rules = "nnx", metadata.get("sharding_rules")
     elif wrapper is not None and isinstance(wrapper, imported("flax.core.meta").Partitioned):
         names = wrapper.names
+        if linen is not None and isinstance(wrapper, linen.LogicallyPartitioned):
+            kind = "logical"
     elif wrapper is not None:
         # NNX in Linen makes a variable here, which by default needs a mesh.
         with contextlib.nullcontext() if nnx is None else nnx.use_eager_sharding(False):
             names = getattr(wrapper, "get_partition_spec", lambda: None)()
-    if names is None:
-        return None
-    return tuple(tuple(name) if isinstance(name, list | tuple) else name for name in names)
-
-
-def own_rules(leaf: StateLeaf) -> Any:
-    """The rules in a leaf's annotation."""
-    if is_variable(leaf.wrapper):
-        return leaf.wrapper.get_metadata().get("sharding_rules")
-    return getattr(leaf.wrapper, "rules", None)
+    if names is not None:
+        names = tuple(tuple(name) if isinstance(name, list | tuple) else name for name in names)
+    return names, kind, rules
 
 
 @functools.cache

@@ -91,13 +91,16 @@ def agreement() -> Iterator[Agree]:
 
 
 def _gathered(row: np.ndarray) -> np.ndarray:
-    """The rows of all processes."""
-    mesh = _process_mesh()
+    """The rows of all processes. Raises ReshardError if a process does not call it."""
+    from jax.experimental.multihost_utils import process_allgather
+
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    if len({*counts.values()}) > 1 or len(counts) < jax.process_count():
+        found = [f"process {n}: {counts[n]}" for n in range(jax.process_count())]
+        text = "the processes have unequal numbers of devices"
+        raise ReshardError(text, found, ['replicas="read" reads in each process'])
     _wait_for_all()
-    shape, split = (jax.process_count(), row.size), named_sharding(mesh, (("process",),))
-    with jax.set_mesh(mesh):
-        rows = jax.make_array_from_callback(shape, split, lambda _: row[None], dtype=row.dtype)
-        return np.asarray(_replicated(mesh)(rows))
+    return process_allgather(row)
 
 
 def _wait_for_all() -> None:
@@ -117,41 +120,15 @@ def _wait_for_all() -> None:
         ) from error
 
 
-@functools.cache
-def _process_mesh() -> Any:
-    """A mesh of all devices, those of a process in one row. Raises ReshardError if processes have
-    unequal numbers of devices."""
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    counts = collections.Counter(device.process_index for device in devices)
-    if len({*counts.values()}) > 1 or len(counts) < jax.process_count():
-        found = [f"process {n}: {counts[n]}" for n in range(jax.process_count())]
-        text = "the processes have unequal numbers of devices"
-        raise ReshardError(text, found, ['replicas="read" reads in each process'])
-    rows = np.array(devices).reshape(jax.process_count(), -1)
-    return jax.sharding.Mesh(rows, ("process", "device"))
-
-
-@functools.cache
-def _replicated(mesh: Any) -> Any:
-    return jax.jit(lambda rows: rows, out_shardings=named_sharding(mesh, ()))
-
-
 class Spread(NamedTuple):
-    """How processes read one array together.
+    """How processes read one array together."""
 
-    Attributes:
-      target: the sharding of the exchanged array, as the target's.
-      read: the sharding of what each process reads.
-      rows: `read` below a first axis, with a row for each place of the devices that read.
-      count: the number of rows.
-      elements: elements in memory of each process, beyond the result: those that it reads, on the
-        host and on its devices, and those that are exchanged if they are not the result.
-    """
-
-    target: Any
-    read: Any
-    rows: Any
-    count: int
+    target: Any  # the sharding of the exchanged array, as the target's
+    read: Any  # the sharding of what each process reads
+    rows: Any  # `read` below a first axis, with a row for each place of the devices that read
+    count: int  # the number of rows
+    # Elements in memory of each process, beyond the result: those that it reads, on the host and on
+    # its devices, and those that are exchanged if they are not the result.
     elements: int
 
     def reads(self, row: int, shape: Shape) -> bool:
@@ -225,19 +202,13 @@ def _spread(request: Request) -> Spread | None:
     words = UNSIGNED.get(dtype.itemsize)
     if words is None or jax.dtypes.canonicalize_dtype(words) != words or 0 in handle.shape:
         return None
-    if target is None:
-        mesh, spec = _process_mesh(), ()
-    elif (
-        isinstance(target, jax.sharding.NamedSharding)
-        and dtype.kind != "c"
-        and not dtype.name.startswith(_NARROW)
-    ):
-        axes_of_type_auto: Any = target.mesh.devices
-        mesh = jax.sharding.Mesh(axes_of_type_auto, target.mesh.axis_names)
-        spec = normalize_spec(target.spec)
-    else:
+    if dtype.kind == "c" or dtype.name.startswith(_NARROW):
         return None
-    return _spread_over(handle.shape, handle.chunk_shape, mesh, spec)
+    if not isinstance(target, jax.sharding.NamedSharding):
+        return None
+    devices: Any = target.mesh.devices
+    mesh = jax.sharding.Mesh(devices, target.mesh.axis_names)  # with axes of type Auto
+    return _spread_over(handle.shape, handle.chunk_shape, mesh, normalize_spec(target.spec))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -302,8 +273,6 @@ def _exchanged(request: Request, spread: Spread, row: int, read: Any) -> Any:
         rows = jax.make_array_from_callback((spread.count, *shape), spread.rows, part, dtype=words)
         array = _sum_of_rows(spread.target)(rows).block_until_ready()
     shards = {shard.device: shard.data for shard in array.addressable_shards}
-    if request.sharding is None:
-        return np.array(next(iter(shards.values()))).view(dtype)
     return from_bits(shape, dtype, request.sharding, shards)
 
 

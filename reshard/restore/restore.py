@@ -239,19 +239,17 @@ def _as_target(value: Any, leaf: StateLeaf) -> Any:
 
 
 def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
-    """Typed PRNG keys with exactly that sharding."""
+    """Typed PRNG keys with that sharding."""
     try:
         keys = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{list(data.shape)} is not the shape of PRNG keys `{impl}`, as recorded", [str(error)]
+            f"an array of shape {list(data.shape)} does not hold PRNG keys of the recorded kind "
+            f"`{impl}`",
+            [str(error)],
         ) from error
-    if keys.sharding == sharding:
-        return keys
-    if not keys.sharding.is_equivalent_to(sharding, keys.ndim):
-        return jax.device_put(keys, sharding)
-    shards = [shard.data for shard in keys.addressable_shards]
-    return jax.make_array_from_single_device_arrays(keys.shape, sharding, shards)
+    equivalent = keys.sharding.is_equivalent_to(sharding, keys.ndim)
+    return keys if equivalent else jax.device_put(keys, sharding)
 
 
 def _restore_raw(

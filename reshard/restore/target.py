@@ -16,13 +16,12 @@ from reshard.restore.pytrees import (
     MESH_HINT,
     State,
     StateLeaf,
-    axis_names,
+    annotation,
     flatten_state,
     imported,
     is_module,
     is_variable,
     key_path,
-    own_rules,
 )
 from reshard.sharding.annotations import AnnotatedLeaf, Coverage, cover
 from reshard.sharding.mesh import Spec, normalize_spec, parse_mesh, spec_entries
@@ -205,8 +204,8 @@ def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
 
 def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> AnnotatedLeaf:
     """A leaf with its annotation; a `spec` replaces the names of its axes."""
-    linen, variable = imported("flax.linen"), is_variable(leaf.wrapper)
-    names = axis_names(leaf) if spec is None else spec_entries(spec)
+    names, kind, rules = annotation(leaf)
+    names = names if spec is None else spec_entries(spec)
     for name in names or ():
         axes = name if isinstance(name, tuple) else () if name is None else (name,)
         if not all(isinstance(axis, str) for axis in axes):
@@ -214,9 +213,6 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
                 f"{format_path(leaf.path)}: the axes of the array are annotated with {names!r}",
                 hints=["each axis has a logical or mesh axis name, None, or a tuple of mesh axes"],
             )
-    kind = "" if names is None else "nnx" if variable else "mesh"
-    if kind and linen is not None and isinstance(leaf.wrapper, linen.LogicallyPartitioned):
-        kind = "logical"
     sharding = getattr(leaf.value, "sharding", None)
     named = isinstance(sharding, jax.sharding.NamedSharding)
     return AnnotatedLeaf(
@@ -225,10 +221,10 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
         itemsize=leaf.value.dtype.itemsize,
         names=names,
         kind=kind,
-        own_rules=own_rules(leaf),
+        own_rules=rules,
         saved=normalize_spec(sharding.spec) if named else None,
         parameter=parameter,
-        variable=variable,
+        variable=is_variable(leaf.wrapper),
     )
 
 
@@ -264,15 +260,13 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
 
 def _check_call(function: Callable[..., Any], inputs: Sequence[Any], *keywords: str) -> None:
     """Raises ArgumentError if a function does not take these arguments."""
-    called: Any = function
+    called, given = function, inputs
     if isinstance(function, type):  # Flax's metaclasses take any arguments
-        called, inputs = function.__init__, (function, *inputs)
+        called, given = function.__init__, (function, *inputs)
     try:
-        signature = inspect.signature(called)
-    except (TypeError, ValueError):  # perhaps a function of C
+        inspect.signature(called).bind(*given, **dict.fromkeys(keywords))
+    except ValueError:  # perhaps a function of C
         return
-    try:
-        signature.bind(*inputs, **dict.fromkeys(keywords))
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
         raise ArgumentError(

@@ -33,31 +33,30 @@ from reshard.units import count_leaves, format_bytes
 
 # Leaves that a printed coverage lists of each kind.
 _SHOWN = 10
+_SOURCES = {
+    "specs": "by the given specs",
+    "names": "by the names of their axes",
+    "sharding": "by their present sharding",
+    "optimizer": "like their parameter",
+    "none": "by nothing",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnnotatedLeaf:
-    """An array leaf of a model's state.
-
-    Attributes:
-      names: the names of its axes, if it is annotated.
-      kind: what the names are: `"mesh"` (Linen's `Partitioned`: mesh axes), `"logical"` (Linen's
-        `LogicallyPartitioned`), `"nnx"` (metadata of an NNX variable), "" without names.
-      own_rules: rules in the annotation; the caller's take precedence.
-      saved: the spec of its present sharding.
-      parameter: whether it is a parameter, which optimizer state follows.
-      variable: whether it is the value of an NNX variable.
-    """
+    """An array leaf of a model's state."""
 
     path: Path
     shape: tuple[int, ...]
     itemsize: int
-    names: Names | None = None
-    kind: str = ""
-    own_rules: Any = None
-    saved: Spec | None = None
-    parameter: bool = False
-    variable: bool = False
+    names: Names | None = None  # of its axes, if it is annotated
+    # What the names are: "mesh" (Linen's `Partitioned`: mesh axes), "logical" (Linen's
+    # `LogicallyPartitioned`), "nnx" (metadata of an NNX variable).
+    kind: str = "mesh"
+    own_rules: Any = None  # rules in the annotation; the caller's take precedence
+    saved: Spec | None = None  # the spec of its present sharding
+    parameter: bool = False  # whether it is a parameter, which optimizer state follows
+    variable: bool = False  # whether it is the value of an NNX variable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +66,7 @@ class LeafCoverage:
     Attributes:
       source: the origin of its spec: `"specs"`, `"names"`, `"sharding"`, `"optimizer"`, `"none"`.
       rules: positions of the rules that decided it, in the order in which they were given.
+      nbytes: bytes of the whole array.
       device_bytes: bytes of a shard.
       replicated: whether every device of the mesh holds all of it.
     """
@@ -77,6 +77,7 @@ class LeafCoverage:
     spec: Spec
     source: str
     rules: tuple[int, ...]
+    nbytes: int
     device_bytes: int
     replicated: bool
 
@@ -113,18 +114,19 @@ class Coverage:
         for name in self.unmatched:
             by_name = (leaf for leaf in self.leaves if leaf.source in ("names", "optimizer"))
             held = [leaf.device_bytes for leaf in by_name if name in (leaf.names or ())]
-            close = get_close_matches(name, rules, 1)
-            near = "".join(f"; the nearest rule is `{rule}`" for rule in close)
             notes.append(
-                f"no rule has the axis name `{name}`{near}. Leaves replicated along this axis: "
-                f"{len(held)}, {format_bytes(sum(held))} a device"
+                f"no rule has the axis name `{name}`{_nearest(name, rules)}. Leaves replicated "
+                f"along this axis: {len(held)}, {format_bytes(sum(held))} a device"
             )
         names = {name for leaf in self.leaves for name in leaf.names or ()}
-        unused = [f"`{name}`" for name, axes in self.rules if axes and name not in names]
+        unused = dict.fromkeys(
+            f"`{name}`" for name, axes in self.rules if axes and name not in names
+        )
         if unused:
-            listed, nbytes = ", ".join(dict.fromkeys(unused)), format_bytes(self.replicated_bytes)
-            none = f"rules whose axis name no leaf has: {listed}"
-            notes.append(f"{none}. Replicated in all: {nbytes} a device")
+            notes.append(
+                f"rules whose axis name no leaf has: {', '.join(unused)}. Replicated in all: "
+                f"{format_bytes(self.replicated_bytes)} a device"
+            )
         return tuple(notes)
 
     @property
@@ -162,9 +164,7 @@ class Coverage:
                     "path": format_path(leaf.path),
                     "keys": list(leaf.path),
                     "shape": list(leaf.shape),
-                    "bytes": None
-                    if spec_problems(leaf.shape, self.mesh, leaf.spec)
-                    else leaf.device_bytes * _parts(self.mesh, leaf.spec),
+                    "bytes": leaf.nbytes,
                     "mesh": self.mesh.shape,
                     "spec": [list(axes) for axes in leaf.spec],
                     "names": leaf.names and list(leaf.names),
@@ -183,34 +183,34 @@ class Coverage:
 
     def __repr__(self) -> str:
         sources = collections.Counter(leaf.source for leaf in self.leaves)
-        words = {
-            "specs": "by the given specs",
-            "names": "by the names of their axes",
-            "sharding": "by their present sharding",
-            "optimizer": "like their parameter",
-            "none": "by nothing",
-        }
-        lines = [
-            f"{len(self.leaves)} array leaves on `{self.mesh}`, {format_bytes(self.device_bytes)} "
-            "a device: " + ", ".join(f"{sources[k]} {v}" for k, v in words.items() if sources[k])
-        ]
+        by = ", ".join(f"{sources[key]} {text}" for key, text in _SOURCES.items() if sources[key])
+        size = format_bytes(self.device_bytes)
+        lines = [f"{len(self.leaves)} array leaves on `{self.mesh}`, {size} a device: {by}"]
         for (name, axes), paths in zip(self.rules, self.reached, strict=True):
-            to = ", ".join(axes) or "replicated"
-            first = f", {format_path(paths[0])} the first" if paths else ""
-            lines.append(f"rule        {name} -> {to}: {count_leaves(len(paths))}{first}")
-        for name, paths in self.unmatched.items():
-            count = count_leaves(len(paths))
-            lines.append(f"no rule     {name}: {count}, {format_path(paths[0])} the first")
-        count, size = count_leaves(len(self.replicated)), format_bytes(self.replicated_bytes)
-        lines.append(f"replicated  {count}, {size} a device")
-        for leaf in self.replicated[:_SHOWN]:
+            lines.append(
+                f"rule        {name} -> {', '.join(axes) or 'replicated'}: {_first(paths)}"
+            )
+        lines += [f"no rule     {name}: {_first(paths)}" for name, paths in self.unmatched.items()]
+        held, size = self.replicated, format_bytes(self.replicated_bytes)
+        lines.append(f"replicated  {count_leaves(len(held))}, {size} a device")
+        for leaf in held[:_SHOWN]:
             text = f"{format_path(leaf.path)}  {list(leaf.shape)}"
             lines.append(f"            {format_bytes(leaf.device_bytes)}  {text}")
-        if len(self.replicated) > _SHOWN:
-            lines.append(f"            ... and {len(self.replicated) - _SHOWN} more")
+        if len(held) > _SHOWN:
+            lines.append(f"            ... and {len(held) - _SHOWN} more")
         lines += [f"problem     {problem}" for problem in self.problems]
         lines += [f"hint        {hint}" for hint in self.hints]
         return "\n".join(lines)
+
+
+def _first(paths: Sequence[Path]) -> str:
+    """The number of some leaves, and the first of them."""
+    first = f", {format_path(paths[0])} the first" if paths else ""
+    return count_leaves(len(paths)) + first
+
+
+def _nearest(name: str, rules: Sequence[str]) -> str:
+    return "".join(f"; the nearest rule is `{rule}`" for rule in get_close_matches(name, rules, 1))
 
 
 def cover(
@@ -231,62 +231,71 @@ def cover(
     matched = match_specs(paths, spec_pairs(specs), {leaf.path for leaf in leaves if leaf.variable})
     names = (n for leaf in leaves for n in leaf.names or () if isinstance(n, str))
     parsed = () if rules is None else parse_rules(rules, dict.fromkeys(names))
-    found = _Cover(mesh, parsed, rules is None, semantics, {path: [] for path in paths})
+    found = _Cover(mesh, parsed, rules is None, semantics, leaves)
     # Optimizer state needs the specs of parameters.
-    marked = [leaf for leaf in leaves if leaf.parameter]
-    others = [leaf for leaf in leaves if not leaf.parameter]
-    parameters = Parameters([x.path for x in marked], [x.path for x in others])
-    by_path, done = {leaf.path: leaf for leaf in marked}, dict[Path, LeafCoverage]()
-    for leaf in (*marked, *others):
-        spec, source, used = matched.get(leaf.path), "specs", ()
-        if spec is None and not leaf.parameter:
-            owner = found.owner(leaf, [done[path] for path in parameters.followed_by(leaf.path)])
-            if owner is not None and _follows(leaf, by_path[owner.path]):
-                spec, source = found.part_of(leaf, owner), "optimizer"
-                used = owner.rules if spec else ()
-        if spec is None and leaf.names is not None:
-            spec, used = found.by_names(leaf, leaf.names)
-            source = "names"
-        if spec is None:
-            spec, source = (leaf.saved, "sharding") if leaf.saved is not None else ((), "none")
-        done[leaf.path] = found.covered(leaf, spec, source, used)
+    for leaf in sorted(leaves, key=lambda leaf: not leaf.parameter):
+        spec = matched.get(leaf.path)
+        decided = ("specs", spec, ()) if spec is not None else found.by_parameter(leaf)
+        if decided is None and leaf.names is not None:
+            decided = "names", *found.by_names(leaf, leaf.names)
+        if decided is None:
+            decided = ("none", (), ()) if leaf.saved is None else ("sharding", leaf.saved, ())
+        found.add(leaf, *decided)
     return Coverage(
         mesh,
         parsed,
-        tuple(done[path] for path in paths),
+        tuple(found.done[path] for path in paths),
         {name: tuple(paths) for name, paths in found.unmatched.items()},
         tuple(dict.fromkeys(itertools.chain(*found.problems.values()))),
         tuple(dict.fromkeys(found.hints)),
     )
 
 
-def _follows(leaf: AnnotatedLeaf, parameter: AnnotatedLeaf) -> bool:
-    """Whether a leaf has no annotation of its own: optimizers copy those of parameters."""
-    if leaf.names is not None:
-        return leaf.names == parameter.names or len(leaf.names) > len(leaf.shape)
-    return leaf.saved is None or leaf.saved == parameter.saved
-
-
-@dataclasses.dataclass
 class _Cover:
     """The rules of a coverage, and its findings until now."""
 
-    mesh: Mesh
-    rules: tuple[Rule, ...]
-    without_rules: bool
-    semantics: str | None
-    problems: dict[Path, list[str]]
-    unmatched: dict[str, list[Path]] = dataclasses.field(default_factory=dict)
-    hints: list[str] = dataclasses.field(default_factory=list)
+    def __init__(
+        self,
+        mesh: Mesh,
+        rules: tuple[Rule, ...],
+        without_rules: bool,
+        semantics: str | None,
+        leaves: Sequence[AnnotatedLeaf],
+    ):
+        self._mesh, self._rules = mesh, rules
+        self._without_rules, self._semantics = without_rules, semantics
+        self._marked = {leaf.path: leaf for leaf in leaves if leaf.parameter}
+        others = [leaf.path for leaf in leaves if not leaf.parameter]
+        self._parameters = Parameters(self._marked, others)
+        self.done: dict[Path, LeafCoverage] = {}
+        self.problems: dict[Path, list[str]] = {leaf.path: [] for leaf in leaves}
+        self.unmatched: dict[str, list[Path]] = {}
+        self.hints: list[str] = []
 
-    def owner(self, leaf: AnnotatedLeaf, found: list[LeafCoverage]) -> LeafCoverage | None:
-        """The parameter of a leaf, out of those that its path fits, if all have the same spec."""
-        if len({(owner.shape, owner.spec) for owner in found}) == 1:
-            return found[0]
-        if found and leaf.names is None and all(owner.shape == leaf.shape for owner in found):
-            names = " or ".join(format_path(owner.path) for owner in found)
-            self._ambiguous(leaf, f"it may belong to {names}, which have different specs")
-        return None
+    def by_parameter(self, leaf: AnnotatedLeaf) -> tuple[str, Spec, tuple[int, ...]] | None:
+        """The part of its parameter's spec, for optimizer state without another annotation."""
+        if leaf.parameter:
+            return None
+        found = [self.done[path] for path in self._parameters.followed_by(leaf.path)]
+        if len({(owner.shape, owner.spec) for owner in found}) != 1:
+            if found and leaf.names is None and all(owner.shape == leaf.shape for owner in found):
+                names = " or ".join(format_path(owner.path) for owner in found)
+                self._ambiguous(leaf, f"it may belong to {names}, which have different specs")
+            return None
+        owner, parameter = found[0], self._marked[found[0].path]
+        if leaf.names is not None:  # optimizers copy the annotations of parameters
+            follows = leaf.names == parameter.names or len(leaf.names) > len(leaf.shape)
+        else:
+            follows = leaf.saved is None or leaf.saved == parameter.saved
+        if not follows:
+            return None
+        part = matching_part(leaf.path, leaf.shape, owner.shape, owner.spec)
+        if isinstance(part, str):
+            if leaf.names is not None or leaf.saved is not None or any(owner.spec):
+                of = f"it belongs to {format_path(owner.path)}, which is {format_spec(owner.spec)}"
+                self._ambiguous(leaf, f"{of}, and {part}")
+            part = ()
+        return "optimizer", part, owner.rules if part else ()
 
     def _ambiguous(self, leaf: AnnotatedLeaf, text: str) -> None:
         where = format_path(leaf.path)
@@ -294,69 +303,52 @@ class _Cover:
         regex = as_python(f"^{re.escape(where)}$")
         self.hints.append(f"specs=[({regex}, P(...))] says how to split it")
 
-    def part_of(self, leaf: AnnotatedLeaf, owner: LeafCoverage) -> Spec:
-        """The part of a parameter's spec that is that of its optimizer state."""
-        part = matching_part(leaf.path, leaf.shape, owner.shape, owner.spec)
-        if not isinstance(part, str):
-            return part
-        if leaf.names is not None or leaf.saved is not None or any(owner.spec):
-            of = f"it belongs to {format_path(owner.path)}, which is {format_spec(owner.spec)}"
-            self._ambiguous(leaf, f"{of}, and {part}")
-        return ()
-
     def by_names(self, leaf: AnnotatedLeaf, names: Names) -> tuple[Spec, tuple[int, ...]]:
         """A spec from the names of axes, and the positions of the rules that decided it."""
-        semantics = self.semantics or ("nnx" if leaf.kind == "nnx" else "linen")
+        semantics = self._semantics or ("nnx" if leaf.kind == "nnx" else "linen")
         passes = leaf.kind == "mesh" or semantics == "nnx"
-        rules = self.rules
+        rules = self._rules
+        known = {name for name, _ in rules}
         if leaf.own_rules:
-            known = {name for name, _ in rules}
             rules += tuple(rule for rule in parse_rules(leaf.own_rules, ()) if rule[0] not in known)
+            known = {name for name, _ in rules}
         found = resolve_names(names, rules, semantics, passes)
         text, problems = format_path(leaf.path), self.problems[leaf.path]
-        if semantics == "linen":
-            for name, count in collections.Counter(names).items():
-                ruled = not passes or name in {known for known, _ in rules}
-                if count > 1 and isinstance(name, str) and ruled:
-                    problems.append(f"{text}: its names {names} have '{name}' twice")
+        for name, count in collections.Counter(names).items():
+            ruled = isinstance(name, str) and (not passes or name in known)
+            if semantics == "linen" and count > 1 and ruled:
+                problems.append(f"{text}: its names {names} have '{name}' twice")
         for name in found.unmatched:
-            on_mesh = name in self.mesh.axis_names
+            on_mesh = name in self._mesh.axis_names
             if on_mesh and passes:
                 continue
             replicates = as_python((name, None))
             if on_mesh:
                 problems.append(
                     f"{text}: no rule has the logical name '{name}', which is also an axis of "
-                    f"`{self.mesh}`"
+                    f"`{self._mesh}`"
                 )
                 split = as_python((name, name))
                 self.hints.append(f"the rule {split} shards this axis, {replicates} replicates it")
             elif passes:
-                near = get_close_matches(name, [rule for rule, _ in self.rules], 1)
-                says = "".join(f"; the nearest rule is `{rule}`" for rule in near)
+                near = _nearest(name, [rule for rule, _ in self._rules])
                 rule = f"the rule {replicates} replicates dimensions named '{name}'"
-                self.hints.append(rule + says)
-            elif self.without_rules and leaf.own_rules is None:
+                self.hints.append(rule + near)
+            elif self._without_rules and leaf.own_rules is None:
                 problems.append(f"{text}: its axes have logical names {names}, and no rules")
                 self.hints.append('rules=[("embed", "data"), ...] gives them, rules=[] replicates')
             self.unmatched.setdefault(name, []).append(leaf.path)
-        return found.spec, tuple(place for place in found.used if place < len(self.rules))
+        return found.spec, tuple(place for place in found.used if place < len(self._rules))
 
-    def covered(
-        self, leaf: AnnotatedLeaf, spec: Spec, source: str, used: tuple[int, ...]
-    ) -> LeafCoverage:
-        """The coverage of a leaf with a spec. Notes why the spec does not fit it."""
+    def add(self, leaf: AnnotatedLeaf, source: str, spec: Spec, used: tuple[int, ...]) -> None:
+        """Adds a leaf with its spec, and why the spec does not fit it."""
         text = f"{format_path(leaf.path)}  {list(leaf.shape)}"
-        if leaf.names is not None and source == "names":
+        if source == "names":
             text += f" {leaf.names}"
-        found = spec_problems(leaf.shape, self.mesh, spec)
+        found = spec_problems(leaf.shape, self._mesh, spec)
         self.problems[leaf.path] += [f"{text}: {problem}" for problem in found]
-        parts = _parts(self.mesh, spec)
-        nbytes, replicated = math.prod(leaf.shape) * leaf.itemsize, parts == 1 < self.mesh.size
-        shared = leaf.path, leaf.shape, leaf.names
-        return LeafCoverage(*shared, spec, source, used, nbytes // parts, replicated)
-
-
-def _parts(mesh: Mesh, spec: Spec) -> int:
-    """The number of parts of an array with a spec."""
-    return math.prod(mesh.shape.get(axis, 1) for entry in spec for axis in entry)
+        parts = math.prod(self._mesh.shape.get(axis, 1) for entry in spec for axis in entry)
+        nbytes = math.prod(leaf.shape) * leaf.itemsize
+        sizes = nbytes, nbytes // parts, parts == 1 < self._mesh.size
+        kind = leaf.path, leaf.shape, leaf.names
+        self.done[leaf.path] = LeafCoverage(*kind, spec, source, used, *sizes)

@@ -140,26 +140,26 @@ def _long_form(text: str) -> Mesh:
 
 def _short_form(text: str, saved: Sequence[Mesh]) -> Mesh:
     sizes, every = tuple(map(int, text.split("x"))), largest_sizes(saved)
-    names = list(dict.fromkeys(mesh.axis_names for mesh in saved))
-    filled, left = [], 0
-    for each in names or [()]:
-        larger = tuple(name for name in each if every[name] > 1)
-        axes = larger if len(larger) >= len(sizes) else each
-        left = len(sizes) - len(axes)
-        more = () if each else ("data", "model")[: len(sizes)]
-        axes = axes[-len(sizes) :] + more
-        axes += tuple(f"axis{i}" for i in range(len(axes), len(sizes)))
-        axes = dict.fromkeys(every, 1) | dict(zip(axes, sizes, strict=True))
-        filled.append(Mesh(tuple(axes), tuple(axes.values())))
-    if len(names) == 1 and not left:
-        return _checked(filled[0])
+
+    def named(axes: Sequence[str]) -> Mesh:
+        found = dict.fromkeys(every, 1) | dict(zip(axes, sizes, strict=True))
+        return Mesh(tuple(found), tuple(found.values()))
+
+    larger = [name for name in every if every[name] > 1]
+    agree = len({mesh.axis_names for mesh in saved}) == 1
+    for axes in (larger, [*every]):
+        if agree and len(axes) == len(sizes):
+            return _checked(named(axes))
     reason = f"which have {len(every)}, not {len(sizes)}"
-    if len(names) != 1:
-        reason = "and they do not agree on them" if names else "and none was saved"
+    if not agree:
+        reason = "and they do not agree on them" if saved else "and none was saved"
+    names = larger if len(larger) >= len(sizes) else [*every]
+    names = names or ["data", "model"][: len(sizes)]
+    names += [f"axis{i}" for i in range(len(names), len(sizes))]
     raise ShardingError(
         f"`{text}` takes its axis names from the saved meshes, {reason}",
         sorted({str(mesh) for mesh in saved}, key=lambda mesh: natural((mesh,))),
-        [f"name the axes: `{mesh}`" for mesh in filled],
+        [f"name the axes: `{named(names[-len(sizes) :])}`"],
     )
 
 

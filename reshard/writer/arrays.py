@@ -19,15 +19,14 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Box, grid_boxes, inside, shape_of
+from reshard.arrays.boxes import Box, shape_of
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
-from reshard.arrays.handle import ArrayHandle, StoredChunk, stored_name
+from reshard.arrays.handle import StoredChunk, stored_name
 from reshard.engine import memory
 from reshard.engine.batches import Unit, in_batches, in_groups
 from reshard.engine.plan import ArrayPlan
-from reshard.engine.read import READ_AHEAD, Destination, Read, read
-from reshard.engine.shares import CHUNK_BYTES, grid_sums
+from reshard.engine.read import READ_AHEAD, Read, read
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
 from reshard.storage.array_store import array_spec
@@ -48,65 +47,21 @@ CACHE_BYTES = 4 << 20
 _NOT_WRITTEN = "the written data cannot be read back"
 
 
-class BoxRange(NamedTuple):
-    """Boxes, from one number to another, of arrays of an item that are read together: the first box
-    of each, then the second of each, and so on."""
+class Piece(NamedTuple):
+    """A part of the work on an item, from one number to another: boxes of arrays that are read
+    together, the first box of each, then the second of each, and so on; or the stored values of one
+    array that is copied verbatim.
 
-    item: int
+    Attributes:
+      nbytes: bytes that are written: decoded ones of boxes, stored ones of values.
+      chunks: the number of chunks that are written.
+    """
+
     arrays: Sequence[ArrayPlan]
     start: int
     stop: int
-
-    def weight(self, count: int) -> int:
-        """The weight of the first `count` boxes of each array: bytes read, bytes written, and
-        `CHUNK_BYTES` for each chunk."""
-        weight = 0
-        for array in self.arrays:
-            elements, chunks = _sums(array)
-            each = math.ceil(array.layout.source_itemsize * array.passes)
-            each += array.layout.target_itemsize
-            weight += int(elements[count]) * each + int(chunks[count]) * CHUNK_BYTES
-        return weight
-
-    @property
-    def nbytes(self) -> int:
-        """Decoded bytes, as they are written."""
-        every = ((_sums(array)[0], array.layout.target_itemsize) for array in self.arrays)
-        return sum(int(sums[self.stop] - sums[self.start]) * itemsize for sums, itemsize in every)
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks that are written."""
-        every = (_sums(array)[1] for array in self.arrays)
-        return sum(int(sums[self.stop] - sums[self.start]) for sums in every)
-
-
-def _sums(array: ArrayPlan) -> tuple[np.ndarray, np.ndarray]:
-    return grid_sums(array.layout.shape, array.box or (), array.chunk)
-
-
-class ValueRange(NamedTuple):
-    """The stored values, from one number to another, of an array that is copied verbatim. Without
-    an array, files of an export.
-
-    Attributes:
-      sums: the bytes of the first n values, for each n from 0.
-    """
-
-    item: int
-    handle: ArrayHandle | None
-    sums: np.ndarray
-    start: int
-    stop: int
-
-    def weight(self, count: int) -> int:
-        """The weight of the first `count` values, as for `BoxRange`."""
-        return 2 * int(self.sums[count]) + count * CHUNK_BYTES
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes."""
-        return int(self.sums[self.stop] - self.sums[self.start])
+    nbytes: int
+    chunks: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,39 +72,40 @@ class ItemShare:
       item: the item's number.
       format: how its arrays are stored.
       metadata: metadata of arrays, by their keys.
-      values: the values that are copied verbatim.
-      boxes: the boxes that are rewritten.
+      pieces: its work.
       files: the safetensors files that hold the boxes, if that is the format.
     """
 
     item: int
     format: TargetFormat
     metadata: Mapping[str, bytes]
-    values: Sequence[ValueRange]
-    boxes: Sequence[BoxRange]
+    pieces: Sequence[Piece]
     files: Sequence[File] = ()
+
+    @property
+    def arrays(self) -> list[ArrayPlan]:
+        """The arrays that it has work of."""
+        return [array for piece in self.pieces for array in piece.arrays]
 
     def limiter(self, directory: Location, max_memory: int) -> memory.MemoryLimiter:
         """Limits the bytes in flight while it is written into a directory."""
-        arrays = [array for group in self.boxes for array in group.arrays]
-        handles = [*(a.handle for a in arrays), *(v.handle for v in self.values if v.handle)]
-        stores = (data.store.directory for handle in handles for _, data in handle.roots())
+        stores = (data.store.directory for a in self.arrays for _, data in a.handle.roots())
         is_remote = not all(place.is_local for place in (directory, *stores))
-        largest = max((array.box_bytes for array in arrays), default=0)
+        largest = max((array.box_bytes for array in self.arrays), default=0)
         limit = memory.limiter_bytes(max_memory, memory.cores(), largest, is_remote)
         return memory.MemoryLimiter(limit)
 
     def chunks(self) -> Iterator[tuple[str, StoredChunk, ts.KvStore]]:
         """The stored chunks that are copied verbatim, with their keys in the target, and the stores
         that hold them."""
-        for array in self.values:
-            assert array.handle is not None
-            _, root = next(array.handle.roots())
-            kvstore = functools.cache(root.store.kvstore)
-            chunks = stored_chunks(array.handle, self.format.encoding(array.handle)) or {}
-            name = stored_name(array.handle.path)
-            for key, chunk in itertools.islice(chunks.items(), array.start, array.stop):
-                yield f"{name}/{key}", chunk, kvstore(chunk.name)
+        for piece in self.pieces:
+            handle = piece.arrays[0].handle
+            if piece.arrays[0].verbatim:
+                _, root = next(handle.roots())
+                kvstore = functools.cache(root.store.kvstore)
+                chunks = stored_chunks(handle, self.format.encoding(handle)) or {}
+                for key, chunk in itertools.islice(chunks.items(), piece.start, piece.stop):
+                    yield f"{stored_name(handle.path)}/{key}", chunk, kvstore(chunk.name)
 
 
 class Written(NamedTuple):
@@ -179,7 +135,7 @@ def write_item(
     Raises CorruptCheckpointError if stored bytes do not decode, or written bytes are missing, and
     DestinationError if a write fails.
     """
-    handles = [array.handle for group in share.boxes for array in group.arrays]
+    handles = (array.handle for array in share.arrays if not array.verbatim)
     digests = {handle.path: Digest(handle.shape, handle.dtype) for handle in handles}
     limiter = share.limiter(directory, max_memory)
     write = _write_files if share.files else _write_databases
@@ -217,12 +173,9 @@ def _write_files(
             for file in done:
                 disk.write_back(file)
 
-        def write(
-            number: int, boxes: Sequence[_Filled], reservations: Sequence[memory.Reservation]
-        ) -> None:
+        def write(number: int, boxes: Sequence[_Filled], reservation: memory.Reservation) -> None:
             written = writer.submit(write_boxes, boxes)
-            for reservation in reservations:
-                reservation.free_after(written.result, is_ready=written.done)
+            reservation.free_after(written.result, is_ready=written.done)
 
         # One thread: of two, one gives back pages that the other still writes.
         with concurrent.futures.ThreadPoolExecutor(1) as writer, limiter:
@@ -253,7 +206,7 @@ def _write_databases(
     names = [f"{name}{number}" for number in range(count)]
     target = Target(directory, names, share.format)
     with limiter:
-        copied = copy_chunks(share, target, limiter, report)
+        copy_chunks(share, target, limiter, report)
         write_chunks(share, target.write, digests, limiter, report)
     sizes: dict[str, int] = {}
     databases: dict[str, int] = {}
@@ -269,7 +222,7 @@ def _write_databases(
         files = {*sizes}
     problems = [f"`{directory / file}` is missing" for file in files - sizes.keys()]
     # A chunk that holds only the fill value may be absent on a disk.
-    keys = copied + sum(boxes.chunks for boxes in share.boxes)
+    keys = len(share.metadata) + sum(piece.chunks for piece in share.pieces)
     missing = keys - (sum(databases.values()) if ocdbt else len(sizes))
     if missing and not share.format.omits_fill:
         problems.append(f"{missing} chunks are missing")
@@ -318,9 +271,7 @@ class Target:
         self._stores = [ts.KvStore.open(spec, context=self._context).result() for spec in specs]
         self._arrays: dict[tuple[Path, int], ts.TensorStore] = {}
 
-    def write(
-        self, number: int, boxes: Sequence[_Filled], reservations: Sequence[memory.Reservation]
-    ) -> None:
+    def write(self, number: int, boxes: Sequence[_Filled], reservation: memory.Reservation) -> None:
         """Encodes and writes boxes in one transaction. Its commit frees their memory."""
         transaction, store = self._begin(number)
         which = number % len(self._stores)
@@ -334,7 +285,7 @@ class Target:
                 self._arrays[key] = self._open(store, array)
             target = self._arrays[key].with_transaction(transaction)[box]
             copies.append(target.write(values, can_reference_source_data_indefinitely=True).copy)
-        self._commit(transaction, copies, reservations)
+        self._commit(transaction, copies, reservation)
 
     def write_values(
         self, number: int, values: Iterable[tuple[str, bytes]], reservation: memory.Reservation
@@ -342,7 +293,7 @@ class Target:
         """Writes stored values in one transaction."""
         transaction, store = self._begin(number)
         writable = store.with_transaction(transaction)
-        self._commit(transaction, [writable.write(*pair) for pair in values], [reservation])
+        self._commit(transaction, [writable.write(*pair) for pair in values], reservation)
 
     def _begin(self, number: int) -> tuple[ts.Transaction, ts.KvStore]:
         """The transaction of a batch, and its store. On a disk the transaction may be several
@@ -355,15 +306,14 @@ class Target:
         self,
         transaction: ts.Transaction,
         writes: Sequence[ts.Future],
-        reservations: Sequence[memory.Reservation],
+        reservation: memory.Reservation,
     ) -> None:
         for write in writes:
             wait_written(write, self._directory)
         wait = functools.partial(wait_written, transaction.future, self._directory)
         # Before the commit begins: after an interrupt, a commit that nobody waits for would still
         # write into a directory that is being removed.
-        for reservation in reservations:
-            reservation.free_after(wait, self._committed, transaction.future.done)
+        reservation.free_after(wait, self._committed, transaction.future.done)
         transaction.commit_async()
 
     def _committed(self) -> None:
@@ -385,7 +335,7 @@ class Target:
 
 def write_chunks(
     share: ItemShare,
-    write: Callable[[int, Sequence[_Filled], Sequence[memory.Reservation]], object],
+    write: Callable[[int, Sequence[_Filled], memory.Reservation], object],
     digests: Mapping[Path, Digest],
     limiter: memory.MemoryLimiter,
     report: Report,
@@ -396,80 +346,28 @@ def write_chunks(
     commit of an OCDBT database writes its B-tree again.
 
     Args:
-      write: called with the number of a batch, its boxes, and their reservations.
+      write: called with the number of a batch, its boxes, and its reservation.
       limiter: limits the bytes in flight. Several batches fit into it.
       report: called with the decoded bytes of each batch.
     """
-    todo = in_batches(units(share.boxes, limiter), limiter.limit // memory.WINDOW, limiter.limit)
+    todo = in_batches(units(share.pieces), limiter.limit // memory.WINDOW, limiter.limit)
     for number, filled in enumerate(read(todo, limiter)):
         filled.check()
-        boxes: list[_Filled] = []
-        reservations = [filled.reservation]
-        for (_, box, owner, _), values in zip(filled.batch.reads, filled.values, strict=True):
-            if isinstance(owner, _Pieces):
-                boxes += owner.finished(reservations)
-            elif values is not None:
-                boxes.append((owner, box, values))
-        if boxes:
-            write(number, boxes, reservations)
+        reads = filled.batch.reads
+        pairs = zip(reads, filled.values, strict=True)
+        boxes = [(read.owner, read.box, values) for read, values in pairs if values is not None]
+        write(number, boxes, filled.reservation)
         for array, box, values in boxes:  # while other threads encode what is committed
             digests[array.layout.path].add(box, values)
-        report(sum(read.nbytes for read in filled.batch.reads))
+        report(sum(read.nbytes for read in reads))
         boxes, values = [], None  # only the transaction holds the buffers until it is committed
 
 
-class _Pieces:
-    """A box that is read piece by piece, one source chunk each, into one buffer. The batches of the
-    pieces do not count the buffer."""
-
-    def __init__(self, array: ArrayPlan, box: Box, limiter: memory.MemoryLimiter):
-        self._array = array
-        self._box = box
-        self._limiter = limiter
-        self._nbytes = array.layout.consumer_bytes(math.prod(shape_of(box)))
-        chunk = array.layout.source_chunk
-        first = [part.start // c * c for part, c in zip(box, chunk, strict=True)]
-        extent = tuple(part.stop - f for part, f in zip(box, first, strict=True))
-        self._left = [
-            tuple(
-                slice(max(p.start + f, b.start), min(p.stop + f, b.stop))
-                for p, f, b in zip(piece, first, box, strict=True)
-            )
-            for piece in grid_boxes(extent, chunk)
-        ]
-        self._buffer: np.ndarray | None = None
-
-    def units(self) -> Iterator[Unit]:
-        """The reads of the pieces."""
-        for number, piece in enumerate([*self._left]):
-            read = Read(self._array.handle, piece, self, functools.partial(self._part, piece))
-            yield Unit([read], 0, 0, shared_bytes=0 if number else self._nbytes, own_batch=True)
-
-    def _part(self, piece: Box) -> list[Destination]:
-        if self._buffer is None:
-            self._buffer = np.empty(shape_of(self._box), self._array.handle.read_dtype)
-            self._reservation = self._limiter.reserve(self._nbytes)
-        return [(piece, self._buffer[inside(piece, self._box)])]
-
-    def finished(self, reservations: list[memory.Reservation]) -> list[_Filled]:
-        """Called when a piece was read. The box, and no reference to it, after the last piece."""
-        self._left.pop()
-        if self._left or self._buffer is None:
-            return []
-        values, self._buffer = self._array.handle.rounded(self._buffer), None
-        reservations.append(self._reservation)
-        return [(self._array, self._box, values)]
-
-
-def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator[Unit]:
-    """Boxes in order. Boxes of arrays that share stored chunks are read together. If an array is
-    read in several passes, the chunks of a box are read one after another into one buffer."""
-    for _, group, start, stop in groups:
+def units(pieces: Sequence[Piece]) -> Iterator[Unit]:
+    """Boxes in order. Boxes of arrays that share stored chunks are read together."""
+    for group, start, stop, *_ in pieces:
         layouts = [array.layout for array in group]
         for boxes in zip(*(array.boxes(start, stop) for array in group), strict=True):
-            if group[0].serial:
-                yield from _Pieces(group[0], boxes[0], limiter).units()
-                continue
             elements = math.prod(shape_of(boxes[0]))
             yield Unit(
                 [Read(a.handle, box, a) for a, box in zip(group, boxes, strict=True)],
@@ -480,8 +378,8 @@ def units(groups: Sequence[BoxRange], limiter: memory.MemoryLimiter) -> Iterator
 
 def copy_chunks(
     share: ItemShare, target: Target, limiter: memory.MemoryLimiter, report: Report
-) -> int:
-    """Writes metadata, and copies stored values, read ahead. Returns the number of their keys."""
+) -> None:
+    """Writes metadata, and copies stored values, read ahead."""
     if metadata := share.metadata:
         reservation = limiter.reserve(sum(map(len, metadata.values())))
         target.write_values(0, metadata.items(), reservation)
@@ -498,9 +396,8 @@ def copy_chunks(
         target.write_values(number, values, reservation)
         report(sum(chunk.value.size for _, chunk, _ in batch))
 
-    chunks = [*share.chunks()]
     most = limiter.limit // (2 * memory.WINDOW)
-    for number, some in enumerate(in_groups(chunks, lambda each: each[1].value.size, most)):
+    for number, some in enumerate(in_groups(share.chunks(), lambda each: each[1].value.size, most)):
         nbytes = memory.copy_bytes(sum(chunk.value.size for _, chunk, _ in some))
         limiter.make_room(nbytes)
         while ahead and (len(ahead) == READ_AHEAD or not limiter.fits(nbytes)):
@@ -510,4 +407,3 @@ def copy_chunks(
         ahead.append((number, reads, limiter.reserve(nbytes)))
     while ahead:
         write_oldest()
-    return len(metadata) + len(chunks)

@@ -279,7 +279,7 @@ def _lines(item: ItemPlan, loaded: bool) -> Iterator[str]:
         yield repr(path) if isinstance(leaf, ArrayHandle) else repr((path, leaf))
     for array in item.arrays:
         yield from _described(array.handle, loaded)
-        yield repr((array.chunk, array.box, array.serial))
+        yield repr((array.chunk, array.box))
 
 
 def _source_of(operation: Apply) -> str:

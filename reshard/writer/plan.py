@@ -12,9 +12,9 @@ from reshard.arrays import derived
 from reshard.arrays.boxes import grid_size
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.memory import WINDOW, copy_bytes, cores, limiter_bytes
+from reshard.engine.memory import copy_bytes, cores, limiter_bytes
 from reshard.engine.plan import ArrayPlan, co_read
-from reshard.engine.shares import divide, sums
+from reshard.engine.shares import divide, grid_sums, sums
 from reshard.errors import ArgumentError, ReshardError, lines_of
 from reshard.sharding.mesh import NamedSharding, most_held, sharding_document
 from reshard.storage.location import Location
@@ -22,25 +22,17 @@ from reshard.storage.ocdbt import StoredValue
 from reshard.tree import format_path
 from reshard.units import format_bytes, format_load
 from reshard.verify.digest_record import Record
-from reshard.writer.arrays import BoxRange, ItemShare, ValueRange
+from reshard.writer.arrays import ItemShare, Piece
 from reshard.writer.format import TargetFormat
 from reshard.writer.siblings import Sibling
 
 # Bytes of a share, as they are stored, and the least that a worker is given one for.
 SHARE_BYTES = 1 << 30
 _SMALLEST = 32 << 20
+# The fixed cost of a chunk, as bytes that could be copied in the same time.
+_CHUNK_BYTES = 1 << 16
 # Split arrays that a printed plan lists.
 _SHOWN_SPLITS = 10
-
-
-class Network(NamedTuple):
-    """The traffic from and to buckets: bytes, and the most requests. Chunks that are close to each
-    other in a data file are fetched together."""
-
-    fetched: int
-    fetches: int
-    sent: int
-    sends: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +52,28 @@ class Share:
     items: tuple[ItemShare, ...]
     max_memory: int
     nbytes: int
+
+
+class _Work(NamedTuple):
+    """Boxes of arrays that are read together, or stored values of one array, or files of an export;
+    with the bytes and the chunks of the first n of them, for each n from 0."""
+
+    item: int
+    arrays: Sequence[ArrayPlan]
+    nbytes: np.ndarray
+    chunks: np.ndarray
+
+    def piece(self, start: int = 0, stop: int | None = None) -> Piece:
+        stop = len(self.nbytes) - 1 if stop is None else stop
+        nbytes, chunks = (int(each[stop] - each[start]) for each in (self.nbytes, self.chunks))
+        return Piece(self.arrays, start, stop, nbytes, chunks)
+
+
+def _boxes(item: int, group: Sequence[ArrayPlan]) -> _Work:
+    """All boxes of arrays that are read together."""
+    sizes = [grid_sums(a.layout.shape, a.box or (), a.chunk) for a in group]
+    itemsize = sum(array.layout.target_itemsize for array in group)
+    return _Work(item, group, sizes[0][0] * itemsize, np.sum([n for _, n in sizes], axis=0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,42 +114,44 @@ class ItemPlan:
         """Arrays that are decoded and encoded."""
         return [array.handle for array in self.arrays if not array.verbatim]
 
-    def groups(self, number: int, in_memory: bool = False) -> list[BoxRange]:
-        """The rewritten arrays of this item, which has a number, in groups that are read together:
-        those made of values `in_memory`, or all others. An export has no group in memory: a share
-        writes all of a file."""
-        return [
-            BoxRange(number, group, 0, grid_size(group[0].layout.shape, group[0].box or ()))
-            for group in co_read(self.arrays)
-            if (not self.format.files and derived.from_memory(group[0].handle)) == in_memory
-        ]
+    @functools.cached_property
+    def groups(self) -> list[list[ArrayPlan]]:
+        """The rewritten arrays, in groups that are read together."""
+        return co_read(self.arrays)
 
-    def value_ranges(self, number: int, linked: bool = False) -> list[ValueRange]:
-        """All stored values of the arrays that are copied verbatim, or that are to be linked."""
-        handles = [a.handle for a in self.arrays if a.verbatim and a.linked == linked]
-        sizes = [(h, np.array([v.size for v in self.values(h)], np.int64)) for h in handles]
-        return [ValueRange(number, h, sums(each), 0, len(each)) for h, each in sizes]
+    def work(self, number: int) -> Iterator[_Work]:
+        """The work of its shares. An export is written in whole files. `number` is the item's."""
+        copied = (a for a in self.arrays if a.verbatim and not a.linked)
+        sizes = [([array], [value.size for value in self.values(array.handle)]) for array in copied]
+        if self.format.files:
+            sizes = [([], [file.nbytes for file in self.format.files])]
+        for arrays, each in sizes:
+            yield _Work(number, arrays, sums(np.array(each, np.int64)), np.arange(len(each) + 1))
+        for group in () if self.format.files else self.groups:
+            if not derived.from_memory(group[0].handle):
+                yield _boxes(number, group)
 
-    def share(self, number: int, pieces: Sequence[BoxRange | ValueRange], first: bool) -> ItemShare:
+    def from_memory(self) -> list[Piece]:
+        """The work on arrays that are made of values in memory. An export has none."""
+        groups = [] if self.format.files else self.groups
+        return [_boxes(0, g).piece() for g in groups if derived.from_memory(g[0].handle)]
+
+    def share(self, number: int, pieces: Sequence[Piece], first: bool) -> ItemShare:
         """The share that has these pieces. The first share has the metadata of all arrays, too."""
         metadata = self.metadata() if first else {}
-        boxes = [piece for piece in pieces if isinstance(piece, BoxRange)]
-        values = [piece for piece in pieces if isinstance(piece, ValueRange)]
         if not self.format.files:
-            return ItemShare(number, self.format, metadata, values, boxes)
-        files = [f for each in values for f in self.format.files[each.start : each.stop]]
+            return ItemShare(number, self.format, metadata, pieces)
+        files = [f for piece in pieces for f in self.format.files[piece.start : piece.stop]]
         paths = {path for file in files for path in file.offsets}
-        for group in self.groups(number):
-            if own := [array for array in group.arrays if array.layout.path in paths]:
-                boxes.append(group._replace(arrays=own))
-        return ItemShare(number, self.format, metadata, [], boxes, files)
+        groups = [[array for array in g if array.layout.path in paths] for g in self.groups]
+        boxes = [_boxes(number, group).piece() for group in groups if group]
+        return ItemShare(number, self.format, metadata, boxes, files)
 
     @property
     def reads_twice(self) -> bool:
         """Whether several shares would decode the same chunks: those of arrays in several files."""
         numbers = {path: n for n, file in enumerate(self.format.files) for path in file.offsets}
-        groups = (group.arrays for group in self.groups(0))
-        return any(len({numbers[array.layout.path] for array in group}) > 1 for group in groups)
+        return any(len({numbers[array.layout.path] for array in g}) > 1 for g in self.groups)
 
     def metadata(self) -> dict[str, bytes]:
         """Metadata of arrays, by their keys, unless they are copied from the source."""
@@ -235,16 +251,13 @@ class Plan:
         return [item.ckpt for item in self.items]
 
     @functools.cached_property
-    def _pieces(self) -> list[BoxRange | ValueRange]:
-        """The work of all shares. Of an export, the files."""
-        pieces: list[BoxRange | ValueRange] = []
-        for number, item in enumerate(self.items):
-            if files := item.format.files:
-                sizes = np.array([file.nbytes for file in files], np.int64)
-                pieces.append(ValueRange(number, None, sums(sizes), 0, len(files)))
-            else:
-                pieces += [*item.value_ranges(number), *item.groups(number)]
-        return pieces
+    def _work(self) -> list[_Work]:
+        """The work of all shares."""
+        return [work for number, item in enumerate(self.items) for work in item.work(number)]
+
+    def _divided(self, count: int) -> list[list[tuple[int, int, int]]]:
+        """The ranges of work of each share. As many bytes count as read as are written."""
+        return divide([2 * w.nbytes + _CHUNK_BYTES * w.chunks for w in self._work], count)
 
     def share_count(self, workers: int | None = None) -> int:
         """The number of shares: of about 1 GiB of stored bytes each, or smaller ones to have one
@@ -256,20 +269,22 @@ class Plan:
             wanted = min(wanted, workers or 1)
         count = 0
         while wanted != count:
-            count, wanted = wanted, max(sum(map(bool, divide(self._pieces, wanted))), 1)
+            count, wanted = wanted, max(sum(map(bool, self._divided(wanted))), 1)
         return count
 
     def shares(self, count: int) -> list[Share]:
         """All shares, if there are `count` equal ones. Together they have all work of the plan
         except values in memory, each piece once. Share 0 also has the metadata of all arrays."""
         shares = []
-        for number, pieces in enumerate(divide(self._pieces, count)):
+        for number, ranges in enumerate(self._divided(count)):
+            work = [(self._work[n], start, stop) for n, start, stop in ranges]
             items = []
             for n, item in enumerate(self.items):
-                share = item.share(n, [piece for piece in pieces if piece.item == n], not number)
-                if share.metadata or share.values or share.boxes or share.files:
+                pieces = [each.piece(start, stop) for each, start, stop in work if each.item == n]
+                share = item.share(n, pieces, first=not number)
+                if share.metadata or share.pieces or share.files:
                     items.append(share)
-            nbytes = sum(piece.nbytes for piece in pieces)
+            nbytes = sum(piece.nbytes for item in items for piece in item.pieces)
             shares.append(Share(number, count, tuple(items), self.max_memory, nbytes))
         return shares
 
@@ -296,7 +311,7 @@ class Plan:
         for array in self.arrays:
             layout = array.layout
             if array.box is not None:
-                steps = grid_size(layout.shape, array.box) / (array.serial or layout.co_read)
+                steps = grid_size(layout.shape, array.box) / layout.co_read
                 costs.append((array.box_bytes, math.ceil(steps)))
             elif not array.linked:
                 steps = grid_size(layout.shape, array.chunk)
@@ -314,30 +329,6 @@ class Plan:
     def bytes_written(self) -> int:
         """Stored bytes that will be written; an estimate for arrays that are encoded again."""
         return sum(array.bytes_written for array in self.arrays) + self.other_bytes
-
-    @property
-    def network(self) -> Network | None:
-        """The network traffic; None for a job on disks alone."""
-        if not _is_remote(self):
-            return None
-        here = all(c.source.root.is_local for c in self.checkpoints)
-        there = self.destination is None or self.destination.is_local
-        files = sum(sibling.is_file for sibling in self.siblings)
-        fetched = fetches = sent = sends = 0
-        if not here:
-            fetched, fetches = self.bytes_read, self.chunks_read + files
-        if not there:
-            sent, sends = self.bytes_written, files + sum(map(self._sends, self.items))
-            if self.verify:
-                fetched, fetches = fetched + sent, fetches + self.chunks_written
-        return Network(fetched, fetches, sent, sends)
-
-    def _sends(self, item: ItemPlan) -> int:
-        """Writes of an item's arrays: a batch is a data file and two writes of a manifest."""
-        if not item.format.ocdbt:
-            return sum(1 + grid_size(a.layout.shape, a.chunk) for a in item.arrays)
-        batch = max(limiter_bytes(self.max_memory, cores(), 0, _is_remote(self)) // WINDOW, 1)
-        return 3 * math.ceil(sum(a.decoded_bytes for a in item.arrays) / batch)
 
     @functools.cached_property
     def rounded(self) -> derived.Rounded:
@@ -402,7 +393,6 @@ class Plan:
             "destination": None if self.destination is None else str(self.destination),
             "done": False,
             **{name: getattr(self, name) for name in counts},
-            **({} if self.network is None else {"network": self.network._asdict()}),
             **({"rounded": self.rounded._asdict()} if self.rounded.arrays else {}),
             "read_amplification": _before_and_after(self.amplification),
             "bytes_per_device": _before_and_after(self.bytes_per_device),
@@ -450,11 +440,6 @@ class Plan:
             + (f", {self.passes:.2f} times on average" if self.passes > 1 else ""),
             f"write    {format_bytes(self.bytes_written)} in {written}"
             + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
-            *(
-                f"network  fetch {format_bytes(fetched)} in at most {fetches} requests, "
-                f"send {format_bytes(sent)} in at most {sends}"
-                for fetched, fetches, sent, sends in filter(None, [self.network])
-            ),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
             *self._per_step(),
             *([f"rounded  {self.rounded}"] if self.rounded.arrays else []),

@@ -437,7 +437,6 @@ def _layout(
         largest_stored=max(sizes, default=0),
         same_bytes=verbatim is not None,
         encoded_ratio=stored / decoded if compressed and decoded and sizes else 1.0,  # at most
-        chunk_bytes=alone.nbytes,
         amplification=_amplification(alone, cell),
         group=group,
         co_read=co_read,
@@ -452,17 +451,16 @@ def _amplification(decoded: Decoded, elements: int) -> float:
 
 def with_passes(plans: Sequence[ArrayPlan]) -> list[ArrayPlan]:
     """The plans with their passes: arrays of a co-read group share the cost of their chunks."""
-    passes: dict[Path, float] = {}
+    factors: dict[Path, float] = {}
     for group in co_read(plans):
-        if len(group) > 1 and not group[0].serial:
-            members = [array.handle for array in group]
-            cell = math.prod(shape_of(first_cell(members[0])))
-            each = _amplification(decoded_together(members), cell * len(members))
-            passes |= {handle.path: each for handle in members}
+        handles = [array.handle for array in group]
+        factor = group[0].layout.amplification
+        if len(group) > 1:
+            elements = math.prod(shape_of(first_cell(handles[0]))) * len(group)
+            factor = _amplification(decoded_together(handles), elements)
+        factors |= {handle.path: factor for handle in handles}
     return [
-        dataclasses.replace(array, passes=passes[array.layout.path])
-        if array.layout.path in passes
-        else array
+        dataclasses.replace(array, passes=array.passes * factors.get(array.layout.path, 1.0))
         for array in plans
     ]
 
