@@ -13,9 +13,10 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from reshard import units
+from reshard.arrays import boxes, zarr
 from reshard.arrays import operations as ops
-from reshard.arrays import zarr
-from reshard.arrays.boxes import Box, Shape, check_size
+from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.dtypes import is_floating, is_scale, saturates
 from reshard.arrays.handle import (
     ArrayHandle,
@@ -31,7 +32,6 @@ from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
 from reshard.storage.array_store import StoredValue
 from reshard.tree import Path, format_path
-from reshard.units import count_of, format_bytes
 
 
 def apply(
@@ -195,7 +195,7 @@ def zeros(
 ) -> ArrayHandle:
     """An array of zeros, or of another constant, stored as another array is. Raises
     TreeMismatchError: the dtype has no such value."""
-    check_size(shape)
+    boxes.check_size(shape)
     if 0 in shape:
         raise TreeMismatchError(f"{format_path(path)}: a new array must not be empty")
     value = 0 if fill is None else fill
@@ -223,7 +223,7 @@ class Rounded(NamedTuple):
     paths: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{count_of(self.arrays, 'array')}, {format_bytes(self.bytes)}"
+        return f"{units.count_of(self.arrays, 'array')}, {units.format_bytes(self.bytes)}"
 
 
 def rounded(handles: Iterable[ArrayHandle]) -> Rounded:
