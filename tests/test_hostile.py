@@ -925,7 +925,11 @@ MAKING = [
         f"{RULE}params/large: an array of [64, 9223372036854775839] would have "
         "590295810358705653696 elements, more than any model has",
     ),
-    (f"reshape = [{'1, ' * 32}2048]", f"{RULE}`reshape`: arrays have 32 axes at most"),
+    (
+        f"reshape = [{'1, ' * 32}2048]",
+        f"{RULE}`reshape`: `to` is not a list of at most 32 sizes, where one may be -1: "
+        f"[{'1, ' * 26}1",
+    ),
     (
         f"reshape = [64, 32{', 1' * 30}]\nto = 'l'\nstack = {{ axis = 0, by = '0' }}",
         f"{RULE}l: an array has at most 32 axes, not 33",

@@ -257,13 +257,13 @@ class _File(NamedTuple):
             self.problems.append(f"{where}: {error}")
             return None
         if not fits(value):
-            self.problems.append(f"{where} is not {words}: {value!r}")
+            self.problems.append(f"{where} is not {words}: {value!r:.80}")
             return None
         return _frozen(value)
 
     def _table(self, table: Any, form: dict[str, Any], where: str) -> dict[str, Any] | None:
         if not isinstance(table, dict):
-            self.problems.append(f"{where} is not a table: {table!r}")
+            self.problems.append(f"{where} is not a table: {table!r:.80}")
             return None
         made, wrong = dict[str, Any](), False
         for name, inner in form.items():
