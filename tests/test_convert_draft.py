@@ -13,10 +13,10 @@ import pytest
 from converted import Of, map_of, refused
 from flax import nnx
 from flax.traverse_util import unflatten_dict
-from reshard.convert.map_rules import parse_pattern
 
 import reshard
 from reshard.cli.convert import _draft
+from reshard.convert.map_rules import parse_pattern
 from reshard.convert.mapfile import read_map
 from reshard.errors import ArgumentError
 from reshard.tree import format_path, split_path
