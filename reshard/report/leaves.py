@@ -35,9 +35,9 @@ class Leaves:
                 devices = False
             elif devices == list(range(math.prod(mesh.values()))):
                 devices = None
-            known = self._meshes.setdefault(_name(mesh), {"axes": [*mesh.items()], "ids": devices})
-            if known["ids"] != devices:  # two meshes of one shape: ids are ambiguous
-                known["ids"] = False
+            entry = self._meshes.setdefault(_name(mesh), {"axes": [*mesh.items()], "ids": devices})
+            if entry["ids"] != devices:  # two meshes of one shape: ids are ambiguous
+                entry["ids"] = False
         self._folders: dict[tuple[str, ...], int] = {(): 0}
         self._layouts: dict[Any, int] = {}
         self._leaves: list[list[Any]] = []
@@ -46,8 +46,8 @@ class Leaves:
     def add(self, keys: Sequence[Any], leaf: Document, sides: Sequence[Document]) -> None:
         """Adds a leaf with its layout on each side."""
         # Without a mesh, the part that a device reads is unknown.
-        known = leaf.get("mesh") is not None
-        amplification = leaf.get("read_amplification") if known else None
+        has_mesh = leaf.get("mesh") is not None
+        amplification = leaf.get("read_amplification") if has_mesh else None
         layout = [
             *(leaf.get("shape"), leaf.get("bytes"), leaf.get("dtype") or leaf.get("type")),
             [*amplification.values()] if amplification else None,
@@ -116,7 +116,7 @@ class Leaves:
         for level, key, kind in leaves:
             inside[level].append((key, str(kind)))
         kinds: dict[Any, int] = {}
-        found: dict[Any, list[tuple[int, int]]] = {}
+        groups: dict[Any, list[tuple[int, int]]] = {}
         for keys, level in reversed(self._folders.items()):
             if not keys or level not in inside:
                 continue
@@ -124,8 +124,8 @@ class Leaves:
             above = self._folders[keys[:-1]]
             inside[above].append((keys[-1], f"/{kind}"))
             if match := NUMBERED.fullmatch(keys[-1]):
-                found.setdefault((above, match[1], kind), []).append((int(match[2]), level))
-        several = ((key[1], sorted(each)) for key, each in found.items() if len(each) > 1)
+                groups.setdefault((above, match[1], kind), []).append((int(match[2]), level))
+        several = ((key[1], sorted(each)) for key, each in groups.items() if len(each) > 1)
         return [[folded_name(name, [n for n, _ in e]), [at for _, at in e]] for name, e in several]
 
     def data(self) -> dict[str, Any]:

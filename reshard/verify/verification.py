@@ -109,8 +109,8 @@ def verify(
         file = parse_location(against)
         hint = "reshard.digest(path, write=True)"
         other = read_record(file, hint) if is_record_file(file) else open_checkpoint(against)
-    whole = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
-    how = parse_bytes(max_memory), counted(whole, progress), workers, executor
+    total = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
+    how = parse_bytes(max_memory), counted(total, progress), workers, executor
     wrong: _Texts = defaultdict(list)
     expected: _Expected = defaultdict(list)
     files: list[str] = []
@@ -151,7 +151,7 @@ def _expect(
             wrong[leaf.path].append(f"{other_kind} {where}")
         elif recorded := record.digest(leaf):
             expected[leaf.path].append((recorded, where))
-    return record.gone_arrays(ckpt.source, where)
+    return record.missing_arrays(ckpt.source, where)
 
 
 def _expect_equal(
@@ -159,22 +159,24 @@ def _expect_equal(
 ) -> None:
     """Adds the digests of another checkpoint's arrays, and all other differences of the leaves."""
     name, same = f"`{other.source.path}`", partners(ckpt, other)
-    here = {there: path for path, there in same.items()}
+    own_paths = {other_path: path for path, other_path in same.items()}
     digests, failed = read_digests(other.arrays, *how)
     for path in ckpt.keys() - same.keys():
         wrong[path].append(f"{name} does not have it")
-    wrong |= {path: [f"only {name} has it"] for path in other if path not in here}
-    for path, there in same.items():
-        if path != there:  # Orbax restores a list on one side and a dict on the other.
-            paths = f"{marked_positions(path)}, in {name} {marked_positions(there)}"
+    wrong |= {path: [f"only {name} has it"] for path in other if path not in own_paths}
+    for path, other_path in same.items():
+        if path != other_path:  # Orbax restores a list on one side and a dict on the other.
+            paths = f"{marked_positions(path)}, in {name} {marked_positions(other_path)}"
             wrong[path].append(f"its path is {paths}")
-        kind, its = kind_text(ckpt[path]), kind_text(other[there])
+        kind, its = kind_text(ckpt[path]), kind_text(other[other_path])
         if kind != its:
             wrong[path].append(f"it is {kind}, in {name} {its}")
-        elif there in digests:
-            expected[path].append((digests[there], f"of {name}"))
-    for there, error in failed.items():
-        wrong[here.get(there, there)].append(f"in {name}, {reason(error, there)}")
+        elif other_path in digests:
+            expected[path].append((digests[other_path], f"of {name}"))
+    for other_path, error in failed.items():
+        wrong[own_paths.get(other_path, other_path)].append(
+            f"in {name}, {reason(error, other_path)}"
+        )
 
 
 def reason(error: ReshardError, path: Path) -> str:
