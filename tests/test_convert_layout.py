@@ -688,7 +688,7 @@ def apart(part, layout=""):
 
 AS_PARAMS = 'reshard.rename(ckpt, [("^model/", "params/")])'
 BELOW_MODEL = "Linen's parameters below `model`"
-NO_MODEL = "the tree has no array below a key, so it holds no model"
+NO_MODEL = "the checkpoint is not a model: no array in it has a name"
 NEITHER = "the tree holds optimizer state, but neither `params` nor `model`\n  at the top there is"
 BARE = "encoder/kernel decoder/kernel"
 VALUES_ONLY = "encoder/kernel/value encoder/bias/value"

@@ -594,7 +594,7 @@ def refused(function, ckpt, arguments, **names):
     return str(error.value)
 
 
-NOT_ALL = "axis {} is not that of the {}layers in all arrays"
+NOT_ALL = "not all arrays have the {1}layers on axis {0}"
 APART = ("params/l", "params/l{}")
 REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines of the message
     (

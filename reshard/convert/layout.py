@@ -118,7 +118,7 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None 
         kinds = [f"{kind}: {text}" for kind, text in KINDS.items()]
         raise ArgumentError(f"`{layout}` is not a layout; the layouts are", kinds)
     if not any(path and hasattr(leaf, "dtype") for path, leaf in ckpt.items()):
-        raise TreeMismatchError("the tree has no array below a key, so it holds no model")
+        raise TreeMismatchError("the checkpoint is not a model: no array in it has a name")
     tree = _Tree(ckpt)
     if layout is not None:
         return tree.read(layout, [f"`{layout}` was asked for"])
