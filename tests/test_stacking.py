@@ -743,7 +743,7 @@ NO_VALUE = BOTH + "they become one, but opt_state/{0}/{1}/w has no value"
         ),
         (
             {"history": {"l0": {"w": (5, 2, 3)}, "l1": {"w": (5, 2, 3)}}},
-            [BOTH.format("history") + "its shape is [5, 2, 3] and its parameter's [2, 3]"],
+            [BOTH.format("history") + "it has the shape [5, 2, 3], and its parameter has [2, 3]"],
         ),
         (
             {"mu": {"l0": {"w": [(2,), (3,)]}, "l1": {"w": {"value": (2, 3)}}}},

@@ -264,7 +264,7 @@ def inverse(rules: Map) -> Map:
         raise TreeMismatchError(
             f"{rules.name}: the map cannot be used in the opposite direction",
             problems[::-1],
-            ["a map that a conversion writes works in both directions"],
+            ["a map file that `reshard convert` has written works in both directions"],
         )
     may = {rule.number for rule in rules.rules if rule.optional}
     to = OPPOSITE.get(rules.to or "")
