@@ -398,7 +398,7 @@ def _readable(hint: str) -> Iterator[None]:
     ) as error:
         raise TreeMismatchError(
             "the record of the conversion from Linen cannot be read",
-            [f"it is damaged: {error}"],
+            [str(error)],
             [hint],
         ) from error
 
