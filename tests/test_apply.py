@@ -350,7 +350,10 @@ def test_the_whole_leaf_is_counted_before_and_after(tmp_path):
             "apply functions:gone: it cannot be imported; module 'functions' has no",
         ),
         ("nowhere:f", "apply nowhere:f: it cannot be imported; No module named 'nowhere'"),
-        ("functions", "apply functions: that is not `package.module:callable`"),
+        (
+            "functions",
+            "apply functions: this name does not have the form `package.module:callable`",
+        ),
         ("functions:NUMBER", "`apply`: functions:NUMBER is not a function"),
     ],
 )

@@ -162,7 +162,7 @@ def test_what_is_wrong_with_a_model_is_said(folder):
         "hint: the nearest is `state`\n"
     )
     assert run(folder, "--model", "mine.py") == (
-        "Error: --model mine.py: that is not `package.module:callable`\n\n"
+        "Error: --model mine.py: this name does not have the form `package.module:callable`\n\n"
         "hint: --model mine.py:NAME\n"
     )
     told = "Error: --spec, --axis, --model and --rules require --to MESH\n"

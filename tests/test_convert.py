@@ -481,7 +481,7 @@ hint: map_file=..."""
   collections are at the top: `params`
 
 hint: reshard.to_nnx(ckpt, ...) converts it
-hint: layout=... chooses another, if that is wrong"""
+hint: layout=... names the right one, if this layout is wrong"""
     assert refusal(reshard.to_linen, linen) == message
     reshard.save(reshard.to_nnx(linen, model), nnx_path)
     message = f"""\
@@ -489,7 +489,7 @@ hint: layout=... chooses another, if that is wrong"""
   the record of its conversion says so
 
 hint: reshard.to_linen(ckpt, ...) converts it
-hint: layout=... chooses another, if that is wrong"""
+hint: layout=... names the right one, if this layout is wrong"""
     assert refusal(reshard.to_nnx, nnx_path, model) == message
     message = """\
 `flax` is not a layout; the layouts are
@@ -686,7 +686,7 @@ def test_initial_values_that_there_are_not(tmp_path):
     back = functools.partial(reshard.to_linen, tmp_path / "nnx")
     for call, name in ((told, "b"), (back, "params/b")):
         assert refusal(call, init=name, of=reshard.ArgumentError) == (
-            f"only a model has initial values\n  `{name}`\n\nhint: model=..."
+            f"without a model, no leaf has an initial value\n  `{name}`\n\nhint: model=..."
         )
     summary = f"`{path}` does not become the NNX model\n"
     assert refusal(told, model, init=["a", "b"]) == (

@@ -107,7 +107,7 @@ def test_other_heads_are_told_as_such(tmp_path):
     error = refused(reshard.to_nnx, path, model)
     kernels = "[32, 4, 8] in Linen, [32, 8, 4] in NNX"
     biases = "[4, 8] in Linen, [8, 4] in NNX"
-    assert error.problems == (
+    assert {*error.problems} == {
         *(
             f"params/attention/{name}/{leaf} and attention/{name}/{leaf}: {told}"
             for name in ("query", "key", "value")
@@ -115,14 +115,12 @@ def test_other_heads_are_told_as_such(tmp_path):
         ),
         "params/attention/out/kernel and attention/out/kernel: [4, 8, 32] in Linen, "
         "[8, 4, 32] in NNX",
-    )
+    }
     assert error.hints == ()
     # The other way round the model is Linen's.
     path = saved(tmp_path / "nnx", zeros(model))
     error = refused(reshard.to_linen, path, lambda: {"params": params}, source=model)
-    assert error.problems[0] == (
-        f"params/attention/query/kernel and attention/query/kernel: {kernels}"
-    )
+    assert f"params/attention/query/kernel and attention/query/kernel: {kernels}" in error.problems
     assert (len(error.problems), error.hints) == (7, ())
 
 
@@ -133,10 +131,10 @@ def test_modules_of_one_class_with_other_shapes_are_a_mismatch(tmp_path):
     params = params_of(Compact(twice), jnp.zeros((1, 3, WIDTH)))
     path = saved(tmp_path / "linen", {"params": params})
     error = refused(reshard.to_nnx, path, lambda: Of(one=attention(4), two=attention(4)))
-    assert error.problems[0] == (
+    assert (
         "params/MultiHeadDotProductAttention_0/query/kernel and one/query/kernel: [8, 2, 4] in "
         "Linen, [8, 4, 2] in NNX"
-    )
+    ) in error.problems
     assert (len(error.problems), error.hints) == (14, ())
 
 

@@ -1,5 +1,7 @@
 """A plan is all that is executed: by this process or another, and nothing is prepared again."""
 
+import errno
+import os
 import pickle
 import shutil
 import subprocess
@@ -10,7 +12,6 @@ import numpy as np
 import pytest
 
 import reshard
-from reshard.storage import disk
 from reshard.verify.digest_record import FILE
 from reshard.writer import planning
 
@@ -74,6 +75,10 @@ def test_a_plan_and_a_checkpoint_are_the_same_job_in_a_fresh_process(saved, tmp_
             assert documents and [here[key] for key in documents] == [found[k] for k in documents]
 
 
+def refused(*_, **__):
+    raise PermissionError(errno.EPERM, "no links")
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_nothing_is_prepared_twice(saved, tmp_path, monkeypatch, links):
     """Also where the file system turns out to forbid links."""
@@ -91,7 +96,7 @@ def test_nothing_is_prepared_twice(saved, tmp_path, monkeypatch, links):
     for name in ("plan_array", "siblings", "source_record", "files_to_link", "read_again"):
         counted(planning, name)
     if not links:
-        monkeypatch.setattr(disk, "link", lambda source, destination: False)
+        monkeypatch.setattr(os, "link", refused)
     source = saved("manager").path
     ckpt = reshard.rename(reshard.open(source), [("^params/embed$", "params/e")])
     planned = reshard.plan(ckpt, tmp_path / "out")

@@ -546,7 +546,7 @@ def test_keys_of_an_unknown_kind(tmp_path, base):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     edit_text(path / "array_metadatas/process_0", '"threefry2x32"', '"os.system"')
     reshard.save(reshard.open(path), tmp_path / "out")  # it is only text
-    text = "[2] is not the shape of PRNG keys `os.system`, as recorded"
+    text = "an array of shape [2] does not hold PRNG keys of the recorded kind `os.system`"
     said = ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), Corrupt)
     assert said.split("\n")[0] == text
 
@@ -659,6 +659,7 @@ def test_renames_to_paths_outside_the_destination(tmp_path, base):
         saves = functools.partial(reshard.save, ckpt, tmp_path / "out")
         assert ours(saves, reshard.TreeMismatchError) == (
             'some names cannot be stored\n  "../../evil": its name points outside the checkpoint'
+            "\n\nhint: reshard.rename(ckpt, [(..., ...)])"
         )
     assert list(tmp_path.iterdir()) == []
 

@@ -428,8 +428,27 @@ def test_optional_texts_of_a_page(planned):
     assert to_html(planned).startswith(MARK) and MARK.endswith('content="reshard">')
 
 
+def test_a_coverage_and_an_array_have_a_page():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    params = {"kernel": jax.ShapeDtypeStruct((32, 30), "float32"), "bias": jnp.zeros(7)}
+    specs = {"kernel$": P("data", "model")}
+    found = page_of(reshard.coverage(params, mesh=mesh, specs=specs).document())
+    assert found.title == "a model on data=2,model=4"
+    assert [fact.answer for fact in found.facts] == [
+        "508 B",
+        "no, 1 problem",
+        "5% of the bytes",
+    ]
+    assert found.lists["Problems"] == [
+        "kernel  [32, 30]: dimension 1 of 30 does not divide by 4 (model)"
+    ]
+    assert [layout[1] for layout in found.data["layouts"]] == [28, 3840]
+
+
 def test_objects_show_themselves_in_a_frame(ckpt, planned, run):
-    for x in (ckpt, planned, ckpt.arrays[0], reshard.diff(ckpt, ckpt)):
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    covered = reshard.coverage({"kernel": jnp.zeros((8, 8))}, mesh=mesh)
+    for x in (ckpt, planned, ckpt.arrays[0], covered, reshard.diff(ckpt, ckpt)):
         framed = x._repr_html_()
         assert framed.startswith('<iframe sandbox="allow-scripts" width="100%" ')
         assert html.unescape(framed).endswith(f'srcdoc="{to_html(x)}"></iframe>')
@@ -963,6 +982,9 @@ def test_a_diff_has_a_treemap(chromium, ckpt):
 def pages(run, ckpt, planned, tmp_path_factory):
     """Every kind of page."""
     folder = tmp_path_factory.mktemp("pages")
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    specs = [("kernel$", P(None, "model")), ("embed", P(("data", "model")))]
+    params = {"embed": jnp.zeros((64, 9)), "layer": {"kernel": jnp.zeros((8, 7))}}
     converted = planned.document() | {"to": "nnx", "model": None, "rows": ROWS_OF_A_MAP}
     converted |= {"why": ["`params` has a name that Linen generates"]}
     converted |= {"warnings": ["one leaf went by its order"]}
@@ -975,6 +997,7 @@ def pages(run, ckpt, planned, tmp_path_factory):
         "conversion": page(converted),
         "refused conversion": page(ckpt.document() | REFUSED),
         "refused": (folder / "refused.html").read_text(),
+        "coverage": to_html(reshard.coverage(params, mesh=mesh, specs=specs)),
         "diff": to_html(reshard.diff(ckpt, reshard.cast(ckpt, "bfloat16"), values=True)),
         "digests": to_html(reshard.diff(ckpt, reshard.select(ckpt, drop="rate"))),
         "hostile names": page(named_badly(HOSTILE)),

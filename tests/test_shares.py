@@ -13,11 +13,10 @@ from jobs import changed, make
 from test_planner import layout
 
 import reshard
-from reshard.arrays.boxes import grid_boxes, grid_size
+from reshard.arrays.boxes import grid_boxes
 from reshard.engine.plan import ArrayPlan, co_read
-from reshard.engine.shares import CHUNK_BYTES, divide, sums
-from reshard.writer.arrays import BoxRange, ValueRange
-from reshard.writer.plan import Plan
+from reshard.engine.shares import divide, sums
+from reshard.writer.plan import Plan, _boxes, _Work
 
 SIZES = st.integers(1, 13)
 
@@ -51,67 +50,52 @@ def grids(draw, group):
     ]
 
 
-def boxes(arrays, number=0):
-    """All boxes of arrays."""
-    count = grid_size(arrays[0].layout.shape, arrays[0].box)
-    return BoxRange(number, arrays, 0, count)
-
-
 @st.composite
 def works(draw):
-    pieces = []
+    work = []
     for number in range(draw(st.integers(0, 5))):
         if draw(st.booleans()):
             sizes = draw(st.lists(st.integers(0, 10**6), max_size=20))
-            values = ValueRange(number, None, sums(np.array(sizes, np.int64)), 0, len(sizes))
-            pieces.append(values)
+            work.append(_Work(number, [], sums(np.array(sizes, int)), np.arange(len(sizes) + 1)))
         else:
-            pieces.append(boxes(draw(grids(number)), number))
-    return pieces
+            work.append(_boxes(number, draw(grids(number))))
+    return work
 
 
-def weights(piece):
-    """What each of its units weighs, by brute force."""
-    if isinstance(piece, ValueRange):
-        return [2 * size + CHUNK_BYTES for size in np.diff(piece.sums)]
+def units(work):
+    """Bytes and chunks of each of its units, by brute force."""
+    if not work.arrays:
+        return [(size, 1) for size in np.diff(work.nbytes)]
     found = []
-    for together in zip(*(array.boxes() for array in piece.arrays), strict=True):
-        weight = 0
-        for array, box in zip(piece.arrays, together, strict=True):
-            shape = tuple(part.stop - part.start for part in box)
-            item = array.layout
-            read = math.ceil(item.source_itemsize * array.passes)
-            weight += math.prod(shape) * (read + item.target_itemsize)
-            weight += len(list(grid_boxes(shape, array.chunk))) * CHUNK_BYTES
-        found.append(weight)
+    for together in zip(*(array.boxes() for array in work.arrays), strict=True):
+        shapes = [tuple(part.stop - part.start for part in box) for box in together]
+        pairs = list(zip(work.arrays, shapes, strict=True))
+        nbytes = sum(math.prod(shape) * array.layout.target_itemsize for array, shape in pairs)
+        found.append((nbytes, sum(len(list(grid_boxes(s, array.chunk))) for array, s in pairs)))
     return found
 
 
 @given(works(), st.integers(1, 17))
-def test_every_box_is_in_one_share_and_they_are_as_equal_as_boxes_are(pieces, count):
-    shares = divide(pieces, count)
-    units = [(n, k) for n, piece in enumerate(pieces) for k in range(piece.stop)]
-    each = [[(p.item, k) for p in share for k in range(p.start, p.stop)] for share in shares]
-    assert list(itertools.chain.from_iterable(each)) == units
-    weight = {(n, k): w for n, piece in enumerate(pieces) for k, w in enumerate(weights(piece))}
-    total = [sum(weight[unit] for unit in units) for units in each]
-    cuts = [[p.weight(p.stop) - p.weight(p.start) for p in share] for share in shares]
-    assert [sum(found) for found in cuts] == total
-    largest = max(weight.values(), default=0)
-    mean = sum(weight.values()) / count
-    assert all(abs(found - mean) <= largest for found in total)
-    cut = collections.Counter()
-    for part in itertools.chain.from_iterable(shares):
-        cut[part.item] += part.nbytes
-    assert [cut[n] for n in range(len(pieces))] == [piece.nbytes for piece in pieces]
+def test_every_box_is_in_one_share_and_they_are_as_equal_as_boxes_are(work, count):
+    sizes = [units(each) for each in work]
+    weights = [[2 * nbytes + (chunks << 16) for nbytes, chunks in each] for each in sizes]
+    shares = divide([sums(np.array(each, int)) for each in weights], count)
+    found = [(n, k) for share in shares for n, start, stop in share for k in range(start, stop)]
+    assert found == [(n, k) for n, each in enumerate(sizes) for k in range(len(each))]
+    total = [sum(sum(weights[n][start:stop]) for n, start, stop in share) for share in shares]
+    largest = max(itertools.chain(*weights), default=0)
+    assert all(abs(each - sum(total) / count) <= largest for each in total)
+    for n, start, stop in itertools.chain(*shares):
+        piece = work[n].piece(start, stop)
+        expected = np.sum(sizes[n][start:stop], axis=0).tolist()
+        assert [piece.nbytes, piece.chunks] == expected
 
 
 def test_arrays_that_are_read_together_are_cut_at_the_same_box():
     layouts = [layout((8, 4), (2, 4), (2, 4), path=(n,), co_read=3) for n in "abc"]
     arrays = [ArrayPlan(one, (2, 4), (2, 4), 1.0, 1) for one in layouts]
     (group,) = co_read(arrays)
-    found = [[(part.start, part.stop) for part in share] for share in divide([boxes(group)], 3)]
-    assert found == [[(0, 2)], [(2, 3)], [(3, 4)]]
+    assert divide([_boxes(0, group).nbytes], 3) == [[(0, 0, 2)], [(0, 2, 3)], [(0, 3, 4)]]
 
 
 @pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt manager", "convert zarr3-files"])
@@ -124,13 +108,12 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
     for share in map(pickle.loads, shares):
         nbytes = 0
         for item in share.items:
-            arrays = [array for group in item.boxes for array in group.arrays]
-            every = [*(a.handle for a in arrays), *(some.handle for some in item.values)]
+            every = [array.handle for array in item.arrays]
             stores = {id(data.store): data.store for h in every for _, data in h.roots()}
             named = {data.name for h in every for _, data in h.roots()}
             assert {name for store in stores.values() for name in store.values} == named
             whole = {handle.path: handle for handle in planned.items[item.item].handles}
-            for group in item.boxes:
+            for group in item.pieces:
                 for array in group.arrays:
                     handle, path = array.handle, array.layout.path
                     for box in array.boxes(group.start, group.stop):
@@ -138,12 +121,11 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
                         read = handle.view()[box].read().result()
                         assert read.tobytes() == whole[path].view()[box].read().result().tobytes()
                         nbytes += read.size * array.layout.target_itemsize
-            for some in item.values:
-                values.update(
-                    (item.item, some.handle.path, n) for n in range(some.start, some.stop)
-                )
-                found = planned.items[item.item].values(whole[some.handle.path])
-                nbytes += sum(value.size for value in found[some.start : some.stop])
+                if group.arrays[0].verbatim:
+                    path = group.arrays[0].handle.path
+                    values.update((item.item, path, n) for n in range(group.start, group.stop))
+                    found = planned.items[item.item].values(whole[path])
+                    nbytes += sum(value.size for value in found[group.start : group.stop])
         assert share.nbytes == nbytes
     assert boxes == collections.Counter(
         (n, array.layout.path, str(box))

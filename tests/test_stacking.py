@@ -728,7 +728,7 @@ def test_layers_that_cannot_be_stacked_or_unstacked(case, tmp_path):
     assert text == "\n  ".join(lines)
 
 
-STATE_HINT = "\n\nhint: drop it, and initialise it when restoring: `select(ckpt, drop=...)`"
+STATE_HINT = "\n\nhint: reshard.select(ckpt, drop=[...]) leaves it out"
 FOLLOW = "optimizer state that cannot follow its parameters"
 BOTH = "opt_state/{0}/l0/w + opt_state/{0}/l1/w: "
 NO_VALUE = BOTH + "they become one, but opt_state/{0}/{1}/w has no value"

@@ -611,7 +611,7 @@ class Constant:
         return [self.values.shape]
 
     def inverse(self, inputs: Shapes) -> NoReturn:
-        raise TreeMismatchError("given values cannot be inverted")
+        raise TreeMismatchError("values that are not from the checkpoint cannot be converted back")
 
     def sources(self, part: int, box: Box, inputs: Shapes) -> Sources:
         return []

@@ -289,7 +289,7 @@ def conversion(
             found.why,
             [
                 f"reshard.to_{map_rules.OPPOSITE[to]}(ckpt, ...) converts it",
-                "layout=... chooses another, if that is wrong",
+                "layout=... names the right one, if this layout is wrong",
             ],
         )
     if model is None and map_file is None:
@@ -315,7 +315,7 @@ def _by_record(ckpt: Checkpoint, layout: Layout, to: str, init: Sequence[str]) -
         )
     if init:
         globs = [f"`{glob}`" for glob in init]
-        raise ArgumentError("only a model has initial values", globs, ["model=..."])
+        raise ArgumentError("without a model, no leaf has an initial value", globs, ["model=..."])
     if not has_record(ckpt):
         raise TreeMismatchError(
             f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made by "

@@ -233,7 +233,9 @@ class Ledger:
             return set()
         if self._target is None:
             names = [f"`{glob}`" for glob in (*globs, *optional)]
-            raise ArgumentError("only a model has initial values", names, ["model=..."])
+            raise ArgumentError(
+                "without a model, no leaf has an initial value", names, ["model=..."]
+            )
         names = self._target.names()
         below = [(("model", *path), saved) for path, saved in self._target.layout.model.items()]
         namespaces = (names.items(), below, [(path, path) for path in names.values()])

@@ -1,13 +1,18 @@
 """Layout of a saved tree: which of Flax's APIs wrote it, and where in it the model's leaves, the
 optimizer state and the step counter are. Pure: it looks at paths, dtypes and empty leaves.
 
-The keys at the top say which kinds of tree it may be. What only one of the APIs writes is a proof:
-names like `Dense_0` and optax's list positions (Linen); modules that were saved themselves, streams
-of random numbers and `nnx.Optimizer` (NNX). Without a proof, a tree
-is of the API that is converted from. If several kinds remain, the error lists them, and `layout=`
-chooses one.
+| fact | evidence |
+|---|---|
+| API | what only one API writes (`_Tree.proofs`); without it, the API that is converted from |
+| kind | the keys at the top, and `value` levels |
+| optimizer state, step | their names at the top, or below the name of an `nnx.Optimizer` |
+| collections | Flax's names; a user's collection has the modules of `params` |
+| `value` levels | names of standard layers are variables or boxes; a module has other leaves, too |
+
+If several kinds remain, the error lists them, and `layout=` chooses one.
 """
 
+import collections
 import dataclasses
 import itertools
 import re
@@ -39,6 +44,7 @@ COLLECTIONS = frozenset(
 _BOOKKEEPING = "_pytree__state"
 # Names of arrays in the layers of both APIs; in NNX these are always variables.
 _STANDARD = frozenset(("kernel", "bias", "scale", "embedding", "mean", "var", "key", "count"))
+_TOGETHER = "holds parameters and statistics together"
 _WHOLE = ("linen-params", "nnx-state", "nnx-pure-dict")  # the tree is the model
 API_NAMES = {"linen": "Linen", "nnx": "NNX"}
 
@@ -113,16 +119,10 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None 
         raise ArgumentError(f"`{layout}` is not a layout; the layouts are", kinds)
     if not any(path and hasattr(leaf, "dtype") for path, leaf in ckpt.items()):
         raise TreeMismatchError("the tree has no array below a key, so it holds no model")
-    root, leaves = _nested(ckpt)
-    top = {key: node for key, node in root.items() if key != _BOOKKEEPING}
-    training = _training(top)
+    tree = _Tree(ckpt)
     if layout is not None:
-        return _read(layout, [f"`{layout}` was asked for"], top, training, leaves)
-    kind, why = _decide(root, top, training, leaves, api)
-    return _read(kind, why, top, training, leaves)
-
-
-# The tree as nested dicts with text keys.
+        return tree.read(layout, [f"`{layout}` was asked for"])
+    return tree.read(*tree.decide(api))
 
 
 class _SavedLeaf(NamedTuple):
@@ -149,7 +149,7 @@ class _SavedLeaf(NamedTuple):
         """Whether it has a name that the layers of both APIs use."""
         return self.keys[-2 if self.is_held else -1] in _STANDARD
 
-    def below(self, start: int, held: bool) -> Path:
+    def below(self, start: int, held: bool = True) -> Path:
         """Its path below the first keys, without the lone level if that holds it."""
         if not held or self.lone is None or self.lone < start:
             return self.keys[start:]
@@ -159,42 +159,10 @@ class _SavedLeaf(NamedTuple):
 _Node = dict[str, Any]  # of further ones, and a `_SavedLeaf` at the end of each path
 
 
-def _nested(ckpt: Mapping[Path, Any]) -> tuple[_Node, list[_SavedLeaf]]:
-    """The tree as nested dicts, and its leaves in order. Raises TreeMismatchError: a list position
-    and a key have the same text."""
-    root: _Node = {}
-    problems = []
-    texts = [tuple(map(str, path)) for path in ckpt]
-    for keys in texts:
-        node = root
-        for key in keys[:-1]:
-            node = node.setdefault(key, {})
-            if node is None:  # a leaf
-                break
-        if node is None or keys[-1] in node:
-            problems.append(_named(keys))
-        else:
-            node[keys[-1]] = None
-    if problems:
-        raise TreeMismatchError(
-            "a list position and a key of the same name are in one place", problems
-        )
-    leaves = []
-    for keys, (path, value) in zip(texts, ckpt.items(), strict=True):
-        node, lone = root, None
-        for depth, key in enumerate(keys):
-            if key == "value" and depth and len(node) == 1:
-                lone = depth
-            above, node = node, node[key]
-        above[keys[-1]] = _SavedLeaf(keys, path, value, lone)
-        leaves.append(above[keys[-1]])
-    return root, leaves
-
-
 def _leaves_of(node: Any) -> Iterator[_SavedLeaf]:
     if isinstance(node, _SavedLeaf):
         yield node
-    elif node is not None:
+    else:
         for child in node.values():
             yield from _leaves_of(child)
 
@@ -234,157 +202,352 @@ def _named(*paths: Sequence[str | int]) -> str:
     return ", ".join(f"`{format_path(tuple(path))}`" for path in paths)
 
 
-class _Training(NamedTuple):
-    """Optimizer state and step counter in a tree."""
-
-    root: Path | None = None  # where the optimizer state is saved
-    state: Any = None
-    step: _SavedLeaf | None = None
-    names: tuple[str, ...] = ()  # the keys at the top of both
-    wrapped: bool = False  # both are below one key, as those of an `nnx.Optimizer`
+def _of_linen(kind: str) -> bool:
+    return not kind.startswith("nnx")
 
 
-def _training(top: _Node) -> _Training:
-    """The optimizer state and the step counter."""
-
-    def is_state(name: str, node: Any) -> bool:  # a single array only under the usual name
-        if isinstance(node, _SavedLeaf):
-            return not isinstance(node.value, str) and (name == "opt_state" or not node.is_array)
-        return isinstance(node, dict)
-
-    name = next((name for name in OPTIMIZERS if is_state(name, top.get(name))), None)
-    root, state, wrapped = None, None, False
-    steps = [("step", top.get("step"))]
-    if name is not None:
-        root, state = (name,), top[name]
-        inner = state.keys() - {_BOOKKEEPING} if isinstance(state, dict) else set()
-        wrapped = name != "opt_state" and ("opt_state" in inner or inner == {"step"})
-        if wrapped:
-            steps.append((name, state.get("step")))
-            root = (name, "opt_state") if "opt_state" in inner else None
-            state = state.get("opt_state")
-    counts = [pair for pair in steps if _dtype_name(pair[1]).startswith(("int", "uint"))]
-    names = [*([] if name is None else [name]), *(key for key, _ in counts[:1] if key != name)]
-    return _Training(root, state, _array(counts[0][1]) if counts else None, tuple(names), wrapped)
+def _moved(key: str, into: str, ckpt: str = "ckpt") -> str:
+    """The call that replaces a level at the top."""
+    return f"reshard.rename({ckpt}, {as_python([(f'^{re.escape(format_key(key))}/', into)])})"
 
 
-# Which kind it is.
+def _alone(key: str) -> str:
+    """The call that takes what is below a key at the top out of the tree."""
+    part = f"reshard.select(ckpt, {as_python(format_glob((key,)) + '/**')})"
+    return _moved(key, "", part)
 
 
-def _decide(
-    root: _Node, top: _Node, training: _Training, leaves: Sequence[_SavedLeaf], api: str | None
-) -> tuple[str, list[str]]:
-    """The kind, and why."""
-    params, model = top.get("params"), top.get("model")
-    trained = training.root is not None or training.wrapped
-    names = _named(*((name,) for name in training.names))
-    if _BOOKKEEPING in root and not trained and not (model and training.names):
-        return "nnx-state", ["the tree is a module that was saved directly (`_pytree__state`)"]
-    others = top.keys() - {"model", *training.names}
-    others = [key for key, node in top.items() if key in others and isinstance(node, dict)]
-    below: dict[str, str] = {}
-    if all(key in COLLECTIONS and _is_mapping(node) for key, node in top.items()) or (
-        _is_mapping(params) and not _is_stream(params)
-    ):
-        kind, reason, at = _linen_kind(top, training, names)
-        proofs = _proofs(top["params"]["params"] if at[1:] else params, at, training, certain=False)
-        proofs["linen"].insert(0, reason)
-        kinds = [kind, *(_nnx_kinds(leaves) if kind == "linen-variables" else [])]
-    elif isinstance(model, dict) and (training.names or not others):
-        proofs = _proofs(model, ("model",), training)
-        variables = _is_mapping(model.get("params"))
-        proofs["linen"] += ["`model/params` is a collection"] * variables
-        both = training.root == ("opt_state",) or _dtype_name(top.get("step")) == "uint32"
-        kinds = ["nnx-model-and-optimizer" if both else "nnx-model"]
-        kinds += ["linen-params"] * (not variables and not training.names)
-        what, new = ("variables", "") if variables else ("parameters", "params/")
-        below[f"Linen's {what} below `model`"] = f'reshard.rename(ckpt, [("^model/", "{new}")])'
-    elif trained or (list(top) == ["step"] and _dtype_name(top["step"]) == "uint32"):
-        if not others:
-            _check_top(top, ("opt_state",))
-        proofs = _proofs(None, (), training)
-        if top.keys() - {"opt_state", "step"}:
-            above = "model/" if proofs["nnx"] else "params/"
-            raise TreeMismatchError(
-                "the tree holds optimizer state, but neither `params` nor `model`",
-                [f"at the top there is {_named(*((key,) for key in top))}"],
-                [f"reshard.rename(ckpt, {as_python([(_beginning(k), above)])})" for k in others],
+class _Tree:
+    """A saved tree.
+
+    Attributes:
+      leaves: its leaves, in order.
+      top: its nodes as nested dicts with text keys.
+      names: the keys at the top of the optimizer state and the step counter.
+      state_root: where the optimizer state is saved, if there is any.
+      state: the optimizer state.
+      step: the step counter.
+      wrapped: whether both are below one key, as those of an `nnx.Optimizer`.
+    """
+
+    def __init__(self, ckpt: Mapping[Path, Any]):
+        texts = [tuple(map(str, path)) for path in ckpt]
+        nodes = {keys[:end] for keys in texts for end in range(1, len(keys) + 1)}
+        sizes = collections.Counter(keys[:-1] for keys in nodes)
+        seen = collections.Counter(texts)
+        if twice := [keys for keys in seen if seen[keys] > 1 or keys in sizes]:
+            summary = "one path stands for both a list position and a key of a dict"
+            raise TreeMismatchError(summary, [_named(keys) for keys in twice])
+        self.leaves: list[_SavedLeaf] = []
+        self.top: _Node = {}
+        for keys, (path, value) in zip(texts, ckpt.items(), strict=True):
+            values = [end for end, key in enumerate(keys) if key == "value" and end]
+            lone = max((end for end in values if sizes[keys[:end]] == 1), default=None)
+            node = self.top
+            for key in keys[:-1]:
+                node = node.setdefault(key, {})
+            node[keys[-1]] = _SavedLeaf(keys, path, value, lone)
+            self.leaves.append(node[keys[-1]])
+        self.is_module = self.top.pop(_BOOKKEEPING, None) is not None
+        self._find_training()
+
+    def _find_training(self) -> None:
+        """Finds the optimizer state and the step counter."""
+
+        def is_state(name: str) -> bool:  # a single array only under the usual name
+            node = self.top.get(name)
+            if isinstance(node, _SavedLeaf):
+                return not isinstance(node.value, str) and (
+                    name == "opt_state" or not node.is_array
+                )
+            return isinstance(node, dict)
+
+        self.state_root: Path | None = None
+        self.state, self.wrapped = None, False
+        names = [name for name in OPTIMIZERS if is_state(name)][:1]
+        steps = [("step", self.top.get("step"))]
+        for name in names:
+            self.state_root, self.state = (name,), self.top[name]
+            inner = self.state.keys() - {_BOOKKEEPING} if isinstance(self.state, dict) else set()
+            self.wrapped = name != "opt_state" and ("opt_state" in inner or inner == {"step"})
+            if self.wrapped:
+                steps.append((name, self.state.get("step")))
+                self.state = self.state.get("opt_state")
+                self.state_root = None if self.state is None else (name, "opt_state")
+        counts = [pair for pair in steps if _dtype_name(pair[1]).startswith(("int", "uint"))]
+        self.step = _array(counts[0][1]) if counts else None
+        self.names = tuple(dict.fromkeys([*names, *(key for key, _ in counts[:1])]))
+
+    # Which kind it is.
+
+    def decide(self, api: str | None) -> tuple[str, list[str]]:
+        """The kind, and why: the one kind of the API of the proofs, or without proofs of the API
+        that is converted from."""
+        params, model = self.top.get("params"), self.top.get("model")
+        trained = self.state_root is not None or self.wrapped
+        if self.is_module and not trained and not (model and self.names):
+            return "nnx-state", ["the tree is a module that was saved directly (`_pytree__state`)"]
+        others = [key for key in self.top.keys() - {"model", *self.names} if self._is_dict(key)]
+        named = all(key in COLLECTIONS and _is_mapping(node) for key, node in self.top.items())
+        below: dict[str, str] = {}  # what no kind is for -> what changes it
+        if named or (_is_mapping(params) and not _is_stream(params)):
+            kind, reason = self._linen_kind()
+            proofs = self._proofs(params, ("params",), certain=False)
+            proofs["linen"].insert(0, reason)
+            kinds = [kind, *(self._nnx_kinds() if kind == "linen-variables" else [])]
+        elif isinstance(model, dict) and (self.names or not others):
+            proofs = self._proofs(model, ("model",))
+            variables = _is_mapping(model.get("params"))
+            proofs["linen"] += ["`model/params` is a collection"] * variables
+            both = self.state_root == ("opt_state",) or self._step_dtype() == "uint32"
+            kinds = ["nnx-model-and-optimizer" if both else "nnx-model"]
+            kinds += ["linen-params"] * (not variables and not self.names)
+            what, into = ("variables", "") if variables else ("parameters", "params/")
+            below[f"Linen's {what} below `model`"] = _moved("model", into)
+        elif trained or (list(self.top) == ["step"] and self._step_dtype() == "uint32"):
+            self._check_top(*[] if others else ["opt_state"])
+            proofs = self._proofs(None, ())
+            if extra := self.top.keys() - {"opt_state", "step"}:
+                into = "model/" if proofs["nnx"] else "params/"
+                raise TreeMismatchError(
+                    "the tree holds optimizer state, but neither `params` nor `model`",
+                    [f"at the top there is {_named(*((key,) for key in self.top))}"],
+                    [_moved(key, into) for key in others if key in extra],
+                )
+            proofs["nnx"].insert(0, f"the tree holds only {self._named_training()}")
+            kinds = ["nnx-optimizer"]
+        else:
+            proofs = self._proofs(self.top, ())
+            self._check_top("opt_state", *[] if proofs["nnx"] else ["params"])
+            kinds = ["linen-params", *self._nnx_kinds(), *["nnx-model"] * isinstance(model, dict)]
+        readings = {**{kind: f"layout={as_python(kind)}" for kind in kinds}, **below}
+        return _chosen(readings, proofs, api)
+
+    def _is_dict(self, key: str) -> bool:
+        return isinstance(self.top[key], dict)
+
+    def _step_dtype(self) -> str:
+        return _dtype_name(self.top.get("step"))
+
+    def _named_training(self) -> str:
+        return _named(*((name,) for name in self.names))
+
+    def _linen_kind(self) -> tuple[str, str]:
+        """The kind of a tree with collections at the top, and why."""
+        roots, nested = self._collections()
+        if nested:
+            self._check_variables()
+        if AUXILIARY in roots.values():
+            return "maxtext", "`nnx_aux` is next to `params`, as MaxText saves NNX runs"
+        if nested:
+            return "linen-train-state", "`params/params`: all variables are below `params`"
+        if self.names:
+            return "linen-train-state", f"`params` is next to {self._named_training()}"
+        return "linen-variables", f"collections are at the top: {_named(*roots)}"
+
+    def _proofs(self, model: Any, at: Path, certain: bool = True) -> dict[str, list[str]]:
+        """What only one of the APIs writes, by API, in words, with the first place of each: in the
+        model, and in the optimizer state. `certain`: modules and streams of NNX outweigh names,
+        which an attribute may have as well."""
+        proofs: dict[str, dict[str, str]] = {"linen": {}, "nnx": {}}
+
+        def prove(api: str, place: Path, words: str) -> None:
+            proofs[api].setdefault(words, f"{_named(place)} {words}")
+
+        stack = [(at, model)] if isinstance(model, dict) else []
+        while stack:
+            path, node = stack.pop()
+            inner = [((*path, key), x) for key, x in node.items() if isinstance(x, dict)]
+            stack += reversed(inner)
+            for place, child in inner:
+                if AUTOMATIC.fullmatch(place[-1]) and not _array(child):
+                    prove("linen", place, "has a name that Linen generates")
+            if _BOOKKEEPING in node:
+                prove("nnx", path, "is a module that was saved directly (`_pytree__state`)")
+            if _is_stream(node):
+                prove("nnx", path, "is a stream of random numbers (`key`, `count`)")
+            arrays = {key for key in ("mean", "var", "scale", "bias") if _array(node.get(key))}
+            if {"mean", "var"} < arrays:  # Linen has a collection for each
+                prove("nnx", path, _TOGETHER)
+        outweighs = certain and bool(proofs["nnx"].keys() - {_TOGETHER})
+        if self.wrapped and model is not self.top:
+            words = "holds the state and the steps of an optimizer, as `nnx.Optimizer` does"
+            prove("nnx", self.names[:1], words)
+        if self.state_root and model is not self.top:
+            leaves = list(_leaves_of(self.state))
+            listed = any(isinstance(key, int) for leaf in leaves for key in leaf.path)
+            if listed and all(leaf.lone is None for leaf in leaves):
+                prove("linen", self.state_root, "has list positions, as in saved optax tuples")
+            states = self.state if isinstance(self.state, dict) and not listed else {}
+            valued = all(isinstance(state, dict) or _array(state) for state in states.values())
+            if states and valued and all(map(str.isdecimal, states)):
+                words = "has keys only for positions with a value, as in `nnx.Optimizer`"
+                prove("nnx", self.state_root, words)
+        if outweighs:
+            proofs["linen"].clear()
+        return {api: list(found.values()) for api, found in proofs.items()}
+
+    def _check_top(self, *names: str) -> None:
+        """Raises TreeMismatchError if states of these names are one level below the top."""
+        nodes = [(key, node) for key, node in self.top.items() if isinstance(node, dict)]
+        lower = [
+            (key, name) for key, node in nodes for name in names if _is_mapping(node.get(name))
+        ]
+        if lower:
+            summary = "the state is not at the top of the tree"
+            hints = [_alone(key) for key in dict.fromkeys(key for key, _ in lower)]
+            raise TreeMismatchError(summary, [f"there is {_named(*lower)}"], hints)
+
+    def _nnx_kinds(self) -> list[str]:
+        """Of the two kinds of an NNX state those that the tree may be."""
+        return ["nnx-state" if held else "nnx-pure-dict" for held in _in_variables(self.leaves)]
+
+    # Collections.
+
+    def _collections(self, alone: bool = True) -> tuple[dict[Path, str], bool]:
+        """Where collections are saved -> their names; and whether all of them are below `params`.
+        `alone`: they may be."""
+        params: Any = self.top.get("params")
+        nested = alone and _holds_variables(params)
+        roots: dict[Path, str] = {}
+        if nested:
+            roots = {("params", name): name for name in params}
+            params = params["params"]
+        elif _is_mapping(params):
+            roots = {("params",): "params"}
+        for name, node in self.top.items():
+            if name in ("params", *self.names) or not _is_mapping(node):
+                continue
+            inner = node if isinstance(node, dict) else {}
+            if name == AUXILIARY and _is_mapping(inner.get("model")):
+                roots[name, "model"] = name
+            elif name in COLLECTIONS:
+                roots[(name,)] = name
+            elif inner and all(key in COLLECTIONS and _is_mapping(c) for key, c in inner.items()):
+                roots |= {(name, key): key for key in inner}
+            elif self._is_collection(inner, params if isinstance(params, dict) else {}, 1 + nested):
+                roots[(name,)] = name
+        return roots, nested
+
+    def _check_variables(self) -> None:
+        """Raises TreeMismatchError if the containers beside `params/params` may be modules: no name
+        among theirs is one of Flax's collections."""
+        others = self.top["params"].keys() - {"params"}
+        if not others or others & COLLECTIONS:
+            return
+        paths = _named(*(("params", name) for name in sorted(others)))
+        modules, together = 'layout="linen-variables"', 'layout="linen-train-state"'
+        if self.names:  # both are train states
+            modules, together = _moved("params", "params/params/"), _moved("params", "")
+        raise TreeMismatchError(
+            "it is unclear whether the keys below `params` are modules or collections",
+            [
+                f"modules: one is called `params`, as `params/params`, beside {paths}",
+                f"collections: the parameters are `params/params`, and none are in {paths}",
+            ],
+            [f"{modules}, if they are modules", f"{together}, if they are collections"],
+        )
+
+    def _is_collection(self, node: _Node, modules: _Node, depth: int) -> bool:
+        """Whether a container beside `params` is a collection of the user's own: of arrays, which
+        are no copy of the parameters; in a train state, of the same modules as the parameters."""
+        leaves = list(_leaves_of(node))
+        if not leaves or isinstance(leaves[0].path[1], int):
+            return False
+        for leaf in leaves:
+            number = getattr(leaf.value, "value_type", "") == "scalar"
+            if not leaf.is_array or number or _dtype_name(leaf) == "key":
+                return False
+        if self.names and not node.keys() <= modules.keys():
+            return False
+        return {leaf.below(1) for leaf in leaves} != {
+            leaf.below(depth) for leaf in _leaves_of(modules) if leaf.is_array
+        }
+
+    # Where everything is.
+
+    def read(self, kind: str, why: list[str]) -> Layout:
+        """The layout of a tree of a kind."""
+        linen, state_root, step = _of_linen(kind), self.state_root, self.step
+        if kind in _WHOLE:
+            roots: dict[Path, Path] = {(): ("params",) if linen else ()}
+        elif linen:
+            found, nested = self._collections(alone=kind != "linen-variables")
+            if nested and self.names:  # the kind does not say it
+                self._check_variables()
+            roots = {path: (name,) for path, name in found.items()}
+        else:
+            roots = {("model",): ()} if kind != "nnx-optimizer" else {}
+        if unfit := self._objections(kind, roots):
+            raise TreeMismatchError(f"the tree cannot be {kind}", unfit)
+        if kind in (*_WHOLE, "linen-variables"):
+            state_root = step = None
+        model: dict[Path, list[_SavedLeaf]] = {root: [] for root in roots}
+        optimizer, rest = [], []
+        size, depths = len(state_root or ()), sorted(map(len, roots), reverse=True)
+        for leaf in self.leaves:
+            if leaf is step:
+                continue
+            at = next((begin for n in depths if (begin := leaf.keys[:n]) in roots), None)
+            if state_root and leaf.keys[:size] == state_root and leaf.keys[-1] != _BOOKKEEPING:
+                # Text is neither a state nor a masked leaf.
+                (rest if isinstance(leaf.value, str) else optimizer).append(leaf)
+            else:
+                (model[at] if at is not None and leaf.is_array else rest).append(leaf)
+        if linen:
+            in_model = in_optimizer = _boxes(
+                {root: held for root, held in model.items() if roots[root] != (AUXILIARY,)}
             )
-        proofs["nnx"].insert(0, f"the tree holds only {names}")
-        kinds = ["nnx-optimizer"]
-    else:
-        proofs = _proofs(top)
-        _check_top(top, ("opt_state",) if proofs["nnx"] else ("opt_state", "params"))
-        kinds = ["linen-params", *_nnx_kinds(leaves), *["nnx-model"] * isinstance(model, dict)]
-    return _chosen({**{kind: f"layout={as_python(kind)}" for kind in kinds}, **below}, proofs, api)
+        else:
+            arrays = [*itertools.chain(*model.values())]
+            one, other = _variables(kind, arrays, optimizer, step)
+            in_model, in_optimizer = lambda leaf, start: one, lambda leaf, start: other
+        return Layout(
+            kind=kind,
+            api="linen" if linen else "nnx",
+            why=tuple(why),
+            model=_unique(
+                (roots[root] + leaf.below(len(root), in_model(leaf, len(root))), leaf.path)
+                for root, below in model.items()
+                for leaf in below
+            ),
+            optimizer=_unique(
+                (leaf.below(size, in_optimizer(leaf, size)), leaf.path) for leaf in optimizer
+            ),
+            step=step.path if step else None,
+            rest=tuple(leaf.path for leaf in rest),
+            roots=_unique((beginning, path) for path, beginning in roots.items()),
+            optimizer_root=state_root,
+            beside=_unique(
+                (leaf.below(0, in_model(leaf, 1)), leaf.path) for leaf in rest if leaf.is_array
+            ),
+        )
 
-
-def _linen_kind(top: _Node, training: _Training, names: str) -> tuple[str, str, Path]:
-    """The kind of a tree with collections at the top, why, and where its parameters are. `names`:
-    the optimizer state and the step."""
-    nested = _holds_variables(top.get("params"))
-    roots = _collection_roots(top, training, nested)
-    if nested:
-        _check_variables(top["params"], training)
-    at: Path = ("params", "params") if nested else ("params",)
-    if AUXILIARY in roots.values():
-        return "maxtext", "`nnx_aux` is next to `params`, as MaxText saves NNX runs", at
-    if nested:
-        return "linen-train-state", "`params/params`: all variables are below `params`", at
-    if training.names:
-        return "linen-train-state", f"`params` is next to {names}", at
-    return "linen-variables", f"collections are at the top: {_named(*roots)}", at
-
-
-def _proofs(
-    top: Any, at: Path = (), training: _Training | None = None, certain: bool = True
-) -> dict[str, list[str]]:
-    """What only one of the APIs writes, by API, in words, with the first place of each. `certain`:
-    modules and streams of NNX outweigh names, which an attribute may have as well."""
-    found: dict[str, Path] = {}
-    stack = [(at, top)] if isinstance(top, dict) else []
-    while stack:
-        path, node = stack.pop()
-        inner = [((*path, key), child) for key, child in node.items() if isinstance(child, dict)]
-        stack += reversed(inner)
-        for place, child in inner:
-            if AUTOMATIC.fullmatch(place[-1]) and not _array(child):
-                found.setdefault("automatic", place)
-        if _BOOKKEEPING in node:
-            found.setdefault("module", path)
-        if _is_stream(node):
-            found.setdefault("stream", path)
-        arrays = {key for key in ("mean", "var", "scale", "bias") if _array(node.get(key))}
-        if {"mean", "var"} < arrays:  # Linen has a collection for each
-            found.setdefault("norm", path)
-    proofs: dict[str, list[str]] = {"linen": [], "nnx": []}
-    for api, mark, words in (
-        ("linen", "automatic", "has a name that Linen generates"),
-        ("nnx", "module", "is a module that was saved directly (`_pytree__state`)"),
-        ("nnx", "stream", "is a stream of random numbers (`key`, `count`)"),
-        ("nnx", "norm", "holds parameters and statistics together"),
-    ):
-        proofs[api] += [f"{_named(found[mark])} {words}"] if mark in found else []
-    outweighs = certain and not found.keys().isdisjoint(("module", "stream"))
-    if training and training.wrapped:
-        words = "holds the state and the steps of an optimizer, as `nnx.Optimizer` does"
-        proofs["nnx"].append(f"{_named(training.names[:1])} {words}")
-    if training and training.root:
-        leaves = list(_leaves_of(training.state))
-        listed = any(isinstance(key, int) for leaf in leaves for key in leaf.path)
-        if listed and all(leaf.lone is None for leaf in leaves):
-            words = "has list positions, as in saved optax tuples"
-            proofs["linen"].append(f"{_named(training.root)} {words}")
-        states = training.state if isinstance(training.state, dict) and not listed else {}
-        valued = all(isinstance(state, dict) or _array(state) for state in states.values())
-        if states and valued and all(map(str.isdecimal, states)):
-            words = "has keys only for positions with a value, as in `nnx.Optimizer`"
-            proofs["nnx"].append(f"{_named(training.root)} {words}")
-    return {**proofs, "linen": []} if outweighs else proofs
-
-
-def _api_of(kind: str) -> str:
-    return "nnx" if kind.startswith("nnx") else "linen"
+    def _objections(self, kind: str, roots: Mapping[Path, Path]) -> list[str]:
+        """Why it cannot be of a kind."""
+        top, leaves = self.top, self.leaves
+        modules = [leaf.path[:-1] for leaf in leaves if leaf.keys[-1] == _BOOKKEEPING]
+        held = [leaf for leaf in leaves if leaf.is_array and leaf.lone is not None]
+        variables = [leaf.path for leaf in held if leaf.is_held and leaf.is_standard]
+        more = [(key,) for key in top if key not in ("opt_state", "step")]
+        params, model = _is_mapping(top.get("params")), isinstance(top.get("model"), dict)
+        saved_itself = f"{_named(*modules[:1])} is an NNX module that was saved directly"
+        state = self.state_root
+        checks = (
+            (("linen-", "maxtext"), modules, saved_itself),
+            ("linen-params", params, "`params` is a collection at the top"),
+            ("linen-params", "opt_state" in top, "`opt_state` is at the top"),
+            ("linen-variables", state, f"{_named(state or ())} is at the top"),
+            ("linen-variables", not roots, "no collection is at the top"),
+            (("linen-train-state", "maxtext"), not params, "there is no `params` at the top"),
+            ("maxtext", (AUXILIARY,) not in roots.values(), "there is no `nnx_aux/model`"),
+            ("nnx-state", not held and not modules, "no array is in a `value` level"),
+            ("nnx-pure-dict", variables, f"{_named(*variables[:1])} is in a `value` level"),
+            ("nnx-optimizer", more, f"there is more at the top: {_named(*more)}"),
+            ("nnx-model", not model, "there is no `model` at the top"),
+            ("nnx-model-and-optimizer", len(more) == len(top), "there is no `opt_state` or `step`"),
+        )
+        return [text for kinds, wrong, text in checks if kind.startswith(kinds) and wrong]
 
 
 def _chosen(
@@ -394,65 +557,31 @@ def _chosen(
     from. Raises TreeMismatchError if none is, or several are. `readings`: kind, or what has none ->
     what selects it."""
     proved = [name for name, reasons in proofs.items() if reasons]
-    apis = proved or ([api] if api else [])
-    fitting = {
-        kind: hint for kind, hint in readings.items() if _api_of(kind) in (apis or API_NAMES)
+    apis = proved or ([api] if api else [*API_NAMES])
+    by_api = {
+        name: [kind for kind in readings if _of_linen(kind) == (name == "linen")]
+        for name in API_NAMES
     }
+    fitting = [kind for kind in readings if any(kind in by_api[name] for name in apis)]
     if len(fitting) != 1 or len(proved) > 1:
-        of_direction = {kind: h for kind, h in fitting.items() if _api_of(kind) == api}
-        raise _ambiguous(fitting, proofs, of_direction)
-    ((kind, hint),) = fitting.items()
-    why = list(proofs[_api_of(kind)])
+        of_direction = [kind for kind in fitting if api and kind in by_api[api]]
+        hinted = [readings[kind] for kind in of_direction or fitting or readings]
+        reasons = [f"{API_NAMES[name]}: {text}" for name, found in proofs.items() for text in found]
+        raise _ambiguous(fitting, reasons, hinted)
+    (kind,) = fitting
+    why = list(proofs["linen" if _of_linen(kind) else "nnx"])
     if kind not in KINDS:
-        raise TreeMismatchError(f"no supported layout has {kind}", why, [hint])
+        raise TreeMismatchError(f"no supported layout has {kind}", why, [readings[kind]])
     if not proved and api:
         why.append(f"the conversion is from {API_NAMES[api]}, and nothing contradicts it")
     return kind, why or ["no other layout fits"]
 
 
 def _ambiguous(
-    readings: Mapping[str, str],
-    proofs: Mapping[str, Sequence[str]],
-    hinted: Mapping[str, str] | None = None,
+    readings: Sequence[str], proofs: Sequence[str], hints: Sequence[str]
 ) -> TreeMismatchError:
-    """The error of several readings, with the proofs. `hinted`: those to choose from, by default
-    all."""
-    return TreeMismatchError(
-        f"the tree can be read as {' or as '.join(readings)}",
-        [f"{API_NAMES[api]}: {reason}" for api, found in proofs.items() for reason in found],
-        list((hinted or readings).values()),
-    )
-
-
-def _check_top(top: _Node, names: Sequence[str]) -> None:
-    """Raises TreeMismatchError if states of these names are not at the top, but one level lower."""
-    states = {
-        key: [(key, name) for name in names if _is_mapping(node.get(name))]
-        for key, node in top.items()
-        if isinstance(node, dict)
-    }
-    if any(states.values()):
-        raise TreeMismatchError(
-            "the state is not at the top of the tree",
-            [f"there is {_named(*paths)}" for paths in states.values() if paths],
-            [_lifted(key) for key, paths in states.items() if paths],
-        )
-
-
-def _beginning(key: str) -> str:
-    """A regex of what paths below a key begin with."""
-    return f"^{re.escape(format_key(key))}/"
-
-
-def _lifted(key: str) -> str:
-    """The calls that take what is below a key out of the tree."""
-    part = f"reshard.select(ckpt, {as_python(format_glob((key,)) + '/**')})"
-    return f"reshard.rename({part}, {as_python([(_beginning(key), '')])})"
-
-
-def _nnx_kinds(leaves: Sequence[_SavedLeaf]) -> list[str]:
-    """Of the two kinds of an NNX state those that the tree may be."""
-    return ["nnx-state" if held else "nnx-pure-dict" for held in _in_variables(leaves)]
+    """The error of several readings."""
+    return TreeMismatchError(f"the tree can be read as {' or as '.join(readings)}", proofs, hints)
 
 
 def _in_variables(leaves: Iterable[_SavedLeaf]) -> list[bool]:
@@ -469,7 +598,22 @@ def _in_variables(leaves: Iterable[_SavedLeaf]) -> list[bool]:
     return [True, False] if any(held) == any(bare) else [any(held)]
 
 
-# Collections.
+def _variables(
+    kind: str,
+    model: Sequence[_SavedLeaf],
+    optimizer: Sequence[_SavedLeaf],
+    step: _SavedLeaf | None,
+) -> tuple[bool, bool]:
+    """Whether leaves are in variables: those of the model, and those of the optimizer state."""
+    kinds = {"nnx-state": [True], "nnx-pure-dict": [False]}
+    in_model = kinds.get(kind) or _in_variables(model)
+    if len(in_model) > 1:
+        hints = [f"{_alone('model')} with layout={as_python(x)}" for x in kinds]
+        raise _ambiguous([f"{x} below `model`" for x in kinds], (), hints)
+    in_optimizer = _in_variables(optimizer)
+    if len(in_optimizer) > 1:
+        in_optimizer = in_model if model else [step is None or step.is_held]
+    return in_model[0], in_optimizer[0]
 
 
 def _holds_variables(params: Any) -> bool:
@@ -481,223 +625,35 @@ def _holds_variables(params: Any) -> bool:
     )
 
 
-def _check_variables(params: _Node, training: _Training) -> None:
-    """Raises TreeMismatchError if the containers beside `params/params` may be modules: no name
-    among theirs is one of Flax's collections."""
-    others = params.keys() - {"params"}
-    if not others or others & COLLECTIONS:
-        return
-    paths = _named(*(("params", name) for name in sorted(others)))
-    modules, collections = 'layout="linen-variables"', 'layout="linen-train-state"'
-    if training.names:  # both are train states
-        modules = 'reshard.rename(ckpt, [("^params/", "params/params/")])'
-        collections = 'reshard.rename(ckpt, [("^params/", "")])'
-    raise TreeMismatchError(
-        "it is unclear whether the keys below `params` are modules or collections",
-        [
-            f"modules: one is called `params`, as `params/params`, beside {paths}",
-            f"collections: the parameters are `params/params`, and none are in {paths}",
-        ],
-        [f"{modules}, if they are modules", f"{collections}, if they are collections"],
-    )
-
-
-def _collection_roots(top: _Node, training: _Training, nested: bool) -> dict[Path, str]:
-    """Where collections are saved -> their names; `nested`: all of them are below `params`."""
-    params = top.get("params")
-    roots: dict[Path, str] = {}
-    if isinstance(params, dict) and nested:
-        roots = {("params", name): name for name in params}
-        params = params["params"]
-    elif _is_mapping(params):
-        roots = {("params",): "params"}
-    for name, node in top.items():
-        if name in ("params", *training.names) or not _is_mapping(node):
-            continue
-        inner = node if isinstance(node, dict) else {}
-        if name == AUXILIARY and _is_mapping(inner.get("model")):
-            roots[name, "model"] = name
-        elif name in COLLECTIONS or _is_collection(inner, params, bool(training.names)):
-            roots[(name,)] = name
-        elif inner and all(key in COLLECTIONS and _is_mapping(c) for key, c in inner.items()):
-            roots |= {(name, key): key for key in inner}
-    return roots
-
-
-def _is_collection(node: _Node, params: Any, trained: bool) -> bool:
-    """Whether a container beside `params` is a collection of the user's own: of arrays, which are
-    no copy of the parameters; in a train state, of the same modules as the parameters."""
-    if node and all(key in COLLECTIONS and _is_mapping(inner) for key, inner in node.items()):
-        return False  # it holds collections
-    leaves = list(_leaves_of(node))
-    if not leaves or isinstance(leaves[0].path[1], int):
-        return False
-    for leaf in leaves:
-        number = getattr(leaf.value, "value_type", "") == "scalar"
-        if not leaf.is_array or number or _dtype_name(leaf) == "key":
-            return False
-    modules = params if isinstance(params, dict) else {}
-    return (not trained or node.keys() <= modules.keys()) and not _same_leaves(node, modules)
-
-
-def _same_leaves(node: Any, other: Any) -> bool:
-    """Whether two trees have arrays at the same paths, in boxes or not."""
-    if _array(node) or _array(other):
-        return bool(_array(node) and _array(other))
-    if not isinstance(node, dict) or not isinstance(other, dict) or node.keys() != other.keys():
-        return False
-    return all(_same_leaves(node[key], other[key]) for key in node)
-
-
-def _boxes(
-    leaves: Mapping[Path, Sequence[_SavedLeaf]],
-) -> tuple[Callable[[_SavedLeaf, int], bool], _SavedLeaf | None]:
+def _boxes(model: Mapping[Path, Sequence[_SavedLeaf]]) -> Callable[[_SavedLeaf, int], bool]:
     """A function that says whether a leaf of the model, or of optimizer state that mirrors it, is
-    in a box of Linen's; and a leaf that may be in one and is taken for a parameter called `value`.
+    in a box of Linen's.
 
     A level that holds nothing but `value` is a module with a parameter of that name if it has a
     name as Linen gives modules, or if another collection has other leaves in it. All others are
     boxes if one of them must be, by its name, or if there is nothing outside of them.
     """
-    modules: set[Path] = {()}
-    holders: dict[Path, _SavedLeaf] = {}
-    for root, below in leaves.items():
+    modules: set[tuple[str, ...]] = {()}
+    holders: dict[tuple[str, ...], _SavedLeaf] = {}
+    for root, below in model.items():
         for leaf in below:
             path = leaf.keys[len(root) : -1]
             if leaf.is_held:
                 holders[path] = leaf
                 path = path[:-1]
-            while path not in modules:
-                modules.add(path)
-                path = path[:-1]
-    found = [p for p in holders if p not in modules and not AUTOMATIC.fullmatch(str(p[-1]))]
+            modules.update(path[:end] for end in range(1, len(path) + 1))
+    found = {p for p in holders if p not in modules and not AUTOMATIC.fullmatch(p[-1])}
     sure = any(holders[path].is_standard for path in found)
-    sure = sure or all(leaf.is_held for below in leaves.values() for leaf in below)
-    ambiguous = holders[found[0]] if found and not sure else None
-    boxes = set(found) if sure else set()
+    boxes = found if sure or all(x.is_held for held in model.values() for x in held) else set()
 
-    def hold(leaf: _SavedLeaf, start: int) -> bool:
+    def is_boxed(leaf: _SavedLeaf, start: int) -> bool:
         if not boxes or not leaf.is_held:
             return False
         path = leaf.keys[start:-1]
         endings = (path[i:] for i in range(len(path) + 1))
         return next((end for end in endings if end in holders), None) in boxes
 
-    return hold, ambiguous
-
-
-# Where everything is.
-
-
-def _read(
-    kind: str, why: list[str], top: _Node, training: _Training, leaves: Sequence[_SavedLeaf]
-) -> Layout:
-    """The layout of a tree of a kind."""
-    linen = _api_of(kind) == "linen"
-    if kind in _WHOLE:
-        roots: dict[Path, Path] = {(): ("params",) if linen else ()}
-    elif linen:
-        nested = kind != "linen-variables" and _holds_variables(top.get("params"))
-        if nested and training.names:  # the kind does not say it
-            _check_variables(top["params"], training)
-        roots = {path: (name,) for path, name in _collection_roots(top, training, nested).items()}
-    else:
-        roots = {("model",): ()} if kind != "nnx-optimizer" else {}
-    if unfit := _objections(kind, top, training, roots, leaves):
-        raise TreeMismatchError(f"the tree cannot be {kind}", unfit)
-    if kind in (*_WHOLE, "linen-variables"):
-        training = _Training()
-    model: dict[Path, list[_SavedLeaf]] = {root: [] for root in roots}
-    optimizer, rest = [], []
-    size, depths = len(training.root or ()), sorted({len(root) for root in roots}, reverse=True)
-    for leaf in leaves:
-        if leaf is training.step:
-            continue
-        at = next((begin for n in depths if (begin := leaf.keys[:n]) in roots), None)
-        if training.root and leaf.keys[:size] == training.root and leaf.keys[-1] != _BOOKKEEPING:
-            # Text is neither a state nor a masked leaf.
-            (rest if isinstance(leaf.value, str) else optimizer).append(leaf)
-        else:
-            (model[at] if at is not None and leaf.is_array else rest).append(leaf)
-    if linen:
-        hold, ambiguous = _boxes({p: x for p, x in model.items() if roots[p] != (AUXILIARY,)})
-        in_model = in_optimizer = hold
-        if ambiguous:
-            words = "is taken for a parameter of that name: nothing else is in a box"
-            why = [*why, f"{_named(ambiguous.path)} {words}"]
-    else:
-        one, other = _variables(kind, [*itertools.chain(*model.values())], optimizer, training.step)
-        in_model, in_optimizer = lambda leaf, start: one, lambda leaf, start: other
-    arrays = [leaf for leaf in rest if leaf.is_array]
-    return Layout(
-        kind=kind,
-        api=_api_of(kind),
-        why=tuple(why),
-        model=_unique(
-            (roots[root] + leaf.below(len(root), in_model(leaf, len(root))), leaf.path)
-            for root, below in model.items()
-            for leaf in below
-        ),
-        optimizer=_unique(
-            (leaf.below(size, in_optimizer(leaf, size)), leaf.path) for leaf in optimizer
-        ),
-        step=training.step.path if training.step else None,
-        rest=tuple(leaf.path for leaf in rest),
-        roots=_unique((beginning, path) for path, beginning in roots.items()),
-        optimizer_root=training.root,
-        beside=_unique((leaf.below(0, in_model(leaf, 1)), leaf.path) for leaf in arrays),
-    )
-
-
-def _objections(
-    kind: str,
-    top: _Node,
-    training: _Training,
-    roots: Mapping[Path, Path],
-    leaves: Sequence[_SavedLeaf],
-) -> list[str]:
-    """Why a tree cannot be of a kind."""
-    modules = [leaf.path[:-1] for leaf in leaves if leaf.keys[-1] == _BOOKKEEPING]
-    held = [leaf for leaf in leaves if leaf.is_array and leaf.lone is not None]
-    variables = [leaf.path for leaf in held if leaf.is_held and leaf.is_standard]
-    more = [(key,) for key in top if key not in ("opt_state", "step")]
-    params, model = _is_mapping(top.get("params")), isinstance(top.get("model"), dict)
-    saved_itself = f"{_named(*modules[:1])} is an NNX module that was saved directly"
-    checks = (
-        (("linen-", "maxtext"), modules, saved_itself),
-        ("linen-params", params, "`params` is a collection at the top"),
-        ("linen-params", "opt_state" in top, "`opt_state` is at the top"),
-        ("linen-variables", training.root, f"{_named(training.root or ())} is at the top"),
-        ("linen-variables", not roots, "no collection is at the top"),
-        (("linen-train-state", "maxtext"), not params, "there is no `params` at the top"),
-        ("maxtext", (AUXILIARY,) not in roots.values(), "there is no `nnx_aux/model`"),
-        ("nnx-state", not held and not modules, "no array is in a `value` level"),
-        ("nnx-pure-dict", variables, f"{_named(*variables[:1])} is in a `value` level"),
-        ("nnx-optimizer", more, f"there is more at the top: {_named(*more)}"),
-        ("nnx-model", not model, "there is no `model` at the top"),
-        ("nnx-model-and-optimizer", len(more) == len(top), "there is no `opt_state` or `step`"),
-    )
-    return [text for kinds, wrong, text in checks if kind.startswith(kinds) and wrong]
-
-
-def _variables(
-    kind: str,
-    model: Sequence[_SavedLeaf],
-    optimizer: Sequence[_SavedLeaf],
-    step: _SavedLeaf | None,
-) -> tuple[bool, bool]:
-    """Whether leaves are in variables: those of the model, and those of the optimizer state."""
-    kinds = {"nnx-state": [True], "nnx-pure-dict": [False]}
-    in_model = kinds.get(kind) or _in_variables(model)
-    if len(in_model) > 1:
-        readings = {
-            f"{x} below `model`": f"{_lifted('model')} with layout={as_python(x)}" for x in kinds
-        }
-        raise _ambiguous(readings, {})
-    in_optimizer = _in_variables(optimizer)
-    if len(in_optimizer) > 1:
-        in_optimizer = in_model if model else [step is None or step.is_held]
-    return in_model[0], in_optimizer[0]
+    return is_boxed
 
 
 def _unique(pairs: Iterable[tuple[Path, Path]]) -> dict[Path, Path]:

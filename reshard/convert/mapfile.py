@@ -97,8 +97,11 @@ def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) ->
     lines = enumerate(text.splitlines(), 1)
     problems = [f"line {n}: {line}" for n, line in lines if open_places(line)]
     if problems:
-        hint = "each stands for a leaf: its comment lists the candidates"
-        raise ArgumentError(f"{path}: `{TODO}` must be replaced", problems, [hint])
+        hints = [
+            f"in a rule, replace '{TODO}' by a path; the comment of its line lists the candidates",
+            f"in `init`, delete the word {TODO} to keep the model's own initial value of the leaf",
+        ]
+        raise ArgumentError(f"{path}: `{TODO}` must be replaced", problems, hints)
     return map_of(document, os.fspath(path), numbers)
 
 

@@ -116,7 +116,9 @@ def ready_map(
     variables["padding"] = 0 if vocab is None else vocab - variables["vocab"]
     untrue = [rule for rule in document.get("require", ()) if not evaluated(rule, variables)]
     if untrue:
-        problems = [f"it requires that {rule}" for rule in untrue]
+        words = dict.fromkeys(re.findall(r"[a-z_]+", " ".join(untrue)))
+        known = [f"{name} is {variables[name]!r}" for name in words if name in variables]
+        problems = [*(f"it requires `{rule}`" for rule in untrue), "here, " + ", ".join(known)]
         raise ArgumentError(f"{name} does not fit the model of `{config}`", problems)
     if to not in (None, variables.get("api")):
         text = f"a conversion to {to} cannot use the map {name}: pass it to `reshard.remap`"

@@ -269,7 +269,7 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
         raise TreeMismatchError(
             "optimizer state that cannot follow its parameters",
             problems,
-            ["drop it, and initialise it when restoring: `select(ckpt, drop=...)`"],
+            ["reshard.select(ckpt, drop=[...]) leaves it out"],
         )
     without = {path: row.inputs for row in small for path in row.outputs}
     values, must_be_zero = dict(model.values), {}

@@ -59,7 +59,8 @@ def load(name: str, what: str) -> Any:
         file = name.rstrip(":")
         example = f"{file}:NAME" if file.endswith(".py") else "my_project.model:create_train_state"
         raise ReshardError(
-            f"{what} {name}: that is not `package.module:callable`", hints=[f"{what} {example}"]
+            f"{what} {name}: this name does not have the form `package.module:callable`",
+            hints=[f"{what} {example}"],
         )
     file = pathlib.Path(module).absolute() if module.endswith(".py") else None
     places = "the current directory and on PYTHONPATH"

@@ -316,18 +316,18 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
     """The error for an array if it takes `needed` bytes to rewrite one stored chunk."""
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     return MemoryLimitError(
-        f"{format_path(array.path)}: one stored chunk does not fit in {format_bytes(max_memory)}",
-        [
-            f"a chunk of {list(array.source_chunk)} has {format_bytes(decoded)} decoded, and "
-            f"rewriting it takes {format_bytes(needed)}"
-        ],
-        [f'max_memory="{whole_kib(needed)}" is the least that rewrites it'],
-        needed,
+        f"{format_path(array.path)}: rewriting one stored chunk of {list(array.source_chunk)} "
+        f"({format_bytes(decoded)}) takes {format_bytes(needed)}, more than the limit of "
+        f"{format_bytes(max_memory)}",
+        hints=[f'max_memory="{whole_kib(needed)}" is the least that rewrites it'],
+        least=needed,
     )
 
 
 def _passes(array: ArrayLayout, box: Shape) -> float:
     """How often a source chunk is read, on average, when each box reads all it touches."""
+    if 0 in array.shape:
+        return 1.0
     dims = zip(array.shape, array.source_chunk, box, strict=True)
     return math.prod(
         sum(math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b))

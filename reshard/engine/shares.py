@@ -16,56 +16,29 @@ import bisect
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from reshard.arrays.boxes import Shape
 
-# The fixed cost of a chunk, as bytes that could be copied in the same time.
-CHUNK_BYTES = 1 << 16
 
-
-class Piece(Protocol):
-    """A part of the work: boxes or values, from number `start` to number `stop`. A named tuple."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-    def weight(self, count: int) -> int:
-        """The weight of the first `count` boxes or values."""
-        ...
-
-    def _replace(self, **fields: Any) -> Any: ...
-
-
-P = TypeVar("P", bound=Piece)
-
-
-def divide(pieces: Sequence[P], count: int) -> list[list[P]]:
-    """The pieces of each of `count` shares. All of them begin with number 0."""
-    ends = [0, *itertools.accumulate(piece.weight(piece.stop) for piece in pieces)]
+def divide(work: Sequence[np.ndarray], count: int) -> list[list[tuple[int, int, int]]]:
+    """For each of `count` shares its ranges: the number of a piece of work, the first box, and the
+    box after the last one. `work` has, for each piece, the weight of its first n boxes, for each n
+    from 0."""
+    ends = [0, *itertools.accumulate(int(weights[-1]) for weights in work)]
 
     def cut(number: int) -> tuple[int, int]:
-        """Where a share begins: the number of a piece, and its first box or value."""
+        """Where a share begins: the number of a piece, and its first box."""
         target = ends[-1] * number // count
         n = bisect.bisect_right(ends, target) - 1
-        if n == len(pieces):
-            return n, 0
-        boxes = range(pieces[n].stop + 1)
-        return n, bisect.bisect_left(boxes, target - ends[n], key=pieces[n].weight)
+        return n, 0 if n == len(work) else bisect.bisect_left(work[n], target - ends[n])
 
     shares = []
     for (first, start), (last, stop) in itertools.pairwise(map(cut, range(count + 1))):
-        parts = [*pieces[first : last + 1]]
-        if last < len(pieces):
-            parts[-1] = parts[-1]._replace(stop=stop)
-        if parts:
-            parts[0] = parts[0]._replace(start=start)
-        shares.append([part for part in parts if part.start < part.stop])
+        boxes = [(n, 0, len(work[n]) - 1) for n in range(first, last)] + [(last, 0, stop)]
+        boxes[0] = first, start, boxes[0][2]
+        shares.append([each for each in boxes if each[1] < each[2]])
     return shares
 
 

@@ -1,4 +1,5 @@
-"""Facts, lists and data of a page, from the JSON document of inspect, ckpt, convert or diff. Pure.
+"""Facts, lists and data of a page, from the JSON document of inspect, ckpt, convert, diff or a
+coverage. Pure.
 
 `reshard help page` describes the documents. None is unknown, and is shown as `not known`.
 """
@@ -55,6 +56,8 @@ def page_of(document: Document) -> Page:
     """The page of a JSON document."""
     if "differences" in document:
         return _diff_page(document)
+    if "rules" in document:
+        return _coverage_page(document)
     if "arrays" in document:
         return _plan_page(document)
     return _checkpoint_page(document)
@@ -152,6 +155,32 @@ def _load(document: Document, mesh: str) -> Fact:
     return Fact(
         "Is it worth it? A restore reads", format_load(before, after), (*details,), tone, _NAME
     )
+
+
+def _coverage_page(document: Document) -> Page:
+    leaves = Leaves(["target"], [document["mesh"]], [document["device_ids"]])
+    for leaf in document["leaves"]:
+        leaves.add(leaf["keys"], leaf, [leaf])
+    mesh = leaves.meshes_of(0)
+    sources = collections.Counter(leaf["source"] for leaf in document["leaves"])
+    by = ", ".join(f"{count} by {'nothing' if s == 'none' else s}" for s, count in sources.items())
+    arrays, problems = count_of(leaves.arrays, "array"), len(document["problems"])
+    fits = (f"no, {count_of(problems, 'problem')}", "bad") if problems else ("yes", "good")
+    why = ("Read amplification is not known: a model has no chunks.",)
+    facts = (
+        Fact(_HOLDS, format_bytes(document["device_bytes"]), (f"{arrays}; specs {by}.",)),
+        Fact("Does it fit the mesh?", fits[0], why, fits[1]),
+        _replicated(leaves),
+    )
+    rules = []
+    for rule in document["rules"]:
+        axes = ", ".join(rule["axes"]) or "replicated"
+        rules.append(f"{rule['name']} -> {axes}: {count_leaves(rule['leaves'])}")
+    unmatched = document["unmatched"].items()
+    rules += [f"{name}, in no rule: {count_leaves(len(paths))}" for name, paths in unmatched]
+    lead = f"{arrays}, {format_bytes(leaves.nbytes)}, on {mesh}."
+    lists = {**_lists(document), "Rules": rules}
+    return Page("coverage", f"a model on {mesh}", lead, facts, lists, leaves.data())
 
 
 def _diff_page(document: Document) -> Page:

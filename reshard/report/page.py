@@ -24,11 +24,12 @@ _KINDS = {
     "conversion": "plan of a conversion",
     "refused": "plan that could not be made",
     "diff": "differences",
+    "coverage": "coverage of a model",
 }
 
 
 def to_html(x: Any) -> str:
-    """Return a self-contained HTML page of a checkpoint, a plan, a diff or an array.
+    """Return a self-contained HTML page of a checkpoint, a plan, a diff, a coverage or an array.
 
     The page shows the bytes of each part of the tree, the shards of each device, and the changes of
     a job. No array is read. The page needs no network and no other file. For 10,000 leaves it has
@@ -47,7 +48,7 @@ def to_html(x: Any) -> str:
             f"there is no page of {type(x).__name__}",
             hints=[
                 "reshard.to_html(reshard.open(path))",
-                "plans and diffs have pages, too",
+                "plans, diffs and coverages have pages, too",
             ],
         )
     return page(x.document())

@@ -244,7 +244,9 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
         keys = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{list(data.shape)} is not the shape of PRNG keys `{impl}`, as recorded", [str(error)]
+            f"an array of shape {list(data.shape)} does not hold PRNG keys of the recorded kind "
+            f"`{impl}`",
+            [str(error)],
         ) from error
     equivalent = keys.sharding.is_equivalent_to(sharding, keys.ndim)
     return keys if equivalent else jax.device_put(keys, sharding)

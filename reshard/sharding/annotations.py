@@ -66,6 +66,7 @@ class LeafCoverage:
     Attributes:
       source: the origin of its spec: `"specs"`, `"names"`, `"sharding"`, `"optimizer"`, `"none"`.
       rules: positions of the rules that decided it, in the order in which they were given.
+      nbytes: bytes of the whole array.
       device_bytes: bytes of a shard.
       replicated: whether every device of the mesh holds all of it.
     """
@@ -76,6 +77,7 @@ class LeafCoverage:
     spec: Spec
     source: str
     rules: tuple[int, ...]
+    nbytes: int
     device_bytes: int
     replicated: bool
 
@@ -142,6 +144,42 @@ class Coverage:
     def device_bytes(self) -> int:
         """Bytes of all leaves on each device."""
         return sum(leaf.device_bytes for leaf in self.leaves)
+
+    def document(self) -> dict[str, Any]:
+        """The coverage as JSON."""
+        return {
+            "mesh": self.mesh.shape,
+            "device_ids": self.mesh.device_ids and list(self.mesh.device_ids),
+            "device_bytes": self.device_bytes,
+            "replicated_bytes": self.replicated_bytes,
+            "rules": [
+                {"name": name, "axes": list(axes), "leaves": len(paths)}
+                for (name, axes), paths in zip(self.rules, self.reached, strict=True)
+            ],
+            "unmatched": {name: [*map(format_path, p)] for name, p in self.unmatched.items()},
+            "problems": list(self.problems),
+            "hints": list(self.hints),
+            "leaves": [
+                {
+                    "path": format_path(leaf.path),
+                    "keys": list(leaf.path),
+                    "shape": list(leaf.shape),
+                    "bytes": leaf.nbytes,
+                    "mesh": self.mesh.shape,
+                    "spec": [list(axes) for axes in leaf.spec],
+                    "names": leaf.names and list(leaf.names),
+                    "source": leaf.source,
+                    "device_bytes": leaf.device_bytes,
+                    "replicated": leaf.replicated,
+                }
+                for leaf in self.leaves
+            ],
+        }
+
+    def _repr_html_(self) -> str:
+        from reshard.report.page import framed
+
+        return framed(self)
 
     def __repr__(self) -> str:
         sources = collections.Counter(leaf.source for leaf in self.leaves)
@@ -311,6 +349,6 @@ class _Cover:
         self.problems[leaf.path] += [f"{text}: {problem}" for problem in found]
         parts = math.prod(self._mesh.shape.get(axis, 1) for entry in spec for axis in entry)
         nbytes = math.prod(leaf.shape) * leaf.itemsize
-        held = nbytes // parts, parts == 1 < self._mesh.size
+        sizes = nbytes, nbytes // parts, parts == 1 < self._mesh.size
         kind = leaf.path, leaf.shape, leaf.names
-        self.done[leaf.path] = LeafCoverage(*kind, spec, source, used, *held)
+        self.done[leaf.path] = LeafCoverage(*kind, spec, source, used, *sizes)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from reshard.arrays.boxes import Shape, chunks_together, common_multiple, grid_size, shape_of
 from reshard.arrays.digests import Digest
 from reshard.arrays.handle import ArrayHandle, Derived
@@ -68,11 +70,13 @@ def read_values(
         every = dict(enumerate(groups)), dict(enumerate(accumulators))
         return ReadTask(0, 1, 0, *every, turns, max_memory).run(progress)[1]
     count = task_count(sum(turn.nbytes for turn in turns), workers)
+    weights = [np.linspace(0, turn.nbytes, turn.count + 1, dtype=np.int64) for turn in turns]
     tasks = []
-    for number, own in enumerate(divide(turns, count)):
+    for number, ranges in enumerate(divide(weights, count)):
+        own = [turns[n]._replace(start=start, stop=stop) for n, start, stop in ranges]
         if numbers := [n for turn in own for n in turn.numbers]:
             each = {n: groups[n] for n in numbers}, {n: accumulators[n] for n in numbers}
-            weight = sum(turn.weight(turn.stop) - turn.weight(turn.start) for turn in own)
+            weight = sum(int(weights[n][stop] - weights[n][start]) for n, start, stop in ranges)
             tasks.append(ReadTask(number, count, weight, *each, own, max_memory))
     check_tasks(tasks, executor)
     failed: Failed = {}
@@ -99,10 +103,6 @@ class _Turn(NamedTuple):
     stop: int
     count: int
     nbytes: int
-
-    def weight(self, count: int) -> int:
-        """Bytes of the first `count` boxes, as if all had the same size."""
-        return self.nbytes * count // self.count
 
 
 @dataclasses.dataclass(frozen=True)

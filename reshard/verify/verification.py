@@ -128,7 +128,14 @@ def verify(
             if lacking := other.lacks(path, leaf):
                 wrong[path].append(f"`{against}` {lacking}")
     elif other is not None:
-        _expect_equal(other, ckpt, how, wrong, expected)
+        name = f"`{other.source.path}`"
+        here = {there: path for path, there in partners(ckpt, other).items()}
+        comparable = _compare_trees(ckpt, other, here, name, wrong)
+        digests, failed = read_digests(other.arrays, *how)
+        for there in comparable.intersection(digests):
+            expected[here[there]].append((digests[there], f"of {name}"))
+        for there, error in failed.items():
+            wrong[here.get(there, there)].append(f"in {name}, {reason(error, there)}")
     digests, failed = read_digests(ckpt.arrays, *how)
     for path, error in failed.items():
         wrong[path].append(reason(error, path))
@@ -154,27 +161,25 @@ def _expect(
     return record.gone_arrays(ckpt.source, where)
 
 
-def _expect_equal(
-    other: Checkpoint, ckpt: Checkpoint, how: Any, wrong: _Texts, expected: _Expected
-) -> None:
-    """Adds the digests of another checkpoint's arrays, and all other differences of the leaves."""
-    name, same = f"`{other.source.path}`", partners(ckpt, other)
-    here = {there: path for path, there in same.items()}
-    digests, failed = read_digests(other.arrays, *how)
-    for path in ckpt.keys() - same.keys():
+def _compare_trees(
+    ckpt: Checkpoint, other: Checkpoint, here: Mapping[Path, Path], name: str, wrong: _Texts
+) -> set[Path]:
+    """Adds leaves of one side, and those that differ in path or kind. Returns the other side's
+    leaves whose values can be compared. `here` maps the other side's paths of common leaves."""
+    for path in ckpt.keys() - here.values():
         wrong[path].append(f"{name} does not have it")
     wrong |= {path: [f"only {name} has it"] for path in other if path not in here}
-    for path, there in same.items():
+    comparable = set()
+    for there, path in here.items():
         if path != there:  # Orbax restores a list on one side and a dict on the other.
             paths = f"{marked_positions(path)}, in {name} {marked_positions(there)}"
             wrong[path].append(f"its path is {paths}")
         kind, its = kind_text(ckpt[path]), kind_text(other[there])
-        if kind != its:
+        if kind == its:
+            comparable.add(there)
+        else:
             wrong[path].append(f"it is {kind}, in {name} {its}")
-        elif there in digests:
-            expected[path].append((digests[there], f"of {name}"))
-    for there, error in failed.items():
-        wrong[here.get(there, there)].append(f"in {name}, {reason(error, there)}")
+    return comparable
 
 
 def reason(error: ReshardError, path: Path) -> str:

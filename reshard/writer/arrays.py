@@ -22,12 +22,11 @@ import tensorstore as ts
 from reshard.arrays.boxes import Box, shape_of
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
-from reshard.arrays.handle import ArrayHandle, StoredChunk, stored_name
+from reshard.arrays.handle import StoredChunk, stored_name
 from reshard.engine import memory
 from reshard.engine.batches import Unit, in_batches, in_groups
 from reshard.engine.plan import ArrayPlan
 from reshard.engine.read import READ_AHEAD, Read, read
-from reshard.engine.shares import CHUNK_BYTES, grid_sums
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
 from reshard.storage.array_store import array_spec
@@ -48,65 +47,21 @@ CACHE_BYTES = 4 << 20
 _NOT_WRITTEN = "the written data cannot be read back"
 
 
-class BoxRange(NamedTuple):
-    """Boxes, from one number to another, of arrays of an item that are read together: the first box
-    of each, then the second of each, and so on."""
+class Piece(NamedTuple):
+    """A part of the work on an item, from one number to another: boxes of arrays that are read
+    together, the first box of each, then the second of each, and so on; or the stored values of one
+    array that is copied verbatim.
 
-    item: int
+    Attributes:
+      nbytes: bytes that are written: decoded ones of boxes, stored ones of values.
+      chunks: the number of chunks that are written.
+    """
+
     arrays: Sequence[ArrayPlan]
     start: int
     stop: int
-
-    def weight(self, count: int) -> int:
-        """The weight of the first `count` boxes of each array: bytes read, bytes written, and
-        `CHUNK_BYTES` for each chunk."""
-        weight = 0
-        for array in self.arrays:
-            elements, chunks = _sums(array)
-            each = math.ceil(array.layout.source_itemsize * array.passes)
-            each += array.layout.target_itemsize
-            weight += int(elements[count]) * each + int(chunks[count]) * CHUNK_BYTES
-        return weight
-
-    @property
-    def nbytes(self) -> int:
-        """Decoded bytes, as they are written."""
-        every = ((_sums(array)[0], array.layout.target_itemsize) for array in self.arrays)
-        return sum(int(sums[self.stop] - sums[self.start]) * itemsize for sums, itemsize in every)
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks that are written."""
-        every = (_sums(array)[1] for array in self.arrays)
-        return sum(int(sums[self.stop] - sums[self.start]) for sums in every)
-
-
-def _sums(array: ArrayPlan) -> tuple[np.ndarray, np.ndarray]:
-    return grid_sums(array.layout.shape, array.box or (), array.chunk)
-
-
-class ValueRange(NamedTuple):
-    """The stored values, from one number to another, of an array that is copied verbatim. Without
-    an array, files of an export.
-
-    Attributes:
-      sums: the bytes of the first n values, for each n from 0.
-    """
-
-    item: int
-    handle: ArrayHandle | None
-    sums: np.ndarray
-    start: int
-    stop: int
-
-    def weight(self, count: int) -> int:
-        """The weight of the first `count` values, as for `BoxRange`."""
-        return 2 * int(self.sums[count]) + count * CHUNK_BYTES
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes."""
-        return int(self.sums[self.stop] - self.sums[self.start])
+    nbytes: int
+    chunks: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,39 +72,40 @@ class ItemShare:
       item: the item's number.
       format: how its arrays are stored.
       metadata: metadata of arrays, by their keys.
-      values: the values that are copied verbatim.
-      boxes: the boxes that are rewritten.
+      pieces: its work.
       files: the safetensors files that hold the boxes, if that is the format.
     """
 
     item: int
     format: TargetFormat
     metadata: Mapping[str, bytes]
-    values: Sequence[ValueRange]
-    boxes: Sequence[BoxRange]
+    pieces: Sequence[Piece]
     files: Sequence[File] = ()
+
+    @property
+    def arrays(self) -> list[ArrayPlan]:
+        """The arrays that it has work of."""
+        return [array for piece in self.pieces for array in piece.arrays]
 
     def limiter(self, directory: Location, max_memory: int) -> memory.MemoryLimiter:
         """Limits the bytes in flight while it is written into a directory."""
-        arrays = [array for group in self.boxes for array in group.arrays]
-        handles = [*(a.handle for a in arrays), *(v.handle for v in self.values if v.handle)]
-        stores = (data.store.directory for handle in handles for _, data in handle.roots())
+        stores = (data.store.directory for a in self.arrays for _, data in a.handle.roots())
         is_remote = not all(place.is_local for place in (directory, *stores))
-        largest = max((array.box_bytes for array in arrays), default=0)
+        largest = max((array.box_bytes for array in self.arrays), default=0)
         limit = memory.limiter_bytes(max_memory, memory.cores(), largest, is_remote)
         return memory.MemoryLimiter(limit)
 
     def chunks(self) -> Iterator[tuple[str, StoredChunk, ts.KvStore]]:
         """The stored chunks that are copied verbatim, with their keys in the target, and the stores
         that hold them."""
-        for array in self.values:
-            assert array.handle is not None
-            _, root = next(array.handle.roots())
-            kvstore = functools.cache(root.store.kvstore)
-            chunks = stored_chunks(array.handle, self.format.encoding(array.handle)) or {}
-            name = stored_name(array.handle.path)
-            for key, chunk in itertools.islice(chunks.items(), array.start, array.stop):
-                yield f"{name}/{key}", chunk, kvstore(chunk.name)
+        for piece in self.pieces:
+            handle = piece.arrays[0].handle
+            if piece.arrays[0].verbatim:
+                _, root = next(handle.roots())
+                kvstore = functools.cache(root.store.kvstore)
+                chunks = stored_chunks(handle, self.format.encoding(handle)) or {}
+                for key, chunk in itertools.islice(chunks.items(), piece.start, piece.stop):
+                    yield f"{stored_name(handle.path)}/{key}", chunk, kvstore(chunk.name)
 
 
 class Written(NamedTuple):
@@ -179,7 +135,7 @@ def write_item(
     Raises CorruptCheckpointError if stored bytes do not decode, or written bytes are missing, and
     DestinationError if a write fails.
     """
-    handles = [array.handle for group in share.boxes for array in group.arrays]
+    handles = (array.handle for array in share.arrays if not array.verbatim)
     digests = {handle.path: Digest(handle.shape, handle.dtype) for handle in handles}
     limiter = share.limiter(directory, max_memory)
     write = _write_files if share.files else _write_databases
@@ -250,7 +206,7 @@ def _write_databases(
     names = [f"{name}{number}" for number in range(count)]
     target = Target(directory, names, share.format)
     with limiter:
-        copied = copy_chunks(share, target, limiter, report)
+        copy_chunks(share, target, limiter, report)
         write_chunks(share, target.write, digests, limiter, report)
     sizes: dict[str, int] = {}
     databases: dict[str, int] = {}
@@ -266,7 +222,7 @@ def _write_databases(
         files = {*sizes}
     problems = [f"`{directory / file}` is missing" for file in files - sizes.keys()]
     # A chunk that holds only the fill value may be absent on a disk.
-    keys = copied + sum(boxes.chunks for boxes in share.boxes)
+    keys = len(share.metadata) + sum(piece.chunks for piece in share.pieces)
     missing = keys - (sum(databases.values()) if ocdbt else len(sizes))
     if missing and not share.format.omits_fill:
         problems.append(f"{missing} chunks are missing")
@@ -394,7 +350,7 @@ def write_chunks(
       limiter: limits the bytes in flight. Several batches fit into it.
       report: called with the decoded bytes of each batch.
     """
-    todo = in_batches(units(share.boxes), limiter.limit // memory.WINDOW, limiter.limit)
+    todo = in_batches(units(share.pieces), limiter.limit // memory.WINDOW, limiter.limit)
     for number, filled in enumerate(read(todo, limiter)):
         filled.check()
         reads = filled.batch.reads
@@ -407,9 +363,9 @@ def write_chunks(
         boxes, values = [], None  # only the transaction holds the buffers until it is committed
 
 
-def units(groups: Sequence[BoxRange]) -> Iterator[Unit]:
+def units(pieces: Sequence[Piece]) -> Iterator[Unit]:
     """Boxes in order. Boxes of arrays that share stored chunks are read together."""
-    for _, group, start, stop in groups:
+    for group, start, stop, *_ in pieces:
         layouts = [array.layout for array in group]
         for boxes in zip(*(array.boxes(start, stop) for array in group), strict=True):
             elements = math.prod(shape_of(boxes[0]))
@@ -422,8 +378,8 @@ def units(groups: Sequence[BoxRange]) -> Iterator[Unit]:
 
 def copy_chunks(
     share: ItemShare, target: Target, limiter: memory.MemoryLimiter, report: Report
-) -> int:
-    """Writes metadata, and copies stored values, read ahead. Returns the number of their keys."""
+) -> None:
+    """Writes metadata, and copies stored values, read ahead."""
     if metadata := share.metadata:
         reservation = limiter.reserve(sum(map(len, metadata.values())))
         target.write_values(0, metadata.items(), reservation)
@@ -440,9 +396,8 @@ def copy_chunks(
         target.write_values(number, values, reservation)
         report(sum(chunk.value.size for _, chunk, _ in batch))
 
-    chunks = [*share.chunks()]
     most = limiter.limit // (2 * memory.WINDOW)
-    for number, some in enumerate(in_groups(chunks, lambda each: each[1].value.size, most)):
+    for number, some in enumerate(in_groups(share.chunks(), lambda each: each[1].value.size, most)):
         nbytes = memory.copy_bytes(sum(chunk.value.size for _, chunk, _ in some))
         limiter.make_room(nbytes)
         while ahead and (len(ahead) == READ_AHEAD or not limiter.fits(nbytes)):
@@ -452,4 +407,3 @@ def copy_chunks(
         ahead.append((number, reads, limiter.reserve(nbytes)))
     while ahead:
         write_oldest()
-    return len(metadata) + len(chunks)

@@ -113,45 +113,50 @@ _ORBAX = b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","
 _FILE_SIZE = 'file_size="256MiB"'
 # Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
 _MAX_BLOSC = (1 << 31) - 17
-# What blosc compresses with.
+# Codecs of blosc, levels, and configurations.
 _BLOSC = ("lz4", "lz4hc", "blosclz", "zlib", "zstd")
+_LEVELS = {"none": range(0), "zstd": range(-131072, 23), "blosc": range(10)}
+_USUAL = {
+    "zstd": {"level": 1},
+    "blosc": {"blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": "auto"},
+}
 
 
-class Codec(NamedTuple):
-    """The requested compression of chunks.
+def _parse_codec(text: str) -> tuple[str, str | None, int | None]:
+    """The name of a codec, blosc's own codec, and the level. Raises ArgumentError for anything
+    else."""
+    pattern = r"(none|zstd|blosc)(?::([a-z]\w+))?(?::(-?\d{1,6}))?"
+    match = re.fullmatch(pattern, text, re.ASCII) if isinstance(text, str) else None
+    if match is not None:
+        name, inner, level = match[1], match[2], None if match[3] is None else int(match[3])
+        inners = (None, *_BLOSC) if name == "blosc" else (None,)
+        if inner in inners and (level is None or level in _LEVELS[name]):
+            return name, inner, level
+    raise errors.ArgumentError(
+        f"`{text}` is not a codec",
+        hints=[
+            'codec="none"',
+            'codec="zstd:9", with a level up to 22',
+            'codec="blosc:lz4:5", with a level up to 9; or ' + ", ".join(_BLOSC[1:]),
+        ],
+    )
 
-    Attributes:
-      name: `"none"`, `"zstd"` or `"blosc"`.
-      level: None for the source's level if it has that codec, or else the default.
-      inner: blosc's own codec; None as for the level.
-    """
 
-    name: str
-    level: int | None = None
-    inner: str | None = None
-
-    def applied(self, encoding: Encoding) -> Encoding:
-        """An encoding with this codec instead of its own. Checksums stay."""
-        kept = tuple(text for text in encoding.compressors if json.loads(text)["name"] == "crc32c")
-        if self.name == "none":
-            return encoding._replace(compressors=kept)
-        own = [json.loads(text) for text in encoding.compressors if text not in kept]
-        same = own[0]["configuration"] if [c["name"] for c in own] == [self.name] else {}
-        if self.name == "zstd":
-            asked = {"level": self.level}
-            usual = {"level": 1}
-        else:
-            asked = {"cname": self.inner, "clevel": self.level}
-            usual = {"blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": "auto"}
-        asked = {key: value for key, value in asked.items() if value is not None}
-        new = codec(self.name, {**usual, **same, **asked})
-        # Inside of shards nothing would bound what a chunk of blosc decodes to.
-        shards = None if self.name == "blosc" else encoding.shards
-        return encoding._replace(compressors=(new, *kept), shards=shards)
-
-    def __str__(self) -> str:
-        parts = (self.name, self.inner, self.level)
-        return ":".join(str(part) for part in parts if part is not None)
+def _compressed(encoding: Encoding, text: str) -> Encoding:
+    """An encoding with another codec. Checksums stay. The rest of the codec's configuration is the
+    source's if it has that codec, or else the default."""
+    name, inner, level = _parse_codec(text)
+    kept = tuple(text for text in encoding.compressors if json.loads(text)["name"] == "crc32c")
+    if name == "none":
+        return encoding._replace(compressors=kept)
+    own = [json.loads(text) for text in encoding.compressors if text not in kept]
+    same = own[0]["configuration"] if [c["name"] for c in own] == [name] else {}
+    asked = {"level": level} if name == "zstd" else {"cname": inner, "clevel": level}
+    asked = {key: value for key, value in asked.items() if value is not None}
+    # Inside of shards nothing would bound what a chunk of blosc decodes to.
+    shards = None if name == "blosc" else encoding.shards
+    new = codec(name, {**_USUAL[name], **same, **asked})
+    return encoding._replace(compressors=(new, *kept), shards=shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +174,7 @@ class TargetFormat(ZarrVersion):
     """
 
     ocdbt: bool
-    codec: Codec | None
+    codec: str | None
     file_bytes: int
     linkable: bool
     omits_fill: bool
@@ -235,7 +240,7 @@ class TargetFormat(ZarrVersion):
 
 @functools.lru_cache(maxsize=4096)
 def _encoding(
-    encoding: Encoding, derived: bool, cast: bool, codec: Codec | None, version: int
+    encoding: Encoding, derived: bool, cast: bool, codec: str | None, version: int
 ) -> Encoding:
     """The encoding of an array that is derived, or cast, from one with another encoding."""
     if derived:  # of another shape: inner chunks are whole, and dimensions have no names
@@ -244,7 +249,7 @@ def _encoding(
     if cast:  # the fill value that Orbax writes
         encoding = encoding._replace(endian="little", fill="null")
     if codec is not None:
-        encoding = codec.applied(encoding)
+        encoding = _compressed(encoding, codec)
     return encoding if encoding.zarr_format == version else converted(encoding, version)
 
 
@@ -280,10 +285,11 @@ def target_format(
     store = ckpt.source.store
     if codec is None and store.ranged:  # such files are not compressed, and Orbax's are
         codec = "zstd:1"
-    parsed = None if codec is None else _parse_codec(codec)
-    file_bytes = (
-        None if file_size is None else units.parse_bytes(file_size, "not a file size", _FILE_SIZE)
-    )
+    if codec is not None:
+        _parse_codec(codec)
+    file_bytes = None
+    if file_size is not None:
+        file_bytes = units.parse_bytes(file_size, "not a file size", _FILE_SIZE)
     ocdbt = store.ocdbt if ocdbt is None else ocdbt
     if not ocdbt and file_bytes is not None:
         raise errors.ArgumentError(
@@ -298,7 +304,7 @@ def target_format(
     found = TargetFormat(
         store.zarr3 if format is None else format == "zarr3",
         ocdbt,
-        parsed,
+        codec,
         size,
         store.ocdbt and ocdbt and file_bytes is None and not store.ranged,
         fills,
@@ -319,51 +325,29 @@ def target_format(
     return found
 
 
-def _parse_codec(text: str) -> Codec:
-    pattern = r"none|(zstd)(?::(-?\d{1,6}))?|(blosc)(?::([a-z]\w+))?(?::(\d))?"
-    match = re.fullmatch(pattern, text, re.ASCII) if isinstance(text, str) else None
-    if match is not None:
-        zstd, level, blosc, inner, blosc_level = match.groups()
-        number = level or blosc_level
-        found = Codec(zstd or blosc or "none", None if number is None else int(number), inner)
-        if inner in (None, *_BLOSC) and (zstd is None or (found.level or 0) in range(-131072, 23)):
-            return found
-    raise errors.ArgumentError(
-        f"`{text}` is not a codec",
-        hints=[
-            'codec="none"',
-            'codec="zstd:9", with a level up to 22',
-            'codec="blosc:lz4:5", with a level up to 9; or ' + ", ".join(_BLOSC[1:]),
-        ],
-    )
-
-
 # Names.
 
 # Bytes of the name of a file or a directory.
 _MAX_NAME = 255
+_SLASH = "its name ends in `/`"
 
 
 def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[errors.ReshardError]:
     """Problems with the names of an item's leaves in this format."""
-    if clashes := _clashes(ckpt, form):
-        yield errors.TreeMismatchError("two leaves would be stored under one name", clashes)
-    unusable = [
-        f"{tree.format_path(path):.80}: {problem}"
-        for path in ckpt
-        if (problem := name_problem(stored_name(path)))
-    ]
-    if unusable:
-        yield errors.TreeMismatchError("some names cannot be stored", unusable)
+    hints = ["reshard.rename(ckpt, [(..., ...)])"]
+    if clashes := _clashes(ckpt):
+        yield errors.TreeMismatchError("two leaves would be stored under one name", clashes, hints)
+    problems = {path: name_problem(stored_name(path)) for path in ckpt}
+    problems |= {a.path: _SLASH for a in ckpt.arrays if stored_name(a.path).endswith("/")}
+    if unusable := [
+        f"{tree.format_path(path):.80}: {why}" for path, why in problems.items() if why
+    ]:
+        yield errors.TreeMismatchError("some names cannot be stored", unusable, hints)
     if empty := [a for a in ckpt.arrays if 0 in a.shape]:
         lines = [f"{tree.format_path(a.path)}  {a.describe()}" for a in empty]
         drop = tree.as_python([tree.format_path(a.path) for a in empty])
         hints = [f"reshard.select(ckpt, drop={drop})"]
         yield errors.TreeMismatchError("Orbax stores no arrays without elements", lines, hints)
-    if slashed := [a.path for a in ckpt.arrays if stored_name(a.path).endswith("/")]:
-        text = "no array can be stored under a name that ends in `/`"
-        hints = ["reshard.rename(ckpt, [('/+\"$', '\"')]) removes it"]
-        yield errors.TreeMismatchError(text, [tree.format_path(path) for path in slashed], hints)
     if not form.ocdbt and (unusable := list(_not_files(ckpt))):
         yield errors.ArgumentError(
             "arrays that cannot be stored as plain files",
@@ -383,18 +367,20 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     for array in ckpt.arrays:
         parts = stored_name(array.path).rstrip("/").split("/")
         if not {"", "."}.isdisjoint(parts):
-            yield f"{tree.format_path(array.path):.80}: its name is not a valid path"
+            why = "its name is not a valid path"
         elif any("\\" in part or part.endswith(".__lock") for part in parts):
             why = "TensorStore takes `\\` for `/`, and keeps names that end in `.__lock` for locks"
-            yield f"{tree.format_path(array.path):.80}: {why}"
         elif any(len(part.encode(errors="replace")) > _MAX_NAME for part in parts):
-            yield f"{tree.format_path(array.path):.80}: its name is longer than a file's may be"
+            why = "its name is longer than a file's may be"
         elif parts[0] in taken or parts[0].startswith(PROCESS):
-            yield f"{tree.format_path(array.path)}: `{parts[0]}` is another file of the checkpoint"
+            why = f"`{parts[0]}` is another file of the checkpoint"
+        else:
+            continue
+        yield f"{tree.format_path(array.path):.80}: {why}"
 
 
-def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
-    """Leaves of which one would overwrite the other, or cannot be stored next to it."""
+def _clashes(ckpt: Checkpoint) -> list[str]:
+    """Leaves of which one would overwrite the other, or would be stored among its chunks."""
     arrays = {handle.path: handle for handle in ckpt.arrays}
     strings = [path for path, leaf in ckpt.items() if isinstance(leaf, str)]
 
@@ -407,28 +393,7 @@ def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
         names = {stored_name(path): path for path in kind}
         for name, path in names.items():
             for above in itertools.accumulate(name.split("/")[:-1], "{}/{}".format):
-                outer = names.get(above)
-                if outer is None:
-                    continue
-                two, below = (
-                    f"{tree.format_path(outer)} and {tree.format_path(path)}",
-                    name[len(above) + 1 :],
-                )
-                if outer not in arrays:
-                    clashes.append(f"{two}: the string `{name}` would be inside `{above}`")
-                elif file := _file_above(form, arrays[outer], arrays[path], below):
-                    clashes.append(f"{two}: `{above}/{file}` is a file of `{above}`")
+                if above in names:
+                    two = f"{tree.format_path(names[above])} and {tree.format_path(path)}"
+                    clashes.append(f"{two}: `{name}` is inside `{above}`")
     return clashes
-
-
-def _file_above(
-    form: TargetFormat, outer: ArrayHandle, inner: ArrayHandle, below: str
-) -> str | None:
-    """The key of an outer array that is also a file or directory of an inner one, `below` it."""
-    chunks = form.encoding(outer).chunk_keys(len(outer.shape))
-    first = form.encoding(inner).chunk_key((0,) * len(inner.shape))
-    *directories, whole = itertools.accumulate(f"{below}/{first}".split("/"), "{}/{}".format)
-    for key in [whole] if form.ocdbt else [*directories, whole]:
-        if key == form.metadata_key or chunks.fullmatch(key):
-            return key
-    return None

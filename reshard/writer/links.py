@@ -73,35 +73,21 @@ def files_to_link(
         files[file] = size
     stays = sum(kept.values())
     enough = stays >= min(sum(used.values()), _WORTH_LINKING * sum(files.values()))
-    return files if enough else None
-
-
-def link_files(item: ItemPlan, directory: Location) -> tuple[bool, dict[str, int]]:
-    """Links an item's data files, and the files of their B-tree nodes, into the destination.
-    Returns whether all could be linked, and the files, with their bytes, that are not needed
-    after the commit: the files of nodes; or all linked files if one failed."""
-    source, files = item.ckpt.source.store, item.files or {}
-    if not files:
-        return False, {}
-    nodes = {
-        f"{part}/{file}".lstrip("/")
-        for part in source.parts
-        for file in node_files(source.directory / part)
-    }
-    done, linked = True, []
-    for file in sorted({*files, *nodes}):
-        with contextlib.suppress(FileExistsError):  # by another attempt of the same job
-            done = disk.link(source.directory / file, directory / file)
-        if not done:
-            break
-        linked.append(file)
-    spare = sorted(nodes - {*files}) if done else linked
-    return done, {file: (directory / file).file_bytes() or 0 for file in spare}
+    return files if files and enough else None
 
 
 def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
-    """Writes a database in an item's directory that has only nodes, and refers to linked files."""
-    source, form = item.ckpt.source.store, item.format
+    """Links an item's data files, and the files of their B-tree nodes, into the destination. Writes
+    a database in its directory that has only nodes, and refers to these files. If the file
+    system refuses a link, the file is copied."""
+    source, form, files = item.ckpt.source.store, item.format, item.files or {}
+    linked = {*files}
+    for part in source.parts:
+        linked |= {f"{part}/{file}".lstrip("/") for file in node_files(source.directory / part)}
+    (directory / name).make_directory()
+    for file in sorted(linked):
+        with contextlib.suppress(FileExistsError):  # by another attempt of the same job
+            disk.link_or_copy(source.directory / file, directory / file, directory / name / "copy")
     context = new_context()
     transaction = ts.Transaction(atomic=True)
     spec = root_spec(directory, name)
@@ -129,4 +115,5 @@ def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
         wait_written(copy, directory)
     wait_written(transaction.commit_async(), directory)
     nodes = {f"{name}/{e.path}": e.nbytes for e in (directory / name).walk() if e.is_file}
-    return Written({name: len(chunks)}, dict(item.files or {}), nodes, {})
+    nodes |= {file: (directory / file).file_bytes() or 0 for file in linked - {*files}}
+    return Written({name: len(chunks)}, dict(files), nodes)

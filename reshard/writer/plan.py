@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.memory import copy_bytes, cores, limiter_bytes
 from reshard.engine.plan import ArrayPlan, co_read
-from reshard.engine.shares import divide, sums
+from reshard.engine.shares import divide, grid_sums, sums
 from reshard.errors import ArgumentError, ReshardError, lines_of
 from reshard.sharding.mesh import NamedSharding, most_held, sharding_document
 from reshard.storage.location import Location
@@ -22,13 +22,15 @@ from reshard.storage.ocdbt import StoredValue
 from reshard.tree import format_path
 from reshard.units import format_bytes, format_load
 from reshard.verify.digest_record import Record
-from reshard.writer.arrays import BoxRange, ItemShare, ValueRange
+from reshard.writer.arrays import ItemShare, Piece
 from reshard.writer.format import TargetFormat
 from reshard.writer.siblings import Sibling
 
 # Bytes of a share, as they are stored, and the least that a worker is given one for.
 SHARE_BYTES = 1 << 30
 _SMALLEST = 32 << 20
+# The fixed cost of a chunk, as bytes that could be copied in the same time.
+_CHUNK_BYTES = 1 << 16
 # Split arrays that a printed plan lists.
 _SHOWN_SPLITS = 10
 
@@ -50,6 +52,28 @@ class Share:
     items: tuple[ItemShare, ...]
     max_memory: int
     nbytes: int
+
+
+class _Work(NamedTuple):
+    """Boxes of arrays that are read together, or stored values of one array, or files of an export;
+    with the bytes and the chunks of the first n of them, for each n from 0."""
+
+    item: int
+    arrays: Sequence[ArrayPlan]
+    nbytes: np.ndarray
+    chunks: np.ndarray
+
+    def piece(self, start: int = 0, stop: int | None = None) -> Piece:
+        stop = len(self.nbytes) - 1 if stop is None else stop
+        nbytes, chunks = (int(each[stop] - each[start]) for each in (self.nbytes, self.chunks))
+        return Piece(self.arrays, start, stop, nbytes, chunks)
+
+
+def _boxes(item: int, group: Sequence[ArrayPlan]) -> _Work:
+    """All boxes of arrays that are read together."""
+    sizes = [grid_sums(a.layout.shape, a.box or (), a.chunk) for a in group]
+    itemsize = sum(array.layout.target_itemsize for array in group)
+    return _Work(item, group, sizes[0][0] * itemsize, np.sum([n for _, n in sizes], axis=0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,42 +114,44 @@ class ItemPlan:
         """Arrays that are decoded and encoded."""
         return [array.handle for array in self.arrays if not array.verbatim]
 
-    def groups(self, number: int, in_memory: bool = False) -> list[BoxRange]:
-        """The rewritten arrays of this item, which has a number, in groups that are read together:
-        those made of values `in_memory`, or all others. An export has no group in memory: a share
-        writes all of a file."""
-        return [
-            BoxRange(number, group, 0, grid_size(group[0].layout.shape, group[0].box or ()))
-            for group in co_read(self.arrays)
-            if (not self.format.files and derived.from_memory(group[0].handle)) == in_memory
-        ]
+    @functools.cached_property
+    def groups(self) -> list[list[ArrayPlan]]:
+        """The rewritten arrays, in groups that are read together."""
+        return co_read(self.arrays)
 
-    def value_ranges(self, number: int, linked: bool = False) -> list[ValueRange]:
-        """All stored values of the arrays that are copied verbatim, or that are to be linked."""
-        handles = [a.handle for a in self.arrays if a.verbatim and a.linked == linked]
-        sizes = [(h, np.array([v.size for v in self.values(h)], np.int64)) for h in handles]
-        return [ValueRange(number, h, sums(each), 0, len(each)) for h, each in sizes]
+    def work(self, number: int) -> Iterator[_Work]:
+        """The work of its shares. An export is written in whole files. `number` is the item's."""
+        copied = (a for a in self.arrays if a.verbatim and not a.linked)
+        sizes = [([array], [value.size for value in self.values(array.handle)]) for array in copied]
+        if self.format.files:
+            sizes = [([], [file.nbytes for file in self.format.files])]
+        for arrays, each in sizes:
+            yield _Work(number, arrays, sums(np.array(each, np.int64)), np.arange(len(each) + 1))
+        for group in () if self.format.files else self.groups:
+            if not derived.from_memory(group[0].handle):
+                yield _boxes(number, group)
 
-    def share(self, number: int, pieces: Sequence[BoxRange | ValueRange], first: bool) -> ItemShare:
+    def from_memory(self) -> list[Piece]:
+        """The work on arrays that are made of values in memory. An export has none."""
+        groups = [] if self.format.files else self.groups
+        return [_boxes(0, g).piece() for g in groups if derived.from_memory(g[0].handle)]
+
+    def share(self, number: int, pieces: Sequence[Piece], first: bool) -> ItemShare:
         """The share that has these pieces. The first share has the metadata of all arrays, too."""
         metadata = self.metadata() if first else {}
-        boxes = [piece for piece in pieces if isinstance(piece, BoxRange)]
-        values = [piece for piece in pieces if isinstance(piece, ValueRange)]
         if not self.format.files:
-            return ItemShare(number, self.format, metadata, values, boxes)
-        files = [f for each in values for f in self.format.files[each.start : each.stop]]
+            return ItemShare(number, self.format, metadata, pieces)
+        files = [f for piece in pieces for f in self.format.files[piece.start : piece.stop]]
         paths = {path for file in files for path in file.offsets}
-        for group in self.groups(number):
-            if own := [array for array in group.arrays if array.layout.path in paths]:
-                boxes.append(group._replace(arrays=own))
-        return ItemShare(number, self.format, metadata, [], boxes, files)
+        groups = [[array for array in g if array.layout.path in paths] for g in self.groups]
+        boxes = [_boxes(number, group).piece() for group in groups if group]
+        return ItemShare(number, self.format, metadata, boxes, files)
 
     @property
     def reads_twice(self) -> bool:
         """Whether several shares would decode the same chunks: those of arrays in several files."""
         numbers = {path: n for n, file in enumerate(self.format.files) for path in file.offsets}
-        groups = (group.arrays for group in self.groups(0))
-        return any(len({numbers[array.layout.path] for array in group}) > 1 for group in groups)
+        return any(len({numbers[array.layout.path] for array in g}) > 1 for g in self.groups)
 
     def metadata(self) -> dict[str, bytes]:
         """Metadata of arrays, by their keys, unless they are copied from the source."""
@@ -225,16 +251,13 @@ class Plan:
         return [item.ckpt for item in self.items]
 
     @functools.cached_property
-    def _pieces(self) -> list[BoxRange | ValueRange]:
-        """The work of all shares. Of an export, the files."""
-        pieces: list[BoxRange | ValueRange] = []
-        for number, item in enumerate(self.items):
-            if files := item.format.files:
-                sizes = np.array([file.nbytes for file in files], np.int64)
-                pieces.append(ValueRange(number, None, sums(sizes), 0, len(files)))
-            else:
-                pieces += [*item.value_ranges(number), *item.groups(number)]
-        return pieces
+    def _work(self) -> list[_Work]:
+        """The work of all shares."""
+        return [work for number, item in enumerate(self.items) for work in item.work(number)]
+
+    def _divided(self, count: int) -> list[list[tuple[int, int, int]]]:
+        """The ranges of work of each share. As many bytes count as read as are written."""
+        return divide([2 * w.nbytes + _CHUNK_BYTES * w.chunks for w in self._work], count)
 
     def share_count(self, workers: int | None = None) -> int:
         """The number of shares: of about 1 GiB of stored bytes each, or smaller ones to have one
@@ -246,20 +269,22 @@ class Plan:
             wanted = min(wanted, workers or 1)
         count = 0
         while wanted != count:
-            count, wanted = wanted, max(sum(map(bool, divide(self._pieces, wanted))), 1)
+            count, wanted = wanted, max(sum(map(bool, self._divided(wanted))), 1)
         return count
 
     def shares(self, count: int) -> list[Share]:
         """All shares, if there are `count` equal ones. Together they have all work of the plan
         except values in memory, each piece once. Share 0 also has the metadata of all arrays."""
         shares = []
-        for number, pieces in enumerate(divide(self._pieces, count)):
+        for number, ranges in enumerate(self._divided(count)):
+            work = [(self._work[n], start, stop) for n, start, stop in ranges]
             items = []
             for n, item in enumerate(self.items):
-                share = item.share(n, [piece for piece in pieces if piece.item == n], not number)
-                if share.metadata or share.values or share.boxes or share.files:
+                pieces = [each.piece(start, stop) for each, start, stop in work if each.item == n]
+                share = item.share(n, pieces, first=not number)
+                if share.metadata or share.pieces or share.files:
                     items.append(share)
-            nbytes = sum(piece.nbytes for piece in pieces)
+            nbytes = sum(piece.nbytes for item in items for piece in item.pieces)
             shares.append(Share(number, count, tuple(items), self.max_memory, nbytes))
         return shares
 

@@ -42,7 +42,7 @@ from reshard.writer.job import (
     look,
     written_of,
 )
-from reshard.writer.links import link_files, write_linked
+from reshard.writer.links import write_linked
 from reshard.writer.plan import ItemPlan, Plan, Share
 from reshard.writer.planning import plan
 
@@ -323,8 +323,8 @@ def write_share(attempt: Attempt, share: Share, report: Report) -> None:
 def unshared_bytes(plan: Plan) -> int:
     """The bytes that `write_unshared` reports."""
     again = [h for item in plan.items for h in (*item.read_sources, *item.read_verbatim)]
-    made = [a.handle for i in plan.items for group in i.groups(0, True) for a in group.arrays]
-    return sum(h.nbytes for h in (*again, *made)) + sum(s.nbytes for s in plan.siblings)
+    made = sum(piece.nbytes for item in plan.items for piece in item.from_memory())
+    return made + sum(each.nbytes for each in (*again, *plan.siblings))
 
 
 def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
@@ -385,19 +385,16 @@ def _write_item(
 ) -> Written:
     """Writes the unshared part of an item."""
     directory = attempt.job.item_directory(number)
-    linked, spare = link_files(item, directory)
-    groups = item.groups(number, in_memory=True)
-    values = [] if linked else item.value_ranges(number, linked=True)
-    written = found = Written()
-    if values or groups:
-        share = ItemShare(number, item.format, {}, values, groups)
+    written, linked = Written(), Written()
+    if pieces := item.from_memory():
+        share = ItemShare(number, item.format, {}, pieces)
         written = write_item(share, directory, attempt.name(UNSHARED, ""), max_memory, report)
-    if linked:
-        found = write_linked(item, directory, attempt.name(UNSHARED, "linked"))
+    if item.files:
+        linked = write_linked(item, directory, attempt.name(UNSHARED, "linked"))
     return written._replace(
-        databases={**written.databases, **found.databases},
-        files={**written.files, **found.files},
-        nodes={**written.nodes, **found.nodes, **spare},
+        databases={**written.databases, **linked.databases},
+        files={**written.files, **linked.files},
+        nodes={**written.nodes, **linked.nodes},
     )
 
 

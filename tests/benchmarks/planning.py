@@ -73,7 +73,7 @@ def chunks_of(share: Share) -> int:
             for part, size in zip(box, array.chunk, strict=True)
         )
         for item in share.items
-        for group in item.boxes
+        for group in item.pieces
         for array in group.arrays
         for box in array.boxes(group.start, group.stop)
     )
@@ -91,8 +91,7 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         shares = [planned.share(number, count) for number in range(count)]
         divided = time.perf_counter() - begin - seconds
-        _, division = planned._work
-        weights = [division.weight(division.share(number, count)) for number in range(count)]
+        weights = [share.nbytes for share in shares]
         some = [shares[number] for number in (0, count // 2 - 1, count - 1)]
         document = {
             "shares": count,

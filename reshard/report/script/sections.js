@@ -13,7 +13,7 @@ function drawLoads() {
     const words = "On the saved mesh.";
     fact.append(el("p", null, words + (rest ? ` The ${counted(rest, "array")} without a mesh: ${UNKNOWN}.` : "")));
   }
-  if (!known.length) return;
+  if (!known.length || data.kind === "coverage") return;
   const groups = new Map();
   for (const leaf of known) {
     const group = groups.get(leaf.layout) || { leaf, count: 0, nbytes: 0, alike: true };
@@ -288,6 +288,7 @@ function drawTable() {
       cell: (leaf) => (leaf.shape === null ? "–" : leaf.load ? leaf.load.map(times).join(" → ") : UNKNOWN),
     },
   ];
+  if (!isDiff && leaves.some((leaf) => leaf.source)) columns.push({ title: "spec by", value: (leaf) => leaf.source });
   if (leaves.some((leaf) => leaf.moved !== null))
     columns.push({ title: "copied", value: (leaf) => (leaf.moved ? "verbatim" : "rewritten") });
   const { node: body, draw } = table("All leaves", columns, leaves);
