@@ -22,11 +22,11 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Leaf
 from reshard.convert.align import listed
-from reshard.convert.by_order import Modules, leaves_in
 from reshard.convert.layout import API_NAMES
 from reshard.convert.leafmap import LeafMap
 from reshard.convert.map_rules import OPPOSITE
 from reshard.convert.model import nnx_outline
+from reshard.convert.record import Modules, leaves_in
 from reshard.errors import ArgumentError
 from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import maker, state_of
