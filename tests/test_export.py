@@ -31,7 +31,8 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader.detection import RECORD
-from reshard.storage import disk, listing
+from reshard.storage import disk
+from reshard.storage.bucket import BucketLocation
 from reshard.storage.location import parse_location
 from reshard.writer import commit, plan
 from reshard.writer.export import plan_export
@@ -539,21 +540,20 @@ def test_stopped_in_a_bucket(source, bucket, stores):
 def test_a_name_that_exists_when_its_file_is_copied(source, bucket, monkeypatch, change):
     """Another process has committed the job and deleted the file, or the copy is refused."""
     monkeypatch.setattr(commit, "_LARGE", 1 << 12)
-    url, ckpt, copy = f"{bucket}/hf", reshard.open(source), listing.copy
+    url, ckpt, copy = f"{bucket}/hf", reshard.open(source), BucketLocation.copy_on_server
 
-    def changed(scheme, name, new, key):
-        old, place = (parse_location(f"{scheme}://{name}/{path}") for path in (key, new))
-        copy(scheme, name, new, key)
+    def changed(old, place):
+        copy(old, place)
         if change == "written":
             place.write(bytes(place.file_bytes()))
         if change == "committed by another job":
             place.write(b"other")
         if change.startswith("committed"):
             old.remove()
-            return copy(scheme, name, new, key)
+            return copy(old, place)
         return False
 
-    monkeypatch.setattr(listing, "copy", changed)
+    monkeypatch.setattr(BucketLocation, "copy_on_server", changed)
     if change in ("committed", "lost"):
         reshard.export(ckpt, url, file_size="70KiB")
         assert reshard.verify(url, against=source)

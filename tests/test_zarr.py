@@ -15,10 +15,11 @@ from sampling import examples
 
 import reshard
 from reshard.arrays import zarr
+from reshard.loader.array_metadata import parse_zarr
 from reshard.writer.format import _encoding
 
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
-ZSTD = {"name": "zstd", "configuration": {"level": 1}}
+ZSTD = {"name": "zstd", "configuration": {"checksum": False, "level": 1}}
 CRC = {"name": "crc32c"}
 
 
@@ -92,7 +93,8 @@ class Memory:
 
 
 def encoding(document):
-    return zarr.parse_encoding(json.dumps(document).encode())
+    driver = "zarr" if document["zarr_format"] == 2 else "zarr3"
+    return zarr.parse_encoding(parse_zarr(json.dumps(document), driver).metadata)
 
 
 def remade(document, shape, chunk, dtype="float32"):

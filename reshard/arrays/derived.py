@@ -13,9 +13,10 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from reshard import units
+from reshard.arrays import boxes, zarr
 from reshard.arrays import operations as ops
-from reshard.arrays import zarr
-from reshard.arrays.boxes import Box, Shape, check_size
+from reshard.arrays.boxes import Box, Shape
 from reshard.arrays.dtypes import is_floating, is_scale, saturates
 from reshard.arrays.handle import (
     ArrayHandle,
@@ -23,6 +24,7 @@ from reshard.arrays.handle import (
     Outputs,
     StoredArray,
     StoredChunk,
+    ancestors,
     check_names,
     widest,
 )
@@ -30,7 +32,6 @@ from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, Sharding, fitting_spec, replicated
 from reshard.storage.array_store import StoredValue
 from reshard.tree import Path, format_path
-from reshard.units import count_of, format_bytes
 
 
 def apply(
@@ -194,7 +195,7 @@ def zeros(
 ) -> ArrayHandle:
     """An array of zeros, or of another constant, stored as another array is. Raises
     TreeMismatchError: the dtype has no such value."""
-    check_size(shape)
+    boxes.check_size(shape)
     if 0 in shape:
         raise TreeMismatchError(f"{format_path(path)}: a new array must not be empty")
     value = 0 if fill is None else fill
@@ -205,13 +206,13 @@ def zeros(
     return dataclasses.replace(constant(path, values, like), value_type=value_type)
 
 
+def _operations(handle: ArrayHandle) -> Iterator[ops.Operation | ops.Constant]:
+    return (h.data.operation for h in ancestors(handle) if isinstance(h.data, Derived))
+
+
 def from_memory(handle: ArrayHandle) -> bool:
     """Whether an array consists of values that are not stored."""
-    if isinstance(handle.data, StoredArray):
-        return False
-    return isinstance(handle.data.operation, ops.Constant) or any(
-        map(from_memory, handle.data.inputs)
-    )
+    return any(isinstance(operation, ops.Constant) for operation in _operations(handle))
 
 
 class Rounded(NamedTuple):
@@ -222,7 +223,7 @@ class Rounded(NamedTuple):
     paths: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{count_of(self.arrays, 'array')}, {format_bytes(self.bytes)}"
+        return f"{units.count_of(self.arrays, 'array')}, {units.format_bytes(self.bytes)}"
 
 
 def rounded(handles: Iterable[ArrayHandle]) -> Rounded:
@@ -235,20 +236,17 @@ def rounded(handles: Iterable[ArrayHandle]) -> Rounded:
 def rounds(handle: ArrayHandle) -> bool:
     """Whether an operation of a map rounds the values of an array. Casts are not counted, and
     nothing is known of functions."""
-    if isinstance(handle.data, StoredArray):
-        return False
-    operation = handle.data.operation
-    inexact = isinstance(operation, ops.Computed) and not operation.exact
-    return inexact or any(map(rounds, handle.data.inputs))
+    found = (each for each in _operations(handle) if isinstance(each, ops.Computed))
+    return not all(operation.exact for operation in found)
 
 
-def comparisons(handle: ArrayHandle) -> Iterator[ArrayHandle]:
+def comparisons(handle: ArrayHandle) -> list[ArrayHandle]:
     """The arrays that one is computed from, or itself, that are several equal ones."""
-    if isinstance(handle.data, Derived):
-        if isinstance(handle.data.operation, ops.Equal):
-            yield handle
-        for source in handle.data.inputs:
-            yield from comparisons(source)
+    return [
+        each
+        for each in ancestors(handle)
+        if isinstance(each.data, Derived) and isinstance(each.data.operation, ops.Equal)
+    ]
 
 
 def sources(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:

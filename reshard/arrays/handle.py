@@ -41,7 +41,7 @@ class StoredChunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array in a store: its name and its stored zarr metadata."""
+    """An array in a store: its name, and its zarr metadata as TensorStore writes it."""
 
     store: ArrayStore
     name: str
@@ -220,13 +220,8 @@ class ArrayHandle:
 
     def roots(self) -> "Iterator[tuple[ArrayHandle, StoredArray]]":
         """The stored arrays that it is derived from, or itself, with their data."""
-        todo: list[ArrayHandle] = [self]
-        while todo:
-            handle = todo.pop()
-            if isinstance(handle.data, Derived):
-                todo += handle.data.inputs[::-1]
-            else:
-                yield handle, handle.data
+        handles = ancestors(self)
+        return ((h, h.data) for h in handles if isinstance(h.data, StoredArray))
 
     def stored_sizes(self) -> list[int]:
         """Stored bytes of each chunk of the stored arrays that it consists of.
@@ -352,6 +347,16 @@ class ArrayHandle:
 
     def __repr__(self) -> str:
         return f"<{format_path(self.path)}: {self.describe()}>"
+
+
+def ancestors(handle: ArrayHandle) -> Iterator[ArrayHandle]:
+    """An array, and those that it is computed from."""
+    todo = [handle]
+    while todo:
+        handle = todo.pop()
+        yield handle
+        if isinstance(handle.data, Derived):
+            todo += handle.data.inputs[::-1]
 
 
 def widest(handles: "Sequence[ArrayHandle]") -> np.dtype | None:

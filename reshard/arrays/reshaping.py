@@ -4,17 +4,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Box, Shape, check_size, full_spec, one_shape, whole_box
+from reshard.arrays.boxes import Box, Shape, check_size, full_spec, one_shape
 from reshard.errors import TreeMismatchError
 from reshard.sharding.mesh import Spec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reshape:
-    """The same elements, in row-major order, in another shape."""
+    """The same elements, in row-major order, in another shape. No array has a size of 0."""
 
     shape: Shape
 
@@ -31,8 +30,6 @@ class Reshape:
     def specs(self, specs: Sequence[Spec], inputs: Sequence[Shape]) -> list[Spec]:
         """The first of the merged or split dimensions keeps its mesh axes. The others lose theirs,
         because no spec can express them."""
-        if 0 in self.shape:
-            return [((),) * len(self.shape)]
         full = full_spec(specs[0], inputs[0])
         entries: list[tuple[str, ...]] = []
         for before, after in _groups(inputs[0], self.shape):
@@ -42,8 +39,6 @@ class Reshape:
 
     def chunks(self, chunks: Sequence[Shape], inputs: Sequence[Shape]) -> list[Shape]:
         """A grid over the new shape that cuts no chunk."""
-        if 0 in self.shape:
-            return [tuple(max(size, 1) for size in self.shape)]
         sizes: list[int] = []
         for before, after in _groups(inputs[0], self.shape):
             part = slice(before.start, before.stop)
@@ -53,8 +48,6 @@ class Reshape:
 
     def sources(self, part: int, box: Box, inputs: Sequence[Shape]) -> list[tuple[int, Box]]:
         """The smallest box of the input that holds all elements of a box."""
-        if 0 in self.shape:
-            return [(0, whole_box(inputs[0]))]
         found: list[slice] = []
         for before, after in _groups(self.shape, inputs[0]):
             if len(before) == len(after) == 1:
@@ -77,8 +70,6 @@ class Reshape:
     def views(self, views: Sequence[ts.TensorStore]) -> list[ts.TensorStore]:
         """A view made of slices along the merged or split dimensions."""
         view = views[0]
-        if 0 in self.shape:
-            return [ts.array(np.empty(self.shape, view.dtype.numpy_dtype))]
         # Merge first: with the axes of both shapes there may be more axes than are allowed.
         groups, axis = _groups(tuple(view.shape), self.shape), 0
         for before, after in groups:

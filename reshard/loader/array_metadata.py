@@ -5,6 +5,7 @@ the array, and meshes of a possible size.
 """
 
 import functools
+import json
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ class ZarrArray(NamedTuple):
     """A zarr metadata document.
 
     Attributes:
-      metadata: the stored document.
+      metadata: the document, as TensorStore writes it.
       largest_chunk: the most stored bytes of a chunk.
       plain_chunk: stored bytes of each chunk; None if chunks are encoded.
       has_chunk: whether a key below the array's name belongs to a chunk of its grid.
@@ -56,7 +57,6 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     TensorStore interprets it, so that there is one interpretation. Equal documents share their
     result: checkpoints repeat them."""
     document = parse_json(metadata)
-    zarr.check(document)
     spec = {"driver": driver, "kvstore": "memory://", "metadata": document, "assume_metadata": True}
     try:
         array = ts.open(spec).result()
@@ -64,6 +64,11 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
         raise ValueError("it holds a number that is too large") from error
     except ValueError as error:
         raise ValueError(first_line(error)) from error
+    normalized = array.spec().to_json()["metadata"]
+    # Without a chunk shape, TensorStore chooses one.
+    if any(document.get(key) != normalized.get(key) for key in ("chunks", "chunk_grid")):
+        raise ValueError("it has no chunk shape")
+    zarr.check(normalized)
     dtype = array.dtype.numpy_dtype
     if dtype.kind not in "biufc" and not hasattr(ml_dtypes, dtype.name):
         raise ValueError(f"{array.dtype.name} is not a numeric dtype")
@@ -73,6 +78,7 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     pairs = zip(shape, chunks, strict=True)
     if 0 not in shape and any(chunk > size for size, chunk in pairs):
         raise ValueError(f"chunks of {list(chunks)} are larger than the array, {list(shape)}")
+    metadata = json.dumps(normalized, separators=(",", ":"), sort_keys=True).encode()
     encoding = zarr.parse_encoding(metadata)
     largest = 2 * encoding.most_encoded(chunks, dtype.itemsize)
     is_plain = not encoding.compressors and encoding.shards is None

@@ -218,21 +218,21 @@ class _Reader:
         name = self.next_bytes(min(length, 80)).decode() if kind in ("text", "bytes") else ""
         kind, size = self.head()
         sizes = tuple(n for _, n in shape)
-        plain = PlainArray(self.file, _zarr_dtype(name), sizes, ((self.at, size),))
+        plain = PlainArray(self.file, _dtype(name), sizes, ((self.at, size),))
         if kind != "bytes" or size != plain.nbytes:
             raise ValueError(f"it has {size} bytes, and {name}{list(sizes)} has {plain.nbytes}")
         self.at += size
         return plain
 
 
-def _zarr_dtype(name: str) -> str:
+def _dtype(name: str) -> np.dtype:
     try:
         dtype = np.dtype(getattr(ml_dtypes, name, name))
     except (TypeError, ValueError):
         dtype = np.dtype(object)
     if dtype.name != name or (dtype.kind not in "biufc" and not hasattr(ml_dtypes, name)):
         raise ValueError(f"the dtype {name!r} is not supported")
-    return name if hasattr(ml_dtypes, name) else dtype.newbyteorder("<").str
+    return dtype
 
 
 def _joined(parts: Mapping[Path, Any], what: str) -> PlainArray:
@@ -260,4 +260,4 @@ def _number(leaf: Any) -> Any:
         return leaf
     values = np.asarray(leaf)
     kind = "np.ndarray" if values.dtype.kind == "c" else "scalar"
-    return PlainArray("", values.dtype.str, (), (), values.tobytes(), kind)
+    return PlainArray("", values.dtype, (), (), values.tobytes(), kind)

@@ -5,11 +5,13 @@ An array is read as zarr chunks of some of its rows: see `btree.range_database` 
 """
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from reshard.arrays.zarr import Encoding
 from reshard.checkpoint import Checkpoint, Item, Leaf
 from reshard.errors import CorruptCheckpointError
 from reshard.loader.json_documents import read_json
@@ -24,6 +26,8 @@ from reshard.tree import Path, format_path
 _CHUNK, _SEAM, _MOST = 8 << 20, 1 << 20, 1 << 16
 # Bytes of such chunks that may always be kept; more may be if they are few of all bytes.
 _MOST_SEAMS = 1 << 26
+# Chunks of such an array: uncompressed, row-major and little-endian.
+_RAW = Encoding(2, (), "little", (), None, "v2", ".", "null")
 
 
 class PlainArray(NamedTuple):
@@ -31,7 +35,6 @@ class PlainArray(NamedTuple):
 
     Attributes:
       file: the file, relative to the opened path.
-      dtype: zarr's name of the dtype.
       runs: the offset and the length of each run of its bytes in the file.
       inline: its bytes, if they are not in a file.
       value_type: as of an `ArrayHandle`.
@@ -39,7 +42,7 @@ class PlainArray(NamedTuple):
     """
 
     file: str
-    dtype: str
+    dtype: np.dtype
     shape: tuple[int, ...]
     runs: tuple[tuple[int, int], ...]
     inline: bytes | None = None
@@ -47,13 +50,8 @@ class PlainArray(NamedTuple):
     name: str = ""
 
     @property
-    def itemsize(self) -> int:
-        name = self.dtype
-        return int(name[2:]) if name[0] in "<|" else 2 if name == "bfloat16" else 1
-
-    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def checkpoint(
@@ -75,7 +73,7 @@ def checkpoint(
         if isinstance(leaf, PlainArray):
             name = leaf.name or format_path(path)
             chunk = _chunk_shape(leaf)
-            seams += (len(leaf.runs) - 1) * math.prod(chunk) * leaf.itemsize
+            seams += (len(leaf.runs) - 1) * math.prod(chunk) * leaf.dtype.itemsize
             if seams > max(_MOST_SEAMS, total // 16):
                 problems.append(f"{name:.80}: it is in {len(leaf.runs)} parts: they are too small")
                 break
@@ -112,7 +110,7 @@ def _chunk_shape(plain: PlainArray) -> list[int]:
     chunk = [max(size, 1) for size in plain.shape]
     largest = _CHUNK if len(plain.runs) < 2 else _SEAM
     for axis, size in enumerate(chunk):
-        most = max(largest // (math.prod(chunk[axis + 1 :]) * plain.itemsize), 1)
+        most = max(largest // (math.prod(chunk[axis + 1 :]) * plain.dtype.itemsize), 1)
         if size <= most:
             break
         rows = next(n for n in range(most, 0, -1) if size % n == 0)
@@ -126,25 +124,14 @@ def _chunks(
     root: Location, plain: PlainArray, chunk: list[int]
 ) -> tuple[bytes, dict[str, StoredValue]]:
     """The zarr metadata of an array, and the place of each of its chunks."""
-    nbytes = math.prod(chunk) * plain.itemsize
+    nbytes = math.prod(chunk) * plain.dtype.itemsize
     grid = [size // part for size, part in zip(plain.shape, chunk, strict=True)]
     keys = itertools.product(*map(range, grid)) if math.prod(plain.shape) else ()
     values = {
         ".".join(map(str, key)) or "0": _value(root, plain, number * nbytes, nbytes)
         for number, key in enumerate(keys)
     }
-    document = {
-        "zarr_format": 2,
-        "shape": plain.shape,
-        "chunks": chunk,
-        "dtype": plain.dtype,
-        "compressor": None,
-        "fill_value": None,
-        "order": "C",
-        "filters": None,
-        "dimension_separator": ".",
-    }
-    return json.dumps(document).encode(), values
+    return _RAW.document(plain.shape, tuple(chunk), plain.dtype), values
 
 
 def _value(root: Location, plain: PlainArray, start: int, nbytes: int) -> StoredValue:

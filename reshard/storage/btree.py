@@ -26,6 +26,7 @@ _PIECE = 1 << 16
 MAX_BTREE = 1 << 30
 # Bytes that an entry takes besides its key.
 _ENTRY = 64
+_ENDS_EARLY = "a node of its B-tree ends early"
 # The table of the checksum CRC-32C.
 _CRC = [
     functools.reduce(lambda byte, _: byte >> 1 ^ (0x82F63B78 if byte & 1 else 0), range(8), byte)
@@ -38,24 +39,23 @@ def decoded_bytes(data: bytes) -> int:
     ValueError for anything else."""
     try:
         (magic,) = _HEADER.unpack_from(data)
-        version, position = _varint(data, _HEADER.size)
-        compression, position = _varint(data, position)
-        if magic not in (_NODE, _MANIFEST) or version > 1 or compression > 1:
-            raise ValueError("it is not a B-tree node")
-        content, whole = data[position : position + _LENGTHS], len(data)
-        if compression:
-            content, whole = _decompressed(data[position:-4])
-        if magic == _MANIFEST:  # begins with a configuration: an id of 16 bytes, and numbers
-            position = 16
-            for _ in range(3):  # kind, longest inlined value, largest node
-                _, position = _varint(content, position)
-            compression, position = _varint(content, position + 1)
-            return whole + _files_bytes(content, position + 4 * compression)[0]  # its level
-        files, position = _files_bytes(content, 1)
-        _, keys, _, _ = _names(content, position)
-    except (struct.error, IndexError) as error:
-        raise ValueError("a node of its B-tree ends early") from error
-    return whole + files + keys
+    except struct.error as error:
+        raise ValueError(_ENDS_EARLY) from error
+    version, position = _total(data, _HEADER.size)
+    compression, position = _total(data, position)
+    if magic not in (_NODE, _MANIFEST) or version > 1 or compression > 1:
+        raise ValueError("it is not a B-tree node")
+    content, whole = data[position : position + _LENGTHS], len(data)
+    if compression:
+        content, whole = _decompressed(data[position:-4])
+    if magic == _MANIFEST:
+        # A configuration: an id of 16 bytes, its kind, the longest inlined value, the largest node,
+        # a number of one byte, the compression and its level.
+        _, position = _total(content, 16, 3)
+        compression, position = _total(content, position + 1)
+        return whole + _files_bytes(content, position + 4 * compression)[0]
+    files, position = _files_bytes(content, 1)
+    return whole + files + _names(content, position)[1]
 
 
 def _files_bytes(content: bytes, position: int) -> tuple[int, int]:
@@ -68,32 +68,23 @@ def _files_bytes(content: bytes, position: int) -> tuple[int, int]:
 def _names(content: bytes, position: int) -> tuple[int, int, int, int]:
     """Of names, each of which shares its beginning with the one before: their number, their bytes,
     their bytes without the shared ones, and the end of their lengths."""
-    count, position = _varint(content, position)
+    count, position = _total(content, position)
     shared, position = _total(content, position, count - 1)
     own, position = _total(content, position, count)
     return count, shared + own + _ENTRY * count, own, position
 
 
-def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """A number in groups of seven bits, and its end."""
-    value = shift = 0
-    while content[position] & 0x80:
-        value |= (content[position] & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-    return value | content[position] << shift, position + 1
-
-
-def _total(content: bytes, position: int, count: int) -> tuple[int, int]:
-    """The sum of several numbers below 2^21, and their end."""
+def _total(content: bytes, position: int, count: int = 1) -> tuple[int, int]:
+    """The sum of several numbers below 2^35 in groups of seven bits, and their end."""
     if count <= 0:
         return 0, position
-    data = np.frombuffer(content, np.uint8, offset=position)[: 3 * count]
+    data = np.frombuffer(content[position : position + 5 * count], np.uint8)
     ends = np.flatnonzero(data < 0x80)[:count]
     if len(ends) < count:
-        raise ValueError("a node of its B-tree ends early")
+        raise ValueError(_ENDS_EARLY)
     lengths = np.diff(ends, prepend=-1)
-    if lengths.max() > 3:
-        raise ValueError("its OCDBT index has a key that is too long")
+    if lengths.max() > 5:
+        raise ValueError("its OCDBT index has a number that is too large")
     end = int(ends[-1]) + 1
     shifts = 7 * (np.arange(end) - np.repeat(ends - lengths + 1, lengths))
     return int(((data[:end] & 0x7F).astype(np.int64) << shifts).sum()), position + end

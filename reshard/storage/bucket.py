@@ -29,6 +29,10 @@ _SMALL, _PREFETCHED = 1 << 16, 1 << 26
 _LISTS = 32
 # Bytes of an object that are read at once.
 _BLOCK = 1 << 24
+# Bytes of a part of an upload, the most parts, and the parts that are sent at once.
+_PART, _PARTS, _AT_ONCE = 8 << 20, 5000, 4
+# The longest time for a copy on the server, which answers when gigabytes are copied.
+_COPIED = "3600s"
 
 
 def resources(concurrency: int = REQUESTS) -> dict[str, Any]:
@@ -99,6 +103,13 @@ def _add(names: dict[str, Entry], entry: Entry) -> None:
     if other.is_file != entry.is_file:
         entry = (other if other.is_file else entry)._replace(is_dir=True)
     names[entry.path] = entry
+
+
+def _entry(meta: Any, begin: int) -> Entry:
+    """An object that obstore describes."""
+    # The answers to a list and to a single request differ in quotation marks and fractions.
+    version = f"{(meta['e_tag'] or '').strip(chr(34))} {int(meta['last_modified'].timestamp())}"
+    return Entry(meta["path"][begin:], True, False, meta["size"], version)
 
 
 class BucketLocation(Location):
@@ -187,14 +198,25 @@ class BucketLocation(Location):
             _add(children, Entry(name, False, True) if slash else entry)
         return children
 
+    def _ask(self, request: Callable[[Any, Any], Any], **options: str) -> Any:
+        return listing.ask(*self._parts, request, **options)
+
     def _below(self, shallow: bool = False) -> list[Entry]:
         """All objects below a directory, or if `shallow`, the objects and directories directly
-        below it."""
+        below it. An object `a/` is listed as `a`."""
+        key, prefixes = self._key, []
         with translated_errors(f"the list of `{self}`"):
             try:
-                entries = listing.below(*self._parts, shallow)
+                if shallow:
+                    answer = self._ask(lambda obs, store: obs.list_with_delimiter(store, key))
+                    objects, prefixes = answer["objects"], answer["common_prefixes"]
+                else:
+                    objects = self._ask(lambda obs, store: obs.list(store, key).collect())
             except OnlyTensorStoreError:
                 return self._list_keys(shallow)
+            begin = len(key) + 1 if key else 0
+            entries = [Entry(path[begin:], False, True) for path in prefixes]
+            entries += [_entry(meta, begin) for meta in objects if meta["path"] != key]
             if shallow or all(entry.nbytes for entry in entries):
                 return entries
             # Is an empty object `a` the object `a/` that some tools make for a directory?
@@ -230,7 +252,10 @@ class BucketLocation(Location):
             return None
         with translated_errors(f"`{self}`"):
             try:
-                return listing.entry(*self._parts)
+                meta = self._ask(lambda obs, store: obs.head(store, self._key))
+                return _entry(meta, len(self._key))
+            except FileNotFoundError:
+                return None
             except OnlyTensorStoreError:
                 read = self._store.read(self._key, byte_range=slice(0, 0)).result()
                 return Entry("", True, False) if read.state == "value" else None
@@ -301,30 +326,37 @@ class BucketLocation(Location):
         self.write(data)
 
     def create(self, data: bytes) -> bool:
-        scheme, bucket, key = self._parts
+        scheme, _, key = self._parts
         with translated_errors(f"`{self}`", "written"):
-            # On s3, TensorStore sends another request first, and obstore does not.
-            with contextlib.suppress(OnlyTensorStoreError):
-                if scheme == "s3":
-                    return listing.create(bucket, key, data)
+            if scheme == "s3":  # TensorStore sends another request first, and obstore does not
+                with contextlib.suppress(OnlyTensorStoreError):
+                    put = self._ask(lambda obs, store: obs.put(store, key, data, mode="create"))
+                    return put is not listing.EXISTS
             return bool(self._store.write(key, data, if_equal=_absent()).result().generation)
 
     def upload(self, file: Location) -> None:
-        """Writes a file of a disk as an object, however large, in parts."""
-        self._write_large(listing.upload, file)
+        """Writes a file of a disk as an object, however large, in parts: with all of its bytes or
+        not at all."""
+        part = max(_PART, (file.file_bytes() or 0) // _PARTS)
+        options = {"chunk_size": part, "max_concurrency": _AT_ONCE}
+        self._write_large(lambda obs, store: obs.put(store, self._key, file, **options))
 
     def copy_on_server(self, new: "BucketLocation") -> bool:
         """Gives an object a second name in its bucket. On gs, returns False if something has that
         name, perhaps by an earlier try of this request. Raises StoreError if there is no object."""
+        replaces = self._parts[0] == "s3"
+        one, other = self._key, new._key
         try:
-            return new._write_large(listing.copy, self._key)
+            return new._write_large(
+                lambda obs, store: obs.copy(store, one, other, overwrite=replaces), timeout=_COPIED
+            )
         except FileNotFoundError as error:
             raise StoreError(f"`{self}` cannot be read", ["it was removed"]) from error
 
-    def _write_large(self, write: Callable[..., bool], source: Any) -> bool:
+    def _write_large(self, request: Callable[[Any, Any], Any], **options: str) -> bool:
         with translated_errors(f"`{self}`", "written"):
             try:
-                return write(*self._parts, source)
+                return self._ask(request, **options) is not listing.EXISTS
             except OnlyTensorStoreError as error:
                 hint = "pip install google-auth, or boto3 for s3, which find credentials"
                 text = "uploads in parts need credentials that obstore accepts"

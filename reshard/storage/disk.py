@@ -17,7 +17,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, ClassVar, NamedTuple, Self, TextIO
+from typing import Any, ClassVar, NamedTuple, Self, TextIO
 
 import numpy as np
 import tensorstore as ts
@@ -428,10 +428,6 @@ def make_file(file: AnyPath, head: bytes, nbytes: int) -> None:
     with open(file, "xb") as new:
         new.write(head)
         new.truncate(nbytes)
-
-
-def reader(file: AnyPath) -> BinaryIO:
-    return open(file, "rb")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Requests to buckets through obstore: lists with sizes, conditional creation, uploads in parts.
+"""Requests to buckets through obstore, and the credentials for them.
 
 TensorStore lists all keys below a prefix, without sizes. To find the steps of a training, it would
 list a billion chunks. obstore uses the credentials of the environment, or those that an installed
@@ -9,30 +9,27 @@ import contextlib
 import datetime
 import functools
 import importlib
-import itertools
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from reshard.errors import CheckpointFormatError
-from reshard.storage.disk import Entry, Location, is_file, reader
+from reshard.storage.disk import is_file
 from reshard.storage.store_errors import status
 
 # Retries of failed requests, and the delays between them: 429, 503, broken connections.
 RETRIES: dict[str, Any] = {"max_retries": 5, "initial_delay": "300ms", "max_delay": "5000ms"}
-# The longest time that a request may take. A server answers the copy of gigabytes when it is done.
-_ANSWER, _COPIED = "30s", "3600s"
+# The longest time that a request may take.
+_ANSWER = "30s"
 # Seconds without an answer until a warning is logged.
 _PATIENCE = 1.8
 # The answer to a request to create an object that exists.
-_EXISTS = object()
+EXISTS = object()
 _log = logging.getLogger("reshard")
 _importing = threading.Lock()
-# Bytes of a part of an upload, the most parts, and the parts that are sent at once.
-_PART, _PARTS, _AT_ONCE = 8 << 20, 5000, 4
 # Statuses for unknown credentials, and for a signature for another region.
 _UNKNOWN, _OTHER_REGION = {"401", "403"}, {"301", "307", "400"}
 # Prefixes of the environment variables that configure requests.
@@ -53,77 +50,22 @@ def _obstore() -> Any:
     return obstore
 
 
-def below(scheme: str, bucket: str, prefix: str, shallow: bool) -> list[Entry]:
-    """All objects below a prefix, or if `shallow`, the objects and directories directly below it.
-    An object `a/` is listed as `a`."""
-
-    def ask(store: Any) -> tuple[Sequence[Any], Sequence[str]]:
-        if shallow:
-            answer = _obstore().list_with_delimiter(store, prefix)
-            return answer["objects"], answer["common_prefixes"]
-        return [*itertools.chain.from_iterable(_obstore().list(store, prefix, chunk_size=1000))], []
-
-    objects, prefixes = _asked(scheme, bucket, prefix, ask)
-    begin = len(prefix) + 1 if prefix else 0
-    entries = [Entry(path[begin:], False, True) for path in prefixes]
-    return entries + [_entry(meta, begin) for meta in objects if meta["path"] != prefix]
-
-
-def entry(scheme: str, bucket: str, key: str) -> Entry | None:
-    """An object; None if there is none."""
-    try:
-        meta = _asked(scheme, bucket, key, lambda store: _obstore().head(store, key))
-    except FileNotFoundError:
-        return None
-    return _entry(meta, len(key))
-
-
-def _entry(meta: Any, begin: int) -> Entry:
-    # The answers to a list and to a single request differ in quotation marks and fractions.
-    version = f"{(meta['e_tag'] or '').strip(chr(34))} {int(meta['last_modified'].timestamp())}"
-    return Entry(meta["path"][begin:], True, False, meta["size"], version)
-
-
-def create(bucket: str, key: str, data: bytes) -> bool:
-    """Creates an object of s3 if it is absent, in one request. Returns whether it did."""
-    ask = functools.partial(_obstore().put, path=key, file=data, mode="create")
-    return _asked("s3", bucket, key, ask) is not _EXISTS
-
-
-def upload(scheme: str, bucket: str, key: str, file: Location) -> bool:
-    """Writes a file of a disk as an object, in parts: with all of its bytes or not at all."""
-    size = max(_PART, (file.file_bytes() or 0) // _PARTS)
-
-    def ask(store: Any) -> None:
-        with reader(file) as data:
-            _obstore().put(store, key, data, chunk_size=size, max_concurrency=_AT_ONCE)
-
-    return _asked(scheme, bucket, key, ask) is not _EXISTS
-
-
-def copy(scheme: str, bucket: str, new: str, key: str) -> bool:
-    """Copies an object on the server. On gs, only if the new one is absent. Returns whether it
-    did."""
-    ask = functools.partial(_obstore().copy, from_=key, to=new, overwrite=scheme == "s3")
-    return _asked(scheme, bucket, new, ask, _COPIED) is not _EXISTS
-
-
-def _asked(
-    scheme: str, bucket: str, key: str, ask: Callable[[Any], Any], timeout: str = _ANSWER
+def ask(
+    scheme: str, bucket: str, key: str, request: Callable[[Any, Any], Any], timeout: str = _ANSWER
 ) -> Any:
-    """The answer of a bucket about a key, or `_EXISTS`. Raises ValueError or FileNotFoundError for
-    an error."""
-    exceptions = _obstore().exceptions
+    """The answer to a request about a key, or `EXISTS`. The request is a function of `obstore` and
+    a store. Raises ValueError or FileNotFoundError for an error."""
+    obstore = _obstore()
     for tries_left in reversed(range(RETRIES["max_retries"] + 1)):
         store = _store(scheme, bucket, timeout)
         try:
             with patience(f"`{scheme}://{bucket}/{key}`"):
-                return ask(store)
-        except exceptions.AlreadyExistsError:
-            return _EXISTS
-        except (exceptions.InvalidPathError, ValueError) as error:
+                return request(obstore, store)
+        except obstore.exceptions.AlreadyExistsError:
+            return EXISTS
+        except (obstore.exceptions.InvalidPathError, ValueError) as error:
             raise OnlyTensorStoreError from error
-        except exceptions.BaseError as error:
+        except obstore.exceptions.BaseError as error:
             text = str(error)
             if "response body" in text and tries_left:  # obstore retries all others
                 continue
@@ -155,10 +97,8 @@ def _store(scheme: str, bucket: str, timeout: str = _ANSWER) -> Any:
 def _opened(scheme: str, bucket: str, timeout: str, variables: object) -> Any:
     obstore = _obstore()
     config, provider = _gs_access() if scheme == "gs" else _s3_access()
-    first, last = (
-        datetime.timedelta(milliseconds=int(RETRIES[name].removesuffix("ms")))
-        for name in ("initial_delay", "max_delay")
-    )
+    delays = (int(RETRIES[name].removesuffix("ms")) for name in ("initial_delay", "max_delay"))
+    first, last = (datetime.timedelta(milliseconds=delay) for delay in delays)
     try:
         return (obstore.store.GCSStore if scheme == "gs" else obstore.store.S3Store)(
             bucket,

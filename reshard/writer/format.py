@@ -24,7 +24,7 @@ import tensorstore as ts
 
 from reshard import errors, tree, units
 from reshard.arrays.derived import stored_values
-from reshard.arrays.dtypes import name_of, parse_dtype
+from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, Derived, StoredArray, stored_name
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
@@ -39,7 +39,7 @@ from reshard.writer.siblings import WRITTEN, is_sibling
 _ORDER = "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 "
 _ORDER += "F8_E5M2 I8 U8 BOOL"
 _RANKS = {name: rank for rank, name in enumerate(_ORDER.split())}
-_NAMES = {parse_dtype(text): name for name, text in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Of which library's tensors the file is, which transformers asks for.
 _ABOUT = {"format": "pt"}
 
@@ -109,7 +109,10 @@ _FILE_BYTES = 2 << 30
 # The same of those that Orbax writes to gs. TensorStore holds each in memory until it is there.
 _GS_FILE_BYTES = 400 << 20
 # What an array is stored as where no other one of the checkpoint says: as Orbax does it.
-_ORBAX = b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1}}'
+_ORBAX = (
+    b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1},"order":"C",'
+    b'"fill_value":null,"dimension_separator":"."}'
+)
 _FILE_SIZE = 'file_size="256MiB"'
 # Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
 _MAX_BLOSC = (1 << 31) - 17
@@ -117,7 +120,7 @@ _MAX_BLOSC = (1 << 31) - 17
 _BLOSC = ("lz4", "lz4hc", "blosclz", "zlib", "zstd")
 _LEVELS = {"none": range(0), "zstd": range(-131072, 23), "blosc": range(10)}
 _USUAL = {
-    "zstd": {"level": 1},
+    "zstd": {"checksum": False, "level": 1},
     "blosc": {"blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": "auto"},
 }
 

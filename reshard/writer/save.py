@@ -18,7 +18,7 @@ from reshard.arrays.digests import Digest
 from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.run import check_tasks, check_workers, run_tasks
+from reshard.engine.run import check_executor, check_workers, run_tasks
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import MARKER, RECORD
 from reshard.loader.safetensors import INDEX
@@ -177,8 +177,7 @@ def execute(
     writes_unshared = functools.partial(write_unshared, plan, attempt) if unshared else None
     tasks = [ShareTask(job, attempt.begun, each) for each in shares]
     with _source_errors(plan, job, alone=share is None):
-        if by_tasks:
-            check_tasks(tasks, executor)
+        check_executor(executor)
         with committing.attempted(attempt, whole=share is None):
             if by_tasks:
                 run_tasks(
