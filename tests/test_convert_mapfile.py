@@ -1000,7 +1000,7 @@ map.toml: its rules cannot be read
   rule 3: it has no effect: give it `to`, an operation or `drop = true`
   rule 4: `from` is not a text or a list of them: []
   rule 4: only `concat`, `stack` and `equal` take several regexes
-  rule 5, `a`: `too` is not known
+  rule 5, `a`: `too` is not known: did you mean `to`?
   rule 5, `a`: it has no effect: give it `to`, an operation or `drop = true`
   rule 6, `a`: `to` is not a text or a list of them: 7
   rule 7, `a`: `to`: `\1`: the regex has no group `1`

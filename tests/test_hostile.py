@@ -819,11 +819,11 @@ def test_missing_data_files(tmp_path, base, instead):
     # A busy machine writes several.
     file, *_ = {value.file for value in ckpt.source.store.values["large"].values() if value.file}
     instead(path / file)
-    text = f"the data file `{path}/{file}` is missing"
+    text = f"large: its data file `{path}/{file}` is missing"
     if (path / file).exists():
         text = f"`{path}/{file}` is a directory, not a file"
-    for job in (reshard.plan, lambda ckpt: reshard.save(ckpt, tmp_path / "out")):
-        assert ours(lambda job=job: job(reshard.open(path))) == text
+    assert ours(lambda: reshard.save(reshard.open(path), tmp_path / "out")) == text
+    assert ours(lambda: reshard.diff(path, base("zarr2-ocdbt"), values=True)).endswith(text)
     assert not (tmp_path / "out").exists()
 
 
