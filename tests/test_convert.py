@@ -40,7 +40,7 @@ from twins import TrainState
 import reshard
 from reshard.cli.output import as_flags
 from reshard.convert.conversion import conversion
-from reshard.convert.roundtrip import like_recorded
+from reshard.convert.record import like_recorded
 from reshard.tree import as_python, format_path
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")

@@ -158,6 +158,9 @@ def execute(
     if share is not None and (resume or workers is not None or executor is not None):
         text = "a share cannot be combined with resume, workers or executor"
         raise errors.ArgumentError(text, hints=["leave these out"])
+    for error in plan.errors if resume else ():
+        if isinstance(error, errors.DestinationExistsError):
+            error.problems += ("resume=True continues a job only until its destination exists",)
     errors.raise_all(plan.errors)
     by_tasks = workers is not None or executor is not None
     if by_tasks:
