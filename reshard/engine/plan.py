@@ -318,7 +318,7 @@ def _passes(array: ArrayPlan, box: Shape) -> float:
         sum(math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b))
         / math.ceil(size / a)
         for size, a, b in dims
-    )
+    ) * 1.0
 
 
 def _most_touched(shape: Shape, chunk: Shape, box: Shape) -> int:
