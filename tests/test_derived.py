@@ -206,7 +206,7 @@ def sharding_of(handle, on):
 
 
 def plans_of(plan):
-    return {array.layout.path[0]: array for array in plan.arrays}
+    return {array.path[0]: array for array in plan.arrays}
 
 
 # Operations.
@@ -419,7 +419,7 @@ def test_whole_chunks_are_moved_undecoded(source, tmp_path, undecoded, name, mov
     assert all(array.verbatim for array in plan.arrays)
     assert {array.passes for array in plan.arrays} == {1.0}
     links = link and original.source.store.ocdbt
-    moved = sum(array.layout.stored_bytes for array in plan.arrays)
+    moved = sum(array.stored_bytes for array in plan.arrays)
     expected_bytes = (0 if links else moved) + plan.other_bytes
     assert (plan.bytes_read, plan.bytes_written) == (expected_bytes, expected_bytes)
     inodes = layouts.data_inodes(copy), layouts.data_inodes(tmp_path / "out")
@@ -717,9 +717,9 @@ def test_constants(source, tmp_path, name, like):
         forming.step(Pad(((0, 1), (1, 0)), 1), [f"{dtype}_"], [f"{dtype}_padded"], keep=True)
     out = tmp_path / "out"
     plan = assert_formed(forming, out, (1, 8))
-    assert {array.layout.stored_bytes for array in plans_of(plan).values()} == {
+    assert {array.stored_bytes for array in plans_of(plan).values()} == {
         0,
-        plans_of(plan)["odd"].layout.stored_bytes,
+        plans_of(plan)["odd"].stored_bytes,
     }
 
 
