@@ -91,14 +91,9 @@ def match(
             text = f"{format_path(leaf.path)}: one leaf of the target, saved as {names}"
             problems.append(Mismatch("tied", text, leaf.path, present[-1]))
         saved_paths.append(present[0] if present else None)
-    containers = set()
-    if None in saved_paths:
-        containers = {_texts(path[:end]) for path in ckpt for end in range(len(path))}
     for leaf, path in zip(targets, saved_paths, strict=True):
         if path is None:
-            inside = _texts(leaf.path) in containers
-            text = "the checkpoint has a container there" if inside else "missing"
-            text = f"{format_path(leaf.path)}  {leaf}: {text}"
+            text = f"{format_path(leaf.path)}  {leaf}: missing"
             problems.append(Mismatch("missing", text, leaf.path))
         elif what := _differing_in(leaf, ckpt[path], cast):
             sides = f"the target has {leaf}, the checkpoint {_describe(ckpt[path])}"
