@@ -173,7 +173,7 @@ def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
         exported = any(item.format.files for item in plan.items)
         shares = plan.shares(plan.share_count()) if exported else []
         needed = max((share.nbytes for share in shares), default=0)
-        if needed > (free := disk.temporary_free_bytes()):
+        if needed > (free := disk.free_bytes(None)):
             yield errors.DestinationError(
                 f"not enough disk space for temporary files of the export to `{place}`",
                 [f"needed {format_bytes(needed)}, free {format_bytes(free)}"],
