@@ -574,7 +574,7 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
         "  Dense_0 and Dense_1, perhaps inner and outer: ambiguous by name and class\n"
         "\n"
         "hint: --source-model MODULE:NAME, the NNX model, supplies the classes\n"
-        "hint: --map FILE decides, by rules such as: from = '^inner/', to = 'params/Dense_0/'\n"
+        "hint: --emit-map FILE writes a draft of a map: each open leaf with its candidates\n"
     )
     done(run("convert", "trained", "back", *options, "--source-model", "models:training"))
     layouts.assert_same_tree(load("back"), load("run/1/default"))

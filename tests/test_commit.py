@@ -81,6 +81,10 @@ def test_an_existing_destination(source, tmp_path):
     before = hashes(out)
     text = f"`{out}` exists\n\nhint: overwrite=True replaces it once the new one is complete"
     not_saved(reshard.DestinationExistsError, text, open_on(source, "1x4"), out)
+    resumed = text.replace(
+        "\n\n", "\n  resume=True continues a job only until its destination exists\n\n"
+    )
+    not_saved(reshard.DestinationExistsError, resumed, open_on(source), out, resume=True)
     assert reshard.plan(open_on(source, "2x4"), out).problems == (f"`{out}` exists",)
     assert hashes(out) == before
     reshard.save(open_on(source, "1x4"), out, overwrite=True)

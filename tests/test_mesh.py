@@ -77,7 +77,6 @@ def test_a_jax_mesh_keeps_its_types_and_the_order_of_its_devices():
 
 TEXT = "\n\nhint: a mesh is `data=1,model=8`, or `1x8` for short"
 TAKES, WRITE = "takes its axis names from the saved meshes", "hint: name the axes: "
-FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh"
 
 
 @pytest.mark.parametrize(
@@ -87,10 +86,10 @@ FORMS = "\n\nhint: a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or A
         ("data=-1", [], "not a mesh: `data=-1`" + TEXT),
         ("1x8x", [SAVED], "not a mesh: `1x8x`" + TEXT),
         ("=8", [], "not a mesh: `=8`" + TEXT),
-        ({"data": "8"}, [], "not a mesh: {'data': '8'}" + FORMS),
-        ({0: 8}, [], "not a mesh: {0: 8}" + FORMS),
-        ((1, 8), [], "not a mesh: (1, 8)" + FORMS),
-        (None, [], "not a mesh: None" + FORMS),
+        ({"data": "8"}, [], "not a mesh: {'data': '8'}" + TEXT),
+        ({0: 8}, [], "not a mesh: {0: 8}" + TEXT),
+        ((1, 8), [], "not a mesh: (1, 8)" + TEXT),
+        (None, [], "not a mesh: None" + TEXT),
         ("data=0,model=8", [], "every axis of the mesh `data=0,model=8` needs at least one device"),
         ("0x8", [SAVED], "every axis of the mesh `data=0,model=8` needs at least one device"),
         ({"a": 2, "b": -2}, [], "every axis of the mesh `a=2,b=-2` needs at least one device"),

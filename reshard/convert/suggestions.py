@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.boxes import Shape
-from reshard.convert.align import STACKED, Abstention
+from reshard.convert.align import Abstention
 from reshard.convert.layout import COLLECTIONS
 from reshard.convert.map_rules import MapResult
-from reshard.convert.map_writer import renaming_rules, rules_of, unstacking_rules
+from reshard.convert.map_writer import renaming_rules, rules_of, toml_text, unstacking_rules
 from reshard.convert.model_map import Side
 from reshard.convert.optimizer import shared_keys
-from reshard.convert.replacement import toml_text
 from reshard.restore.matching import stacking_call, stacks_in
 from reshard.tree import (
     Path,
@@ -47,26 +46,21 @@ def hints_for(
     leaves, others = result.map.shapes, (target if result.to == target.api else source).shapes
     linen, nnx = (leaves, others) if result.to == "nnx" else (others, leaves)
     header = [] if forth else ['to = "nnx"\n']
-    if not result.map.origin and (rules := _unstack_rules(abstentions, linen, nnx)):
-        return [_shown([*header, *rules])]  # which may decide what else is open
-    if not (result.map.origin or known) and (
-        calls := _stack_calls(abstentions, linen, nnx, saved, forth)
-    ):
-        return calls
-    if not result.map.origin and (hints := _level_hints(source, target)):
-        return hints
+    if not result.map.origin:  # these may decide what else is open
+        if rules := _unstack_rules(abstentions, linen, nnx):
+            return [_shown([*header, *rules])]
+        calls = [] if known else _stack_calls(abstentions, linen, nnx, saved, forth)
+        if calls or (calls := _level_hints(source, target)):
+            return calls
     hints = []
     if rows := [entry.rule for entry in abstentions if entry.rule]:
         rules = [f"{rule.rstrip()}  # or in another order\n" for rule in rules_of(rows, linen)]
         hints.append(_shown([*header, *rules]))
-    rest = [
-        entry for entry in abstentions if not (entry.rule or (forth and entry.reason == STACKED))
-    ]
+    rest = [entry for entry in abstentions if not entry.rule]
     if not known and any(COLLECTIONS.isdisjoint(p[:1]) for entry in rest for p in entry.linen):
         api = "Linen" if forth else "NNX"
         hints.append(f"source=..., the {api} model, supplies the classes")
-    numbered, others = _renames(rest, linen, nnx, result)
-    rules = renaming_rules(numbered, leaves) or renaming_rules(others, leaves)[:1]
+    rules = renaming_rules(_renames(rest, linen, nnx, result), leaves)
     if len(rules) > 1:
         hints.append(_shown([f"[[rule]]\n{rule}\n" for rule in rules]))
     elif rules:
@@ -82,30 +76,21 @@ def _shown(rules: Sequence[str]) -> str:
 
 
 def _level_hints(source: Side, target: Side) -> list[str]:
-    """Hints for keys of the source that hold several levels, and for levels above the whole model,
-    like `transformer`."""
+    """Hints for levels above the whole model, like `transformer`."""
     begin = int(source.api == "linen")
-    paths = [tuple(map(str, path[begin:-1])) for path in source.shapes]
-    modules = [tuple("/".join(path).split("/")) for path in paths]
+    modules = [tuple(map(str, path[begin:-1])) for path in source.shapes]
     tops = {str(path[target.api == "linen"]) for path in target.shapes}
     common: Path = modules[0][: shared_keys(modules)] if modules else ()
     above = common[: next((at for at, key in enumerate(common) if key in tops), len(common))]
+    # The only module of a model may be its counterpart in another form, and so may a list.
+    below = {path[len(above)] for path in modules if len(path) > len(above)}
+    if not above or all(map(str.isdecimal, below)) or (len(tops) == 1 and above == common):
+        return []
     level = format_path(above)
     regex = re.escape(level)
-    renames, texts = [], []
-    if joined := [key for path in paths for key in path if "/" in key]:
-        renames.append((r'"([^"]*/[^"]*)"', r"\1"))
-        texts.append(f"splits keys like {format_path((joined[0],))}, which hold several levels")
-    # The only module of a model may be its counterpart in another form.
-    below = {path[len(above)] for path in modules if len(path) > len(above)}
-    is_list = all(map(str.isdecimal, below))
-    if above and not is_list and (len(tops) > 1 or above != common):
-        renames.append((rf"(^|/){regex}/", r"\1"))
-        texts.append(f"removes `{level}`, if the model lacks that level")
-    if not texts:
-        return []
-    hints = [f"reshard.rename(ckpt, {as_python(renames)}) {' and '.join(texts)}"]
-    if not joined and begin:
+    rename = as_python([(rf"(^|/){regex}/", r"\1")])
+    hints = [f"reshard.rename(ckpt, {rename}) removes `{level}`, if the model lacks that level"]
+    if begin:
         kinds = {str(path[0]) for path in source.shapes}
         kind, kept = (*kinds, *kinds) if len(kinds) == 1 else (r"([^/]+)", r"\1")
         rule = f"from = {toml_text(f'^{kind}/{regex}/')}, to = {toml_text(f'{kept}/')}"
@@ -118,26 +103,19 @@ def _renames(
     linen: Mapping[Path, Shape],
     nnx: Mapping[Path, Shape],
     result: MapResult,
-) -> tuple[list[_Rename], list[_Rename]]:
-    """Renames by numbers in names; and, of as many candidates on both sides, the first two whose
-    leaves have the same shapes. No numbers in modules that hold leaves which the map has made: it
-    may have another order."""
+) -> list[_Rename]:
+    """Renames of the modules or leaves of two series of numbers, and of a module that has one
+    candidate. No numbers in modules that hold leaves which the map has made: it may have another
+    order."""
     made = {p[begin:end] for p in result.map.origin for begin in (0, 1) for end in range(1, len(p))}
     forth = result.to == "nnx"
-    found: tuple[list[_Rename], list[_Rename]] = ([], [])
+    renames: list[_Rename] = []
     for entry in abstentions:
         ones, others = _below(entry.linen, linen, (0, 1)), _below(entry.nnx, nnx)
         free = made.isdisjoint(entry.nnx if forth else entry.linen)
-        pairs, renames = _numbered(ones, others) if free else [], found[0]
-        if not pairs and len(ones) == len(others):
-            every = itertools.product(ones, others)
-            alike = [pair for pair in every if ones[pair[0]] == others[pair[1]]]
-            if not alike and len(ones) == 1 and (one := entry.linen[0]) in linen:
-                # A parameter of the user's own, and a layer: its one leaf of that shape.
-                inside = [p for p in nnx if p[: len(entry.nnx[0])] == entry.nnx[0]]
-                fits = [p for p in inside if nnx[p] == linen[one]]
-                alike = [(one, fits[0])] if len(fits) == 1 else []
-            pairs, renames = alike[:1], found[1]
+        pairs = _numbered(ones, others) if free else []
+        if len(ones) == len(others) == 1:
+            pairs = [(*ones, *others)] if [*ones.values()] == [*others.values()] else []
         for one, other in pairs:
             kinds = sorted({path[:1] for path in linen if path[1 : len(one) + 1] == one})
             if one == other:  # the standard conversions match these
@@ -148,7 +126,7 @@ def _renames(
                 renames += [((*kind, *one), (*kind, *other), False) for kind in kinds]
             else:
                 renames.append((other, ("params", *one), False))
-    return found
+    return renames
 
 
 def _numbered(

@@ -11,7 +11,6 @@ import contextlib
 import importlib.metadata
 import os
 import pickle
-import queue
 import signal
 import sys
 import threading
@@ -19,9 +18,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reshard.arrays.handle import StoredArray
 from reshard.errors import ArgumentError, ReshardError
-from reshard.storage.array_store import ArrayStore
 from reshard.storage.machine import share_cores, tune_memory
 
 if TYPE_CHECKING:  # what only jobs of workers import
@@ -66,62 +63,31 @@ def check_workers(workers: int | None) -> None:
         raise ArgumentError(f"`{workers}` is not a number of workers")
 
 
-def check_tasks(
-    tasks: Sequence[object], executor: concurrent.futures.Executor | None = None
-) -> None:
-    """Raises ArgumentError if a task does not pickle, or an executor's workers lack a module or
-    have another release of this package. Raises ReshardError if no worker answers. To be called
-    before a job begins."""
-    try:
-        imported = [bytes(_Checker(task).pickled) for task in tasks]
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ArgumentError(
-            "the tasks cannot be sent to the workers",
-            [str(error)],
-            ["define functions at the top level of a module, which workers import"],
-        ) from error
+def check_executor(executor: concurrent.futures.Executor | None) -> None:
+    """Raises ArgumentError if an executor's workers lack this package, or have another release of
+    it, and ReshardError if no worker answers. To be called before a job begins."""
     if executor is None:
         return
     try:
-        there = executor.submit(_release, imported).result()
+        there = executor.submit(_release).result()
     except (ImportError, AttributeError) as error:
-        hint = "install the same packages there, and the modules of your functions"
-        raise ArgumentError(
-            "the executor's workers cannot import a module that they need", [str(error)], [hint]
-        ) from error
+        raise _not_imported(error) from error
     except BaseException as error:
         if _is_lost(error):
             raise ReshardError("the executor has lost its workers", [_describe(error)]) from error
         raise
-    here = _release(())
-    if there != here:
+    if there != (here := _release()):
         problem = f"the workers have {there}, this process has {here}"
         raise ArgumentError("the executor's workers have another version of reshard", [problem])
 
 
-class _Checker(pickle.Pickler):
-    """Pickles a task without its stored values."""
-
-    def __init__(self, task: object):
-        self.pickled = bytearray()
-        super().__init__(self)
-        self.dump(task)
-
-    def write(self, data: bytes) -> None:
-        self.pickled += data
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in (StoredArray, ArrayStore):
-            return object, ()
-        if getattr(obj, "__module__", None) == "__main__":
-            raise pickle.PicklingError(f"`{obj.__qualname__}` is not defined in a module")
-        return NotImplemented
+def _not_imported(error: Exception) -> ArgumentError:
+    hint = "install the same packages there, and the modules of your functions"
+    text = "the executor's workers cannot import a module that they need"
+    return ArgumentError(text, [str(error)], [hint])
 
 
-def _release(imported: Sequence[bytes]) -> str:
-    """The release of this package, once everything has been imported."""
-    for data in imported:
-        pickle.loads(data)
+def _release() -> str:
     return importlib.metadata.version("reshard")
 
 
@@ -134,7 +100,7 @@ def run_tasks(
     stop: Callable[[], object] | None = None,
     meanwhile: Callable[[Report], object] | None = None,
 ) -> list[Any]:
-    """Runs tasks that were checked, and returns their results in order.
+    """Runs tasks, and returns their results in order.
 
     Args:
       report: called with numbers of bytes that are done; with a negative one if a task is lost.
@@ -145,16 +111,17 @@ def run_tasks(
       meanwhile: work of this process while the tasks run.
 
     Raises:
+      ArgumentError: a task does not pickle, or an executor's workers lack a module.
       ReshardError: a task has raised it, a task kills its workers, or the executor breaks.
     """
-    run = _Run(tasks, report, workers or 1, executor)
-    with run.ended:
+    run = _Run(tasks, report)
+    with contextlib.ExitStack() as pool:
         try:
-            run.begin()
-            if meanwhile is not None:
-                meanwhile(run.report_own)
-            while run.futures:
-                run.accept(_LOOK_SECONDS)
+            if executor is None:
+                run.in_pool(pool, workers or 1, meanwhile)
+            else:
+                run.submit(executor)
+                run.finish(meanwhile)
         except BaseException as error:
             if executor is not None and stop is not None:
                 stop()  # some executors say that they have cancelled what runs on
@@ -174,91 +141,101 @@ class _Run:
     """Tasks that run in an executor, or in a process pool of their own.
 
     Attributes:
-      futures: future -> number of its task, for tasks that are not known to be done.
+      futures: future -> number of its task.
       results: number of a task -> its result.
-      ended: ends the pool and all its workers at once.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        report: Report,
-        workers: int,
-        executor: concurrent.futures.Executor | None,
-    ):
+    def __init__(self, tasks: Sequence[Task], report: Report):
         self.futures: dict[concurrent.futures.Future, int] = {}
         self.results: dict[int, Any] = {}
-        self.ended = contextlib.ExitStack()
         self._tasks = tasks
         self._report = report
-        self._workers = min(workers, len(tasks))
-        self._executor = executor
         self._reported = 0
-        self._breaks = 0
         self._done: Any = [0] * len(tasks)  # bytes of each task
 
-    def begin(self) -> None:
-        """Submits all tasks that are not done."""
-        self._events: queue.SimpleQueue[concurrent.futures.Future] = queue.SimpleQueue()
-        self.futures.clear()
-        with contextlib.ExitStack() as submitted:
-            executor = self._executor
-            if executor is None and self._workers:
-                executor = self._new_pool()
-                submitted.enter_context(_spawning())
-            for number, task in enumerate(self._tasks):
-                if number in self.results:
-                    self._done[number] = task.nbytes
-                    continue
-                assert executor is not None
-                future = executor.submit(_answer, number, pickle.dumps(task))
-                self.futures[future] = number
-                future.add_done_callback(self._events.put)
-
-    def _new_pool(self) -> concurrent.futures.Executor:
+    def in_pool(
+        self,
+        ended: contextlib.ExitStack,
+        workers: int,
+        meanwhile: Callable[[Report], object] | None,
+    ) -> None:
+        """Runs all tasks in a process pool, which `ended` ends. If a worker is killed, a new pool
+        runs the tasks that are not done."""
         import multiprocessing
 
-        self.ended.close()
         context = multiprocessing.get_context("spawn")
-        self._done = context.RawArray("q", len(self._tasks))
-        end, owner = context.Pipe(duplex=False)
-        arguments = self._workers, end, self._done
-        pool = concurrent.futures.ProcessPoolExecutor(
-            self._workers, context, _begin_worker, arguments
-        )
-        self.ended.enter_context(pool)
-        self.ended.callback(owner.close)
-        return pool
-
-    def report_own(self, nbytes: int) -> None:
-        """Reports bytes that this process has done."""
-        self._report(nbytes)
-        while not self._events.empty():
-            self.accept(0)
-
-    def accept(self, seconds: float) -> None:
-        """Accepts the result of a task, if one ends in so many seconds, and reports progress."""
-        with contextlib.suppress(queue.Empty):
-            future = self._events.get(timeout=seconds)
+        breaks, count = 0, min(workers, len(self._tasks))
+        while True:
+            before = len(self.results)
             try:
-                kind, value = future.result()
+                if count:
+                    self._done = context.RawArray("q", len(self._tasks))
+                    end, owner = context.Pipe(duplex=False)
+                    arguments = count, end, self._done
+                    pool = concurrent.futures.ProcessPoolExecutor(
+                        count, context, _begin_worker, arguments
+                    )
+                    ended.enter_context(pool)
+                    ended.callback(owner.close)
+                    with _spawning():
+                        self.submit(pool)
+                return self.finish(meanwhile)
             except concurrent.futures.BrokenExecutor as error:
-                self._breaks += 1
-                if self._executor is None and self._breaks < _BREAKS:
-                    self.begin()
-                    return
-                if self._executor is None:
+                breaks = 1 if len(self.results) > before else breaks + 1
+                if breaks == _BREAKS:
                     hint = "each worker uses max_memory: reduce workers=... or max_memory=..."
                     text = f"{_BREAKS} workers were killed, one after another"
                     problems = [f"{task} is not done" for task in self.left()]
                     raise ReshardError(text, problems, [hint]) from error
-                raise
+            ended.close()
+            meanwhile = None
+
+    def submit(self, executor: concurrent.futures.Executor) -> None:
+        """Submits all tasks that are not done."""
+        self.futures.clear()
+        try:
+            pickled = {
+                number: pickle.dumps(task)
+                for number, task in enumerate(self._tasks)
+                if number not in self.results
+            }
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ArgumentError(
+                "the tasks cannot be sent to the workers",
+                [str(error)],
+                ["define functions at the top level of a module, which workers import"],
+            ) from error
+        for number in self.results:
+            self._done[number] = self._tasks[number].nbytes
+        for number, data in pickled.items():
+            self.futures[executor.submit(_answer, number, data)] = number
+
+    def finish(self, meanwhile: Callable[[Report], object] | None) -> None:
+        """Waits for all results, and reports progress."""
+        self._left = {*self.futures}
+
+        def report_own(nbytes: int) -> None:
+            self._report(nbytes)
+            with contextlib.suppress(concurrent.futures.BrokenExecutor):  # raised again, later
+                self._accept(0)
+
+        if meanwhile is not None:
+            meanwhile(report_own)
+        while self._left:
+            self._accept(_LOOK_SECONDS)
+
+    def _accept(self, seconds: float) -> None:
+        """Accepts results that come in so many seconds, and reports progress."""
+        first = concurrent.futures.FIRST_COMPLETED
+        ended, _ = concurrent.futures.wait(self._left, seconds, first)
+        for future in sorted(ended, key=_has_failed):
+            kind, value = future.result()
             if kind == "error":
                 raise value
-            number = self.futures.pop(future)
+            number = self.futures[future]
             self.results[number] = value
             self._done[number] = self._tasks[number].nbytes
-            self._breaks = 0
+            self._left.remove(future)
         done = sum(self._done)
         if done != self._reported:
             self._report(done - self._reported)
@@ -266,11 +243,11 @@ class _Run:
 
     def left(self) -> list[str]:
         """The tasks that are not done, in order."""
-        done = set(self.results)
-        for future, number in self.futures.items():
-            if future.done() and not future.cancelled() and future.exception() is None:
-                done |= {number} if future.result()[0] == "result" else set()
-        return [str(task) for number, task in enumerate(self._tasks) if number not in done]
+        return [str(task) for n, task in enumerate(self._tasks) if n not in self.results]
+
+
+def _has_failed(future: concurrent.futures.Future) -> bool:
+    return future.cancelled() or future.exception() is not None
 
 
 def _is_lost(error: BaseException) -> bool:
@@ -328,7 +305,11 @@ def _answer(number: int, data: bytes) -> tuple[str, Any]:
             _done[number] += nbytes
 
     try:
-        return "result", pickle.loads(data).run(report)
+        task = pickle.loads(data)
+    except (ImportError, AttributeError) as error:
+        return "error", _not_imported(error)
+    try:
+        return "result", task.run(report)
     except ReshardError as error:
         if isinstance(error, OSError):
             raise

@@ -189,10 +189,9 @@ def _described(
     parts: list[Any] = [max_memory]
     for number, request in enumerate(requests):
         handle, spread = request.handle, spreads.get(number)
-        parts.append((handle.path, handle.shape, handle.dtype.name, spread))
-        if spread:
-            parts.append([device.id for device in spread.target.mesh.devices.flat])
-            parts += [handle.chunk_shape, *(data.chunks for _, data in handle.roots())]
+        chunks = handle.chunk_shape, *(data.chunks for _, data in handle.roots())
+        devices = spread and [device.id for device in spread.target.mesh.devices.flat]
+        parts.append((handle.path, handle.shape, handle.dtype.name, chunks, spread, devices))
     return repr(parts)
 
 

@@ -87,9 +87,9 @@ def _hints(problems: Sequence[Mismatch], targets: Sequence[TargetLeaf]) -> list[
     used = {tuple(map(str, leaf.path[:end])) for leaf in targets for end in range(len(leaf.path))}
     drop: dict[str, None] = {}
     for path in sorted(unexpected, key=natural):
-        ends = (end for end in range(1, len(path)) if tuple(map(str, path[:end])) not in used)
-        end = next(ends, len(path))
-        drop[format_path(path[:end]) + ("/**" if end < len(path) else "")] = None
+        above = (path[:end] for end in range(1, len(path)))
+        level = next((keys for keys in above if tuple(map(str, keys)) not in used), None)
+        drop[format_path(path) if level is None else f"{format_path(level)}/**"] = None
     if any(problem.what == "missing" for problem in problems):
         drop.pop("params/**", None)  # the model itself, under other names
     hints = [f"reshard.select(ckpt, drop={as_python([pattern])})" for pattern in drop]

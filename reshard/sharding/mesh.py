@@ -94,21 +94,22 @@ def parse_mesh(mesh: Any, saved: Iterable[Mesh] = ()) -> Mesh:
         form.
     """
     saved = list(saved)
-    match mesh:
-        case Mesh():
-            return _checked(mesh)
-        case str() if re.fullmatch(r"\d+(x\d+)*", mesh.strip()):
-            return _short_form(mesh.strip(), saved)
-        case str():
-            return _with_unnamed(_long_form(mesh.strip()), saved)
-        case Mapping() if all(isinstance(name, str) and _is_count(mesh[name]) for name in mesh):
+    if isinstance(mesh, str):
+        mesh = mesh.strip()
+        if re.fullmatch(r"\d+(x\d+)*", mesh):
+            return _short_form(mesh, saved)
+        pairs = [part.partition("=") for part in mesh.split(",")]
+        if all(name.strip() and size.strip().isdecimal() for name, _, size in pairs):
+            names = tuple(name.strip() for name, _, _ in pairs)
+            return _with_unnamed(Mesh(names, tuple(int(size) for _, _, size in pairs)), saved)
+    elif isinstance(mesh, Mapping):
+        if all(isinstance(name, str) and _is_count(size) for name, size in mesh.items()):
             return _with_unnamed(Mesh(tuple(mesh), tuple(map(int, mesh.values()))), saved)
-    if hasattr(mesh, "axis_names") and hasattr(mesh, "axis_sizes"):
-        return _checked(_from_jax(mesh))
-    raise ShardingError(
-        f"not a mesh: {mesh!r}",
-        hints=["a mesh is `data=1,model=8`, `1x8`, a dict, or a jax Mesh or AbstractMesh"],
-    )
+    elif hasattr(mesh, "axis_names") and hasattr(mesh, "axis_sizes"):
+        return _checked(mesh if isinstance(mesh, Mesh) else _from_jax(mesh))
+    given = f"`{mesh}`" if isinstance(mesh, str) else repr(mesh)
+    hint = "a mesh is `data=1,model=8`, or `1x8` for short"
+    raise ShardingError(f"not a mesh: {given}", hints=[hint])
 
 
 def _is_count(size: Any) -> bool:
@@ -127,15 +128,6 @@ def _from_jax(mesh: Any) -> Mesh:
         tuple(str(t).rpartition(".")[2] for t in types) if types else None,
         tuple(int(d.id) for d in devices.flat) if devices is not None else None,
     )
-
-
-def _long_form(text: str) -> Mesh:
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name.strip() and size.strip().isdecimal() for name, _, size in pairs):
-        raise ShardingError(
-            f"not a mesh: `{text}`", hints=["a mesh is `data=1,model=8`, or `1x8` for short"]
-        )
-    return Mesh(tuple(n.strip() for n, _, _ in pairs), tuple(int(s) for _, _, s in pairs))
 
 
 def _short_form(text: str, saved: Sequence[Mesh]) -> Mesh:
@@ -199,28 +191,25 @@ def normalize_spec(spec: Any) -> Spec:
     for an unsharded dimension (`"data,model"`, `"data+model,"`, `""`). Text may also be a printed
     spec: `"P(None, 'model')"`, `"PartitionSpec(None, 'model')"`.
     """
+    given = spec
     if isinstance(spec, str):
         spec = spec.strip()
-        if not spec:
-            return ()
-        if spec.startswith(("P(", "PartitionSpec(")) and spec.endswith(")"):
-            inside = spec[spec.index("(") + 1 : -1].strip()
+        if printed := re.fullmatch(r"(?:P|PartitionSpec)\((.*?),?\s*\)", spec, re.DOTALL):
             try:
-                return normalize_spec(ast.literal_eval(f"({inside},)") if inside else ())
+                spec = ast.literal_eval(f"[{printed[1]}]")
             except (ValueError, SyntaxError) as error:
-                raise ShardingError(f"not a partition spec: {spec}") from error
-        dims = [part.strip() for part in spec.split(",")]
-        return tuple(
-            tuple(a.strip() for a in dim.split("+")) if dim not in ("", "None") else ()
-            for dim in dims
-        )
+                raise ShardingError(f"not a partition spec: {given}") from error
+        else:
+            dims = [dim.strip() for dim in spec.split(",")] if spec else []
+            names = [[axis.strip() for axis in dim.split("+")] for dim in dims]
+            spec = [axes if axes not in ([""], ["None"]) else () for axes in names]
     if spec is not None and not isinstance(spec, Iterable):
-        raise ShardingError(f"not a partition spec: {spec!r}")
+        raise ShardingError(f"not a partition spec: {given!r}")
     result = []
     for entry in spec or ():
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
         if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
-            raise ShardingError(f"not a partition spec: {spec!r}")
+            raise ShardingError(f"not a partition spec: {given!r}")
         result.append(tuple(axes))
     return tuple(result)
 

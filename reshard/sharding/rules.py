@@ -76,13 +76,14 @@ def match_specs(
 
     specs: dict[Path, Spec] = {}
     for regex, spec in compiled:
-        for form in range(4):
-            pairs = zip(paths, texts(form), strict=True)
-            if matched := [path for path, text in pairs if regex.search(text)]:
-                for path in matched:
-                    specs.setdefault(path, spec)
-                break
-        else:
+        matches = (
+            [path for path, text in zip(paths, texts(form), strict=True) if regex.search(text)]
+            for form in range(4)
+        )
+        matched = next(filter(None, matches), ())
+        for path in matched:
+            specs.setdefault(path, spec)
+        if not matched:
             problems.append(f"`{regex.pattern}`")
             near = nearest_to_regex(regex.pattern, paths)
             hints += [f"the nearest leaf is `{name}`" for name in near]
@@ -160,28 +161,23 @@ def resolve_names(names: Names, rules: Sequence[Rule], semantics: str, passes: b
     mesh axes, or None. A name without a rule is a mesh axis if `passes`, else it splits nothing."""
     last = {name: position for position, (name, _) in enumerate(rules)}
     unmatched = [name for name in names if isinstance(name, str) and name not in last]
-    spec: list[tuple[str, ...] | None] = []
+    fixed = [
+        ((name,) if passes and name in unmatched else ()) if isinstance(name, str) else name or ()
+        for name in names
+    ]
     used: dict[int, int] = {}
-    for dim, name in enumerate(names):
-        if not isinstance(name, str):
-            spec.append(tuple(name or ()))
-        elif name not in last:
-            spec.append((name,) if passes else ())
-        elif semantics == "nnx":
-            used[dim] = last[name]
-            spec.append(rules[last[name]][1])
-        else:
-            spec.append(None)
-    if semantics == "linen":
+    if semantics == "nnx":
+        used = {dim: last[name] for dim, name in enumerate(names) if name in last}
+    else:
+        taken = {axis for axes in fixed for axis in axes}
         for position, (name, axes) in enumerate(rules):
-            taken = {axis for entry in spec for axis in entry or ()}
-            for dim, other in enumerate(names):
-                if other == name and spec[dim] is None and taken.isdisjoint(axes):
-                    used[dim] = position
-                    spec[dim] = axes
-                    break
+            open_dims = (dim for dim, own in enumerate(names) if own == name and dim not in used)
+            dim = next(open_dims, None)
+            if dim is not None and taken.isdisjoint(axes):
+                used[dim] = position
+                taken.update(axes)
     return Resolved(
-        tuple(entry or () for entry in spec),
+        tuple(rules[used[dim]][1] if dim in used else axes for dim, axes in enumerate(fixed)),
         tuple(used[dim] for dim in sorted(used)),
         tuple(dict.fromkeys(unmatched)),
     )

@@ -109,31 +109,29 @@ class ElementComparison:
     def _differing(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, ...]:
         """The places where two slabs differ, and for each |a - b|, |b|, and whether both are
         finite."""
-        wide_a, wide_b, common = _numbers(a.dtype, b.dtype)
-        inexact = common.kind in "fc"
-        if a.dtype == b.dtype:
+        same = a.dtype == b.dtype
+        places = np.arange(a.size)
+        if same:
             word = np.dtype(f"u{min(a.itemsize, 8)}")
             bits = a.view(word) != b.view(word)
             places = np.flatnonzero(bits if a.itemsize <= 8 else bits.reshape(a.size, -1).any(1))
-        elif inexact:
-            places = np.arange(a.size)
-        else:
-            places = np.flatnonzero(a.astype(wide_a) != b.astype(wide_b))
         if not places.size:
             return (places,) * 4
+        common = _common(a.dtype, b.dtype)
         with np.errstate(all="ignore"):
             x, y = a[places].astype(common), b[places].astype(common)
-            if not inexact:
-                size = np.abs(y.astype(np.float64))
-                return places, _integer_gap(x, y), size, np.full(x.size, True)
-            gap, size = np.abs(x - y), np.abs(y)
-            finite = np.isfinite(x) & np.isfinite(y)
-            if a.dtype == b.dtype and not (self._rtol or self._atol):
-                return places, gap, size, finite
-            # If |a - b| or |b| overflows, the elements are not known to be near.
-            differs = ~(gap <= self._atol + self._rtol * size) | np.isinf(gap + size)
-            differs[~finite] = _other_parts(x[~finite], y[~finite])
-            return places[differs], gap[differs], size[differs], finite[differs]
+            if common.kind in "fc":
+                gap, size = np.abs(x - y), np.abs(y)
+                finite = np.isfinite(x) & np.isfinite(y)
+                if same and not (self._rtol or self._atol):
+                    return places, gap, size, finite
+                # If |a - b| or |b| overflows, the elements are not known to be near.
+                differs = ~(gap <= self._atol + self._rtol * size) | np.isinf(gap + size)
+                differs[~finite] = _other_parts(x[~finite], y[~finite])
+            else:
+                differs, gap, size = x != y, _integer_gap(x, y), np.abs(y.astype(np.float64))
+                finite = np.full(x.size, True)
+        return places[differs], gap[differs], size[differs], finite[differs]
 
 
 def _histogram(values: np.ndarray) -> dict[int, int]:
@@ -151,12 +149,11 @@ def _sum(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 
 @functools.cache
-def _numbers(one: np.dtype, other: np.dtype) -> tuple[np.dtype, np.dtype, np.dtype]:
-    """The widest dtypes of the kinds of two dtypes, and a dtype that holds both: object, for
-    Python's integers, if no other does."""
+def _common(one: np.dtype, other: np.dtype) -> np.dtype:
+    """A dtype that holds the numbers of both: object, for Python's integers, if no other does."""
     wide = _widest(one), _widest(other)
     mixed = {*wide} == {np.dtype(np.int64), np.dtype(np.uint64)}
-    return *wide, np.dtype(object) if mixed else np.result_type(*wide)
+    return np.dtype(object) if mixed else np.result_type(*wide)
 
 
 def _widest(dtype: np.dtype) -> np.dtype:

@@ -18,7 +18,7 @@ from reshard.arrays.digests import Digest
 from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.run import check_tasks, check_workers, run_tasks
+from reshard.engine.run import check_executor, check_workers, run_tasks
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import MARKER, RECORD
 from reshard.loader.safetensors import INDEX
@@ -158,6 +158,9 @@ def execute(
     if share is not None and (resume or workers is not None or executor is not None):
         text = "a share cannot be combined with resume, workers or executor"
         raise errors.ArgumentError(text, hints=["leave these out"])
+    for error in plan.errors if resume else ():
+        if isinstance(error, errors.DestinationExistsError):
+            error.problems += ("resume=True continues a job only until its destination exists",)
     errors.raise_all(plan.errors)
     by_tasks = workers is not None or executor is not None
     if by_tasks:
@@ -177,8 +180,7 @@ def execute(
     writes_unshared = functools.partial(write_unshared, plan, attempt) if unshared else None
     tasks = [ShareTask(job, attempt.begun, each) for each in shares]
     with _source_errors(plan, job, alone=share is None):
-        if by_tasks:
-            check_tasks(tasks, executor)
+        check_executor(executor)
         with committing.attempted(attempt, whole=share is None):
             if by_tasks:
                 run_tasks(
