@@ -193,8 +193,6 @@ def test_too_little_room_for_a_bound(tmp_path, monkeypatch):
     with pytest.raises(reshard.DestinationError, match=r"^not enough disk space"):
         reshard.export(ckpt, tmp_path / "files")
     half = reshard.cast(ckpt, "bfloat16")
-    (note,) = [text for text in reshard.plan(half, tmp_path / "out").notes if "up to" in text]
-    assert re.fullmatch(r"up to 1\S+ KiB are .*, and the disk has 87.89 KiB free", note)
     reshard.save(half, tmp_path / "out")
 
 

@@ -92,7 +92,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
 def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:
     """Warns of leaves that a conversion matched by the order of modules: if two modules were
     exchanged, the result still equals its source."""
-    from reshard.convert.by_order import order_of, order_text
+    from reshard.convert.record import order_of, order_text
 
     orders = dict.fromkeys(order for ckpt in checkpoints if (order := order_of(ckpt)) is not None)
     for order in orders:
@@ -102,7 +102,7 @@ def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:
 def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | None) -> Checkpoint:
     """The other checkpoint in the API of this one, converted by the options or by the record of one
     of the two; unchanged if there is neither."""
-    from reshard.convert import roundtrip  # its import takes as long as a small job
+    from reshard.convert import record  # its import takes as long as a small job
 
     if flags is not None:
         look_here()  # for the functions of a map
@@ -118,7 +118,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
                 return _by_map(other, rules, reverse, flags)
         api = apis[0] or ("nnx" if _layout(other).api == "linen" else "linen")
         try:
-            dropped = [path for path in roundtrip.recorded_drop(ckpt) if path in other]
+            dropped = [path for path in record.recorded_drop(ckpt) if path in other]
             globs = [*map(tree.format_glob, dropped)]
             return converter(api, flags)(other, globs).checkpoint
         except (ArgumentError, TreeMismatchError) as error:
@@ -128,8 +128,8 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
                 if not output.as_flags(hint).startswith(("--to ", "--drop "))
             ]
             raise type(error)(error.summary, error.problems, hints) from error
-    recorded = roundtrip.has_record(ckpt)
-    alike = recorded == roundtrip.has_record(other)
+    recorded = record.has_record(ckpt)
+    alike = recorded == record.has_record(other)
     if alike and not ckpt.keys().isdisjoint(other.keys()):
         return other
     unknown = (ckpt, other) if alike else (other if recorded else ckpt,)
@@ -145,7 +145,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
         )
     if alike or kinds[0].api != "linen":
         return other
-    return roundtrip.like_recorded(other, ckpt) if recorded else roundtrip.from_record(other)[0]
+    return record.like_recorded(other, ckpt) if recorded else record.from_record(other)[0]
 
 
 def _by_map(other: Checkpoint, rules: Any, reverse: bool, flags: dict[str, Any]) -> Checkpoint:
@@ -169,7 +169,7 @@ def _api(ckpt: Checkpoint) -> str | None:
 def _layout(ckpt: Checkpoint) -> Any:
     """The layout of a checkpoint, by the record of its conversion if it has one."""
     from reshard.convert.layout import detect
-    from reshard.convert.roundtrip import recorded_kind
+    from reshard.convert.record import recorded_kind
 
     return detect(ckpt, recorded_kind(ckpt))
 

@@ -520,10 +520,8 @@ def device(destination: AnyPath) -> int:
     return os.stat(_nearest_directory(destination)).st_dev
 
 
-def free_bytes(destination: AnyPath | None) -> int:
-    """Free bytes for a destination; None for the directories of `temporary_directory`."""
-    place = tempfile.gettempdir() if destination is None else _nearest_directory(destination)
-    return shutil.disk_usage(place).free
+def free_bytes(destination: AnyPath) -> int:
+    return shutil.disk_usage(_nearest_directory(destination)).free
 
 
 def _nearest_directory(path: AnyPath) -> str:
