@@ -16,8 +16,8 @@ from flax.traverse_util import unflatten_dict
 
 import reshard
 from reshard.cli.convert import _draft
+from reshard.convert.map_rules import parse_pattern
 from reshard.convert.mapfile import read_map
-from reshard.convert.replacement import parse_pattern
 from reshard.errors import ArgumentError
 from reshard.tree import format_path, split_path
 

@@ -32,10 +32,16 @@ from reshard.arrays.operations import (
 )
 from reshard.convert import map_writer
 from reshard.convert.leafmap import LeafMap, Row, Source, applied, from_rows
-from reshard.convert.map_rules import apply_inverse, apply_map, inverse
+from reshard.convert.map_rules import (
+    apply_inverse,
+    apply_map,
+    inverse,
+    parse_pattern,
+    parse_template,
+    whole_path,
+)
 from reshard.convert.map_writer import write_map
 from reshard.convert.mapfile import read_map
-from reshard.convert.replacement import parse_pattern, parse_replacement, whole_path
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import format_path, glob_text, named_by, split_path
 
@@ -224,7 +230,7 @@ def test_arithmetic_is_that_of_python(text, one, two, i):
         answer = eval(plain, {"i": i})
     except ZeroDivisionError:
         answer = None
-    replacement = parse_replacement(f"a{{{text}}}b", [pattern], ["i"])
+    replacement = parse_template(f"a{{{text}}}b", [pattern], ["i"])
 
     def replaced():
         return replacement.replaced(pattern, f"{one}/{two}", lambda match: {"i": i})
@@ -724,7 +730,7 @@ def test_rules_with_numbers_in_the_opposite_direction():
     mapped = apply_map(rules, tree(shapes))
     back = apply_inverse(rules, mapped.map.shapes)
     assert back.map.values == mapped.map.inverse().values
-    assert [(rule.patterns[0].text, rule.to[0].text) for rule in inverse(rules).rules] == [
+    assert [(rule.patterns[0].text, str(rule.to[0])) for rule in inverse(rules).rules] == [
         (r"^layers/(\d+)/qk$", r"layers/\1/qk"),
         (r"^blocks/(\d+)/", "params/blocks/"),
         (r"^x/(\d+)\\/w$", r"params/x_\1/{}/w"),
@@ -984,20 +990,21 @@ def test_what_cannot_be_read():
         refusal(read, text, of=ArgumentError)
         == r"""
 map.toml: its rules cannot be read
-  `init`: `a//b` is not a path: a key is empty or its quotes do not close
   the file: `to` is not `nnx` or `linen`: 'keras'
   the file: `x` is not known
+  `init`: `a//b` is not a path: a key is empty or its quotes do not close
   rule 1: `from` is not a text or a list of them: 3
   rule 1: it has no effect: give it `to`, an operation or `drop = true`
-  rule 2: `x(` is not a regex: missing ), unterminated subpattern at position 1
+  rule 2, `x(`: `x(` is not a regex: missing ), unterminated subpattern at position 1
   rule 3: `from` is missing
   rule 3: it has no effect: give it `to`, an operation or `drop = true`
   rule 4: `from` is not a text or a list of them: []
-  rule 5, `a`: it has no effect: give it `to`, an operation or `drop = true`
+  rule 4: only `concat`, `stack` and `equal` take several regexes
   rule 5, `a`: `too` is not known
+  rule 5, `a`: it has no effect: give it `to`, an operation or `drop = true`
   rule 6, `a`: `to` is not a text or a list of them: 7
-  rule 7, `a`: `to`: invalid group reference 1 at position 1
-  rule 8, `a`: `to`: unknown group name 'x'
+  rule 7, `a`: `to`: `\1`: the regex has no group `1`
+  rule 8, `a`: `to`: `\g<x>`: the regex has no group `x`
   rule 9, `a`: `to`: `{x}`: there is no name `x` here
   rule 10, `a`: `to`: `{\1}`: the regex has no group `1`
   rule 11, `a`: `to`: `{1 ** 2}` is not arithmetic: `+ - * // %` and parentheses are all
@@ -1007,45 +1014,45 @@ map.toml: its rules cannot be read
   rule 15, `a`: `to`: `{` has no partner; doubled it is the character
   rule 16, `a`: `to`: `}` has no partner; doubled it is the character
   rule 17, `a`: `drop` is not true: False
-  rule 18, `a`: `drop` cannot be combined with other keys
+  rule 18, `a`: `drop` cannot be combined with `to`
   rule 19, `a`: `init` is not known: put it before the first rule
   rule 20, `a` + `b`: only `concat`, `stack` and `equal` take several regexes
   rule 21, `a`: `transpose` is not a list of whole numbers: 1
-  rule 21, `a`: `reshape` is not a list of sizes, where one may be -1: [-1, -1]
+  rule 21, `a`: `reshape`: `to` is not a list of at most 32 sizes, where one may be -1: [-1, -1]
   rule 21, `a`: `pad` is not a table: 3
-  rule 22, `a`: `reshape`: `from` is missing
-  rule 22, `a`: `reshape`: `to` is not a list of sizes, where one may be -1: [-2]
+  rule 22, `a`: `reshape`: `to` is not a list of at most 32 sizes, where one may be -1: [-2]
   rule 22, `a`: `reshape`: `of` is not known
   rule 23, `a`: `pad`: `widths` is not a list of two sizes for each axis: [[1]]
   rule 23, `a`: `pad`: `fill` is missing
   rule 23, `a`: `crop`: `widths` is not a list of two sizes for each axis: [[-1, 0]]
   rule 23, `a`: `crop`: `fill` is not known
   rule 24, `a`: `split`: `axis` is not a whole number: 0.5
-  rule 25, `a`: `to` cannot be combined with `into`, which has the new paths
+  rule 25, `a`: `split` cannot be combined with `to`
   rule 25, `a`: `split`: `sizes` has 2, `into` has 1
-  rule 26, `a`: `split` and `unstack` need two rules
   rule 26, `a`: `unstack`: `into` is not a text or a list of them: []
+  rule 26, `a`: `split` and `unstack` need two rules
   rule 27, `a`: `unstack`: `sizes` is not known
   rule 27, `a`: `unstack`: `into`: `{j}`: there is no name `j` here; there is `i`
   rule 27, `a`: `unstack`: `into`: `{` has no partner; doubled it is the character
   rule 28, `(a)`: `stack`: `by` is missing, the group with the number of the piece
-  rule 29, `(a)`: `to` is missing, the path of the whole
+  rule 29, `(a)`: `stack` needs one path in `to`
   rule 29, `(a)`: `stack`: `order` has a piece twice
-  rule 29, `(a)`: `stack`: `by`: invalid group reference 2 at position 3
-  rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`: the list is its order
-  rule 30, `a` + `b`: `to`: invalid group reference 1 at position 1
+  rule 29, `(a)`: `stack`: `by`: `\g<2>`: the regex has no group `2`
   rule 30, `a` + `b`: `concat`: `axis` is missing
   rule 30, `a` + `b`: `concat`: `sizes` is not a list of sizes: [-1]
   rule 30, `a` + `b`: `concat`: `names` is not known
+  rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`, which has an order
+  rule 30, `a` + `b`: `to`: `\1`: the regex has no group `1`
   rule 31, `a` + `b`: `concat`: `order` requires `by`
   rule 32, `(a)`: `nest`: `sizes` is not a list of sizes: 4
+  rule 32, `(a)`: `to`: `{inner}`: there is no name `inner` here
   rule 33, `(a)`: `nest`: `inner`: `{i}`: there is no name `i` here
   rule 33, `(a)`: `to`: `{inner}`: there is no name `inner` here; there is `flat`
   rule 34: `from` is not a text or a list of them: True
   rule 34: `split`: `axis` is missing
   rule 35, `a`: `split`: `sizes` is missing, as `into` does not give the number of parts
   rule 36, `(a)`: `nest`: it needs either `flat`, or `outer` and `inner`
-  rule 36, `(a)`: `nest`: `inner`: invalid group reference 2 at position 3
+  rule 36, `(a)`: `nest`: `inner`: `\g<2>`: the regex has no group `2`
 """.strip("\n")
     )
 

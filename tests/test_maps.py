@@ -433,15 +433,14 @@ fill = { value = 1, shape = [1], dtype = 'float32', count = 4611686018427387904 
 """
 TOLD = """
 the file: `vars`: `b`: `c + 1`: neither `[vars]` nor the config has `c`
-rule 1, `^x$`: `scale` is not a number other than 0: 0
+rule 1, `^x$`: `scale`: `by` is not a number other than 0: 0
 rule 2, `^x$`: `interleave`: `parts` is not a whole number: 1.5
 rule 2, `^x$`: `interleave`: `whole` is not known
 rule 2, `^x$`: `rope`: `head_size`: `d`: neither `[vars]` nor the config has `d`
 rule 2, `^x$`: `rope`: `to` is not `pairs` or `halves`: 'quarters'
-rule 3, `^x$`: `to` cannot be combined with `into`, which has the new paths
-rule 3, `^x$`: `to` is a list: `split` needs another rule
-rule 4, `^x$`: `fill` needs either `to` or `from`, and no other key
+rule 3, `^x$`: `split` cannot be combined with `to`
 rule 4, `^x$`: `fill`: `dtype` is not a dtype: 'float33'
+rule 4, `^x$`: `fill` needs either `to` or `from`
 rule 5, `^x$` + `^y$`: only `concat`, `stack` and `equal` take several regexes
 rule 6, `^x$`: `equal` needs a list in `from`
 rule 8, `^x$`: `add`: `9 ** 9 ** 9` has no value: math range error

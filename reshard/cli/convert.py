@@ -16,7 +16,7 @@ from reshard.cli.conversion_options import check_outputs, conversion_options, co
 from reshard.cli.job import job_options, laid_out, run
 from reshard.convert.by_order import without_notes
 from reshard.convert.conversion import Conversion
-from reshard.convert.replacement import open_places
+from reshard.convert.mapfile import is_open
 from reshard.errors import DestinationExistsError, ReshardError, TreeMismatchError
 from reshard.tree import format_path
 
@@ -133,7 +133,7 @@ def _draft(file: str | None) -> Iterator[None]:
             text = error.draft()
             with open(file, "x", encoding="utf-8") as out:
                 out.write(text)
-            if any(map(open_places, text.splitlines())):
+            if any(map(is_open, text.splitlines())):
                 hint = f"--map {file}, after you replace each `TODO` in it"
                 error.hints = (hint, *error.hints)
         elif any(row.origin == "ambiguous" for row in error.outcomes) and not any(

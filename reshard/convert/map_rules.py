@@ -1,11 +1,25 @@
-"""The rules of a map between two trees of leaves, and their operations for given shapes. Pure."""
+"""The rules of a map between two trees of leaves: their texts, their application, their inverse.
+Pure.
 
+A rule has patterns and replacements. A pattern is a regex that is searched for in printed paths. A
+replacement is text with back-references, as in `re.sub`. Between braces it may have arithmetic on
+back-references to whole numbers, with `+ - * // %`, parentheses, numbers, and the names that the
+rule defines:
+
+    stages/{\\1 // 4}/blocks/{\\1 % 4}/
+
+`{{` and `}}` are the braces themselves.
+"""
+
+import ast
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
+import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard import tree
@@ -13,15 +27,6 @@ from reshard.arrays import operations as ops
 from reshard.arrays.boxes import Shape, from_front
 from reshard.convert.align import listed
 from reshard.convert.leafmap import Filled, LeafMap, Source, Value, applied
-from reshard.convert.replacement import (
-    Pattern,
-    Replacement,
-    number,
-    parse_replacement,
-    pattern_template,
-    replacement_template,
-    whole_path,
-)
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import Path, format_path
 
@@ -29,6 +34,344 @@ OPPOSITE = {"nnx": "linen", "linen": "nnx"}
 # The keys that make several leaves of one, and one of several; each is the inverse of the other.
 PARTS = {"split": "concat", "unstack": "stack", "copies": "equal"}
 WHOLES = {whole: parts for parts, whole in PARTS.items()}
+_WHOLE_PATH = re.compile(r"\^((?:[^\\.^$*+?{}\[\]|()]|\\[^a-zA-Z0-9])*)\$")
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_REFERENCE = re.compile(r"\\(?:g<(\w+)>|(\d+))")
+# A group, by its name or its number; a character that is doubled or escaped; arithmetic; text.
+_REPLACEMENT = re.compile(
+    r"\\(?:g<(\w+)>|([1-9]\d?))|(\\\\|\{\{|\}\})|\{([^{}]*)\}|([^\\{}]+)|.", re.DOTALL
+)
+# A group that is a number, a reference to a group, an escaped character, a character.
+_PATTERN = re.compile(r"(\(\\d\+\))|\\([1-9]\d?)|\\([^a-zA-Z0-9])|([^\\.^$*+?{}\[\]|()])")
+# The largest whole number that can be computed: floats hold all smaller ones.
+_LARGEST = 1 << 53
+# The most characters of an expression, which limit its depth.
+_MAX_EXPRESSION = 200
+Names = Mapping[str, int]
+
+
+def _power(base: float, exponent: float) -> float:
+    """A power that is not larger than a float."""
+    value = math.pow(base, exponent)
+    whole = isinstance(base, int) and isinstance(exponent, int) and exponent >= 0
+    return int(value) if whole and abs(value) < _LARGEST else value
+
+
+# The operators on whole numbers, and on all numbers.
+_WHOLE: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+}
+_ALL = _WHOLE | {ast.Div: operator.truediv, ast.Pow: _power}
+_NODES = (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.BinOp)
+
+
+class Group(NamedTuple):
+    """The text of a group of a regex, by its number or name. With `more`, its number plus `more`.
+    Group 0 is the position of a part, `{}` in a replacement."""
+
+    key: int | str
+    more: int = 0
+
+
+class Arithmetic(NamedTuple):
+    """The content of braces; as a Python expression, with names (`_1`, `_layer`) for
+    back-references; and its names."""
+
+    text: str
+    source: str
+    names: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pattern:
+    """A regex on printed paths. `literal` is the only path that it matches, if it is a whole path:
+    `^params/w$`. Such a pattern is looked up, because compiling 100,000 takes too long."""
+
+    text: str
+    literal: str | None
+
+    @property
+    def regex(self) -> re.Pattern[str]:
+        """Compiled."""
+        return re.compile(self.text)
+
+    def template(self) -> "Template":
+        """The pattern as a template. Raises ValueError: it has other wildcards."""
+        if self.literal and not self.literal.endswith("/"):
+            return Template((self.literal,))
+        whole = self.text.endswith("$")
+        read, count, pieces = "^", 0, list[Piece]()
+        for token in _PATTERN.finditer(self.text[1 : -1 if whole else None]):
+            group, again, *texts = token.groups()
+            read, count = read + token[0], count + (group is not None)
+            key = count if group else int(again or 0)
+            pieces.append(Group(key) if key else "".join(filter(None, texts)))
+        template = Template.of(pieces)
+        if read + "$" * whole != self.text or template.whole != whole:
+            raise ValueError(r"it is not `^...$` or `^.../` without wildcards but `(\d+)`")
+        return template
+
+
+def parse_pattern(text: str) -> Pattern:
+    """A pattern from the text of a regex. Raises ValueError: it is no regex."""
+    whole = _WHOLE_PATH.fullmatch(text)
+    if whole is not None:
+        return Pattern(text, _ESCAPED.sub(r"\1", whole[1]))
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"`{text}` is not a regex: {error}") from error
+    return Pattern(text, None)
+
+
+def whole_path(text: str) -> Pattern:
+    """The pattern that matches one printed path."""
+    return Pattern(f"^{re.escape(text)}$", text)
+
+
+Piece = str | Group | Arithmetic
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Template:
+    """A printed path, or its beginning, with groups in the place of numbers. Its text is that of a
+    replacement. A template without arithmetic can also be a pattern.
+
+    ^params/layer_(\\d+)/w$   ('params/layer_', Group(1), '/w')
+    ^params/layer_(\\d+)/     for all leaves of a module: ('params/layer_', Group(1), '/')
+    layers/\\1/w              ('layers/', Group(1), '/w')
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> "Template":
+        """A template of pieces. Neighbouring texts are joined."""
+        found: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, str) and found and isinstance(found[-1], str):
+                found[-1] += piece
+            elif piece != "":
+                found.append(piece)
+        return cls(tuple(found))
+
+    def __str__(self) -> str:
+        texts = []
+        for piece, after in itertools.zip_longest(self.pieces, self.pieces[1:], fillvalue=""):
+            if isinstance(piece, str):
+                piece = piece.replace("\\", "\\\\").replace("{", "{{").replace("}", "}}")
+            elif isinstance(piece, Arithmetic):
+                piece = f"{{{piece.text}}}"
+            elif piece.more:
+                piece = rf"{{\{piece.key} {'-' if piece.more < 0 else '+'} {abs(piece.more)}}}"
+            elif piece.key == 0:
+                piece = "{}"
+            else:
+                wide = isinstance(piece.key, str) or str(after)[:1].isdecimal()
+                piece = rf"\g<{piece.key}>" if wide else rf"\{piece.key}"
+            texts.append(piece)
+        return "".join(texts)
+
+    @property
+    def constant(self) -> str | None:
+        """The path, if there are only texts."""
+        texts = [piece for piece in self.pieces if isinstance(piece, str)]
+        return "".join(texts) if len(texts) == len(self.pieces) else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a whole path, and not a module's path with a slash at its end."""
+        return bool(self.pieces) and not str(self.pieces[-1]).endswith("/")
+
+    @property
+    def groups(self) -> tuple[int | str, ...]:
+        """Its groups, in the order of the pattern."""
+        return tuple(dict.fromkeys(p.key for p in self.pieces if isinstance(p, Group)))
+
+    @property
+    def glob(self) -> str:
+        """A glob for the paths that the pattern matches, with `*` for each number."""
+        text = "".join(piece if isinstance(piece, str) else "\uffff" for piece in self.pieces)
+        keys = tree.split_path(text if self.whole else text.removesuffix("/"))
+        return format_path(tuple(tree.glob_key(key).replace("\uffff", "*") for key in keys))
+
+    def exchangeable(self, whole: bool) -> "Template":
+        """The template of a replacement for whole paths, or for paths of modules. Raises
+        ValueError: it cannot become a pattern."""
+        if any(isinstance(p, Arithmetic) for p in self.pieces) or any(
+            isinstance(key, str) for key in self.groups
+        ):
+            raise ValueError(f"`{self}` contains more than text and `\\1`")
+        if self.whole != whole:
+            kind = "`^...$`" if whole else "`^.../`"
+            raise ValueError(f"`{self}` is not for a regex {kind}: only one ends with `/`")
+        return Template.of(self.pieces)
+
+    def pattern(self) -> Pattern:
+        """The regex with a group for each number. Raises ValueError: two numbers would have no text
+        between them."""
+        if self.whole and (literal := self.constant) is not None:
+            return whole_path(literal)
+        plain = (piece if isinstance(piece, str) else "0" for piece in self.pieces)
+        if any(a[-1:].isdecimal() and b[:1].isdecimal() for a, b in itertools.pairwise(plain)):
+            raise ValueError("two numbers are adjacent, so the end of the first is ambiguous")
+        text, known = "^", []
+        for piece in self.pieces:
+            if isinstance(piece, str):
+                text += re.escape(piece)
+            elif piece[0] in known:
+                text += rf"\{known.index(piece[0]) + 1}"
+            else:
+                text += r"(\d+)"
+                known.append(piece[0])
+        return Pattern(text + "$" * self.whole, None)
+
+    def replacement(self, pattern: "Template") -> "Template":
+        """The replacement with the numbers that a pattern matched. Raises ValueError: the pattern
+        lacks one of them."""
+        numbers = {key: at for at, key in enumerate(pattern.groups, 1)}
+        if lacking := [key for key in self.groups if key and key not in numbers]:
+            raise ValueError(f"the new path lacks group {lacking[0]}")
+        return Template(
+            tuple(
+                p._replace(key=numbers.get(p.key, 0)) if isinstance(p, Group) else p
+                for p in self.pieces
+            )
+        )
+
+    def expanded(self, match: re.Match[str], names: Names) -> str:
+        """The replacement of a match. Raises ValueError: its arithmetic has no value."""
+        texts = []
+        for piece in self.pieces:
+            if isinstance(piece, Group):
+                piece = str(names["i"]) if piece.key == 0 else _text_of(match, piece.key)
+            elif isinstance(piece, Arithmetic):
+                groups = {n: number(_text_of(match, n[1:])) for n in piece.names if n not in names}
+                try:
+                    value = _value(_parsed(piece.source), {**names, **groups})
+                except ZeroDivisionError as error:
+                    raise ValueError("a division by zero") from error
+                if value < 0:
+                    raise ValueError(f"`{self}` makes a number below zero, {value}")
+                piece = str(value)
+            texts.append(piece)
+        return "".join(texts)
+
+    def replaced(self, pattern: Pattern, text: str, names: Callable[[re.Match[str]], Names]) -> str:
+        """A printed path in which every match is replaced. Raises ValueError: as `expanded`."""
+        if pattern.literal is not None and (constant := self.constant) is not None:
+            return constant
+        return pattern.regex.sub(lambda match: self.expanded(match, names(match)), text)
+
+
+def _text_of(match: re.Match[str], group: int | str) -> str:
+    """The text of a group, by its name or number; empty if it matched nothing."""
+    return match[int(group) if str(group).isdecimal() else group] or ""
+
+
+def parse_template(text: str, patterns: Sequence[Pattern], names: Collection[str] = ()) -> Template:
+    """A replacement that may refer to groups of the patterns and, in arithmetic, to the names.
+    Raises ValueError: one of these is missing, or braces do not hold arithmetic."""
+    pieces = list[Piece]()
+    for token in _REPLACEMENT.finditer(text):
+        name, index, doubled, source, plain = token.groups()
+        if key := name or index:
+            _check_group(token[0], key, patterns)
+            # The whole match is `\g<0>`: its key stays a text.
+            pieces.append(Group(int(key) if key.isdecimal() and int(key) else key))
+        elif source is not None:
+            pieces.append(_arithmetic(source, patterns, names))
+        elif doubled or plain:
+            pieces.append(doubled[0] if doubled else plain)
+        else:
+            raise ValueError(f"`{token[0]}` has no partner; doubled it is the character")
+    return Template(tuple(pieces))
+
+
+def number(text: str) -> int:
+    """A whole number, zero or more, from its text. Raises ValueError: it is not such a number."""
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"`{text}` is not a number")
+    return int(text)
+
+
+def evaluate(text: str, numbers: Mapping[str, float]) -> float:
+    """The value of an expression over named numbers, such as `head_dim ** -0.5`. Raises ValueError:
+    it is no such expression, or it has no value."""
+    source = text.strip()
+    names = _checked(text, source, _ALL, (int, float))
+    if unknown := sorted(names - {*numbers}):
+        raise ValueError(f"`{text}`: neither `[vars]` nor the config has `{unknown[0]}`")
+    try:
+        value = _value(_parsed(source), numbers)
+    except ArithmeticError as error:
+        raise ValueError(f"`{text}` has no value: {error}") from error
+    if not abs(value) <= _LARGEST:
+        raise ValueError(f"`{text}` has no value")
+    return value
+
+
+@functools.lru_cache(1 << 12)
+def _parsed(source: str) -> ast.expr:
+    return ast.parse(source, mode="eval").body
+
+
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The value of an expression that was checked."""
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.Name(name):
+            return names[name]
+        case ast.UnaryOp(op, operand):
+            return _ALL[type(op)](_value(operand, names))
+        case ast.BinOp(left, op, right):
+            return _ALL[type(op)](_value(left, names), _value(right, names))
+    raise AssertionError(node)
+
+
+def _arithmetic(
+    text: str, patterns: Sequence[Pattern], names: Collection[str]
+) -> Arithmetic | Group:
+    """The arithmetic in braces. Raises ValueError if it is not arithmetic on groups and names."""
+    source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
+    used = _checked(f"{{{text}}}", source, _WHOLE, (int,))
+    for name in sorted(used - {*names}):
+        if not name.startswith("_"):
+            known = " and ".join(f"`{known}`" for known in sorted(names))
+            others = f"; there is {known}" if names else ""
+            raise ValueError(f"`{{{text}}}`: there is no name `{name}` here{others}")
+        _check_group(f"{{{text}}}", name[1:], patterns)
+    return Group(0) if source == "i" else Arithmetic(text, source, used)
+
+
+def _check_group(text: str, group: str, patterns: Sequence[Pattern]) -> None:
+    """Raises ValueError if a pattern lacks a group."""
+    for regex in (pattern.regex for pattern in patterns):
+        if not ((group.isdecimal() and int(group) <= regex.groups) or group in regex.groupindex):
+            raise ValueError(f"`{text}`: the regex has no group `{group}`")
+
+
+def _checked(
+    text: str, source: str, operators: Mapping[type, Any], constants: tuple[type, ...]
+) -> frozenset[str]:
+    """The names of an expression that has only these operators. Raises ValueError for others."""
+    if len(text) > _MAX_EXPRESSION:
+        raise ValueError(f"`{text[:40]}...` is longer than {_MAX_EXPRESSION} characters")
+    try:
+        found = list(ast.walk(_parsed(source)))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"`{text}` is not arithmetic") from error
+    values = [node.value for node in found if isinstance(node, ast.Constant)]
+    if {*map(type, found)} - {*_NODES, *operators} or {*map(type, values)} - {*constants}:
+        more = "/ ** " if ast.Pow in operators else ""
+        raise ValueError(f"`{text}` is not arithmetic: `+ - * {more}// %` and parentheses are all")
+    return frozenset(node.id for node in found if isinstance(node, ast.Name))
 
 
 class Step(NamedTuple):
@@ -68,15 +411,13 @@ class Step(NamedTuple):
                     text = f"the sizes of its pieces are {list(made)}, not {list(sizes)}"
                     raise TreeMismatchError(text)
                 return concat
-        size = shape[from_front(axis, shape)]
+        size, text = shape[from_front(axis, shape)], f"axis {axis} of {list(shape)}"
         if key == "unstack":
             if not size:
-                text = f"axis {axis} of {list(shape)} cannot be divided into parts"
-                raise TreeMismatchError(text)
+                raise TreeMismatchError(f"{text} cannot be divided into parts")
             return ops.Unstack(axis, size if count is None else count)
         if sizes is None and size % count:
-            text = f"axis {axis} of {list(shape)} does not have {count} equal parts; give `sizes`"
-            raise TreeMismatchError(text)
+            raise TreeMismatchError(f"{text} does not have {count} equal parts; give `sizes`")
         return ops.Split(axis, (size // count,) * count if sizes is None else sizes)
 
 
@@ -91,41 +432,30 @@ def _reshape(before: Shape | None, to: Shape, shape: Shape) -> ops.Reshape:
 
 def _pad(shape: Shape, values: Mapping[str, Any]) -> ops.Pad | ops.Crop:
     axis, undo, after = from_front(values["axis"], shape), values.get("undo"), values["to"]
-    before = shape[axis] if values["from"] is None else values["from"]
-    size, wanted, named = shape[axis], after if undo else before, f"axis {values['axis']}"
-    if size != wanted:
-        raise TreeMismatchError(f"{named} has the size {size}, not {wanted}")
+    size, named = shape[axis], f"axis {values['axis']} has the size {shape[axis]}"
+    before = size if values["from"] is None else values["from"]
+    if size != (wanted := after if undo else before):
+        raise TreeMismatchError(f"{named}, not {wanted}")
     if after < before:
-        text = f"{named} has the size {size}, more than {after}: `pad` only enlarges an axis"
-        raise TreeMismatchError(text)
+        raise TreeMismatchError(f"{named}, more than {after}: `pad` only enlarges an axis")
     widths = tuple((0, (after - before) * (at == axis)) for at in range(len(shape)))
     return (ops.Crop if undo else ops.Pad)(widths, values["value"])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Nest:
-    """Groups of these sizes. The number of a member among all, `flat`, defines the names `outer`,
-    its group, and `inner`, its number there; or these two define `flat`."""
-
-    sizes: tuple[int, ...]
-    flat: Replacement | None
-    outer: Replacement | None
-    inner: Replacement | None
-
-    def names(self, number_of: Callable[[Replacement], int]) -> dict[str, int]:
-        """The names for a match. Raises ValueError: no group has such a member."""
-        if self.flat is not None:
-            inner = flat = number_of(self.flat)
-            for outer, size in enumerate(self.sizes):
-                if inner < size:
-                    return {"outer": outer, "inner": inner}
-                inner -= size
-            raise ValueError(f"number {flat} is beyond the groups of the sizes {list(self.sizes)}")
-        assert self.outer is not None and self.inner is not None
-        outer, inner = number_of(self.outer), number_of(self.inner)
-        if outer >= len(self.sizes) or inner >= self.sizes[outer]:
-            raise ValueError(f"groups of {list(self.sizes)} have no number {inner} in {outer}")
-        return {"flat": sum(self.sizes[:outer]) + inner}
+def _nested(sizes: Sequence[int], flat: int = -1, outer: int = 0, inner: int = 0) -> Names:
+    """The names that `nest` defines: of groups of these sizes, the number of a member among all,
+    `flat`, defines its group and its number there; or these two define `flat`. Raises ValueError:
+    there is no such member."""
+    if flat < 0:
+        if outer >= len(sizes) or inner >= sizes[outer]:
+            raise ValueError(f"groups of {list(sizes)} have no number {inner} in {outer}")
+        return {"flat": sum(sizes[:outer]) + inner}
+    inner = flat
+    for outer, size in enumerate(sizes):
+        if inner < size:
+            return {"outer": outer, "inner": inner}
+        inner -= size
+    raise ValueError(f"number {flat} is beyond the groups of the sizes {list(sizes)}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,23 +471,21 @@ class Rule:
       regroup: the operation after those, which splits or joins leaves.
       by: the piece that a leaf becomes: its number from 0, or a text of `order`. None if the
         position of the pattern decides.
-      fill: a constant. The rule creates leaves of it at `places`. With patterns, it drops leaves
-        that must hold the constant.
-      places: the printed paths of the leaves that it creates.
-      nest: defines names for arithmetic.
+      fill: a constant. Without patterns, the rule creates leaves of it at `to`. With patterns, it
+        drops leaves that must hold the constant.
+      nest: the sizes of groups, and the numbers that define names for arithmetic: see `_nested`.
       optional: whether it may match nothing.
     """
 
     number: int
     patterns: tuple[Pattern, ...]
-    to: tuple[Replacement, ...] = ()
+    to: tuple[Template, ...] = ()
     drop: bool = False
     each: tuple[ops.Operation | Step, ...] = ()
     regroup: Step | None = None
-    by: Replacement | None = None
+    by: Template | None = None
     fill: Filled | None = None
-    places: tuple[str, ...] = ()
-    nest: Nest | None = None
+    nest: tuple[tuple[int, ...], dict[str, Template]] | None = None
     optional: bool = False
 
     @property
@@ -165,19 +493,19 @@ class Rule:
         """Whether leaves with one new path become one leaf."""
         return self.regroup is not None and self.regroup.key in WHOLES
 
-    def replaced(
-        self, to: Replacement, pattern: Pattern, text: str, part: int | None = None
-    ) -> str:
+    def replaced(self, to: Template, pattern: Pattern, text: str, part: int | None = None) -> str:
         """A new path of a leaf, or of a part of it. Raises ValueError: `to` or `nest` has no value
         for it."""
-        return to.replaced(pattern, text, lambda match: self.names(match, part))
+        return to.replaced(pattern, text, lambda match: self._names(match, part))
 
-    def names(self, match: re.Match[str], part: int | None = None) -> dict[str, int]:
-        """The names for arithmetic. Raises ValueError: `nest` has no names for the match."""
+    def _names(self, match: re.Match[str], part: int | None = None) -> Names:
+        """The names for arithmetic."""
         names = {} if part is None else {"i": part}
-        if self.nest is not None:
-            names |= self.nest.names(lambda text: number(text.expanded(match, names)))
-        return names
+        if self.nest is None:
+            return names
+        sizes, known = self.nest
+        numbers = {key: number(text.expanded(match, names)) for key, text in known.items()}
+        return {**names, **_nested(sizes, **numbers)}
 
     def piece(self, position: int, text: str) -> tuple[str, int]:
         """The path of the leaf that a leaf becomes a piece of, and the number of the piece. Raises
@@ -191,7 +519,7 @@ class Rule:
             raise ValueError(
                 "the regex matches this path more than once; anchor it with `^` and `$`"
             )
-        name, order = self.by.expanded(first, self.names(first)), self.pieces()
+        name, order = self.by.expanded(first, self._names(first)), self.pieces()
         if order is None:
             return target, number(name)
         if name not in order:
@@ -205,7 +533,7 @@ class Rule:
         return [pattern.text for pattern in self.patterns]
 
     def __str__(self) -> str:
-        texts = self.places[:1] or [pattern.text for pattern in self.patterns]
+        texts = [pattern.text for pattern in self.patterns] or [self.to[0].constant]
         return f"rule {self.number}, {' + '.join(f'`{text}`' for text in texts)}"
 
 
@@ -244,16 +572,8 @@ def inverse(rules: Map) -> Map:
     for rule in reversed(rules.rules):
         try:
             if rule.drop:
-                globs = [pattern_template(pattern).glob for pattern in rule.patterns]
+                globs = [pattern.template().glob for pattern in rule.patterns]
                 (optional if rule.optional else dropped).extend(globs)
-            elif rule.places:
-                patterns = tuple(map(whole_path, rule.places))
-                undone.append(Rule(rule.number, patterns, fill=rule.fill))
-            elif rule.fill is not None:
-                places = tuple(pattern.literal or "" for pattern in rule.patterns)
-                if "" in places:
-                    raise ValueError("`from` is not the exact path of each leaf")
-                undone.append(Rule(rule.number, (), fill=rule.fill, places=places))
             else:
                 undone += _undone(rule)
         except TreeMismatchError as error:
@@ -266,52 +586,52 @@ def inverse(rules: Map) -> Map:
             problems[::-1],
             ["a map that a conversion writes works in both directions"],
         )
-    may = {rule.number for rule in rules.rules if rule.optional}
-    to = OPPOSITE.get(rules.to or "")
-    undone = [dataclasses.replace(back, optional=back.number in may) for back in undone]
     ignored = (*rules.initial, *rules.optional)
-    outside = tuple(dropped[::-1]), tuple(optional), ignored
-    return Map(rules.name, tuple(undone), *outside, to, rules.keeps)
+    to = OPPOSITE.get(rules.to or "")
+    outside = tuple(dropped[::-1]), tuple(optional), ignored, to, rules.keeps
+    return Map(rules.name, tuple(undone), *outside)
 
 
 def _undone(rule: Rule) -> list[Rule]:
     """The rules that undo a rule. Raises ValueError or TreeMismatchError if it has no inverse."""
+    if rule.fill is not None:
+        literals = [Template((pattern.literal,)) for pattern in rule.patterns if pattern.literal]
+        if len(literals) < len(rule.patterns):
+            raise ValueError("`from` is not the exact path of each leaf")
+        patterns = tuple(whole_path(to.constant or "") for to in rule.to)
+        return [Rule(rule.number, patterns, tuple(literals), fill=rule.fill)]
     each = tuple(map(_undone_step, reversed(rule.each)))
-    sources = [pattern_template(pattern) for pattern in rule.patterns]
+    sources = [pattern.template() for pattern in rule.patterns]
     whole = sources[0].whole
     if any(source.whole != whole for source in sources):
         raise ValueError("some of its regexes are for whole paths, and some for modules")
-    targets = [replacement_template(to, whole) for to in rule.to] or sources
-    regroup = by = None
+    targets = [to.exchangeable(whole) for to in rule.to] or sources
+    groups, key, values = targets[0].groups, "", dict[str, Any]()
     if rule.regroup is not None:
         key, values = rule.regroup
-        regroup = Step((PARTS | WHOLES)[key], {"axis": values.get("axis")})
-        regroup.values["sizes"], numbered = values.get("sizes"), False
-        if rule.joins:
-            if values.get("order") is not None:
-                text = "`order` cannot be inverted: number the pieces, or list a regex for each"
-                raise ValueError(text)
-            if key == "concat" and regroup.values["sizes"] is None:
-                raise ValueError("`concat` lacks the `sizes` of the pieces")
-            if rule.by is not None:
-                piece, groups = replacement_template(rule.by, True), targets[0].groups
-                if len(piece.pieces) > len(piece.groups) or piece.groups in [(), *zip(groups)]:
-                    text = f"`{rule.by.text}` in `by` must be a number and nothing else"
-                    raise ValueError(text)
-                sources = [sources[0].numbered(piece.groups[0])]
-            regroup.values["count"] = None if rule.by is not None else len(sources)
-        else:
-            groups, numbered = targets[0].groups, values["count"] is None
-            if any(part.groups != groups for part in targets) or (0 in groups) != numbered:
-                raise ValueError("the paths of its parts contain different numbers")
+    numbered = key in PARTS and values["count"] is None
+    if key in PARTS and (numbered != (0 in groups) or any(t.groups != groups for t in targets)):
+        raise ValueError("the paths of its parts contain different numbers")
+    if values.get("order") is not None:
+        raise ValueError("`order` cannot be inverted: number the pieces, or list a regex for each")
+    if key == "concat" and values["sizes"] is None:
+        raise ValueError("`concat` lacks the `sizes` of the pieces")
+    count = None if rule.by else len(sources)
+    if rule.by is not None:
+        if len(rule.by.pieces) != 1 or not {*rule.by.groups}.difference(groups):
+            raise ValueError(f"`{rule.by}` in `by` must be a number and nothing else")
+        pieces = (Group(0) if p == rule.by.pieces[0] else p for p in sources[0].pieces)
+        sources = [Template(tuple(pieces))]
     patterns = tuple(target.pattern() for target in targets)
-    if regroup is not None and numbered:
-        by = parse_replacement(rf"\{targets[0].groups.index(0) + 1}", patterns)
     to = tuple(source.replacement(targets[0]) for source in sources)
-    if regroup is None:
-        return [Rule(rule.number, patterns, to, each=each)]
-    changed = [Rule(rule.number, (pattern,), each=each) for pattern in rule.patterns if each]
-    return [Rule(rule.number, patterns, to, regroup=regroup, by=by), *changed]
+    if rule.regroup is None:
+        return [Rule(rule.number, patterns, to, each=each, optional=rule.optional)]
+    values = {"axis": values.get("axis"), "sizes": values.get("sizes"), "count": count}
+    regroup = Step((PARTS | WHOLES)[key], values)
+    by = Template((Group(groups.index(0) + 1),)) if numbered else None
+    joined = Rule(rule.number, patterns, to, regroup=regroup, by=by, optional=rule.optional)
+    changed = rule.patterns if each else []
+    return [joined, *(Rule(rule.number, (p,), each=each, optional=rule.optional) for p in changed)]
 
 
 def _undone_step(step: ops.Operation | Step) -> ops.Operation | Step:
@@ -319,13 +639,13 @@ def _undone_step(step: ops.Operation | Step) -> ops.Operation | Step:
         if isinstance(step, ops.Transpose) and sorted(step.axes) != [*range(len(step.axes))]:
             raise TreeMismatchError(f"axes {list(step.axes)} are not a permutation of the axes")
         return step.inverse([])
-    before = step.values["from"]
-    if before is None:
-        word = "shape" if step.key == "reshape" else "size"
-        raise TreeMismatchError(f"`{step.key}` lacks `from`, the {word} before it")
-    if step.key == "pad":
-        return Step("pad", step.values | {"undo": not step.values.get("undo")})
-    return Step("reshape", {"from": _reshape(None, step.values["to"], before).shape, "to": before})
+    key, values = step
+    if (before := values["from"]) is None:
+        word = "shape" if key == "reshape" else "size"
+        raise TreeMismatchError(f"`{key}` lacks `from`, the {word} before it")
+    if key == "pad":
+        return Step(key, values | {"undo": not values.get("undo")})
+    return Step(key, {"from": _reshape(None, values["to"], before).shape, "to": before})
 
 
 def _applied(step: ops.Operation | Step, values: Sequence[Value]) -> Sequence[Value]:
@@ -383,11 +703,10 @@ def apply_map(
       TreeMismatchError: rules that match nothing, leaves with one new path or below another leaf,
         missing pieces, operations that do not fit, texts that should be numbers: all of them.
     """
-    leaves_now = _Tree(leaves, list(map(format_path, left_out)), rules.keeps)
+    leaves_now = _Tree(rules, leaves, left_out)
     for rule in rules.rules:
         leaves_now.apply(rule)
-    leaves_now.ignore(rules.ignored)
-    return leaves_now.result(rules)
+    return leaves_now.result()
 
 
 def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
@@ -398,37 +717,33 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
     literal = all(pattern.literal is not None for rule in rules.rules for pattern in rule.patterns)
     if literal and not any(rule.optional for rule in rules.rules):
         return back
-    kept = tuple(dataclasses.replace(r, optional=True) for r in rules.rules if not r.drop)
     summary = f"{rules.name}: the map cannot be used in the opposite direction on these leaves"
-    texts = dict.fromkeys(map(format_path, leaves))
     problems = [
         f"{text}: rule {rule.number} or a later one may have made it"
         for rule in back.idle
-        for pattern in rule.patterns
-        for text in ([pattern.literal] if pattern.literal else texts)
-        if text in texts and pattern.regex.search(text)
+        for text in map(format_path, leaves)
+        if any(pattern.regex.search(text) for pattern in rule.patterns)
     ]
     if problems:
         hints = ["model=..., the model to convert to, decides"]
         raise TreeMismatchError(summary, problems, hints)
+    kept = tuple(dataclasses.replace(r, optional=True) for r in rules.rules if not r.drop)
     try:
         again = apply_map(Map(rules.name, kept, keeps=rules.keeps), back.map.shapes).map.inverse()
     except TreeMismatchError as error:
         raise TreeMismatchError(summary, error.problems, error.hints) from error
-    told, made = again.made_of(), back.map.made_of()
+    made = [
+        [" and ".join(map(format_path, found.get(path, [path]))) for path in back.map.values]
+        for found in (back.map.made_of(), again.made_of())
+    ]
     problems = [
-        f"{format_path(path)} would be made of {_names(made.get(path, [path]))}, but makes "
-        f"{_names(told.get(path, [path]))}"
-        for path, value in back.map.values.items()
+        f"{format_path(path)} would be made of {one}, but makes {other}"
+        for (path, value), one, other in zip(back.map.values.items(), *made, strict=True)
         if again.values.get(path) != value
     ]
     if problems:
         raise TreeMismatchError(summary, problems)
     return back
-
-
-def _names(paths: Sequence[Path]) -> str:
-    return " and ".join(map(format_path, paths))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -458,9 +773,9 @@ class _Move(NamedTuple):
 class _Tree:
     """The leaves while rules are applied to them."""
 
-    def __init__(self, leaves: Mapping[Path, Shape], left_out: Sequence[str], keeps: bool):
-        self.left_out = left_out
-        self.keeps = keeps
+    def __init__(self, rules: Map, leaves: Mapping[Path, Shape], left_out: Collection[Path]):
+        self.rules = rules
+        self.left_out = [format_path(path) for path in left_out]
         self.here: dict[str, _Leaf] = {}
         for place, (path, shape) in enumerate(leaves.items()):
             text = format_path(path)
@@ -475,54 +790,20 @@ class _Tree:
         # Whether a rule failed and leaves are missing. Then later rules may match nothing.
         self.incomplete = False
 
-    def ignore(self, globs: Sequence[str]) -> None:
-        """Drops the leaves that globs match and no rule applied to."""
-        untouched = [leaf for leaf, _ in self.under(globs) if leaf.last is None]
-        gone = {leaf.source: leaf for leaf in untouched if leaf.source is not None}
-        if gone:
-            self.notes.append(f"left out, as `optional` says: {listed(list(gone))}")
-        for leaf in gone.values():
-            self.drop(leaf)
-
-    def under(self, globs: Sequence[str]) -> list[tuple[_Leaf, str]]:
-        """The leaves that globs match, each with the first such glob."""
-        leaves = {tree.glob_text(self.path(leaf)): leaf for leaf in self.here.values() if globs}
-        found: dict[str, str] = {}
-        for glob in globs:
-            for text in tree.named_by(leaves, glob):
-                found.setdefault(text, glob)
-        return [(leaf, found[text]) for text, leaf in leaves.items() if text in found]
-
-    def drop(self, leaf: _Leaf) -> None:
-        """Drops a leaf of the source."""
-        del self.here[leaf.text]
-        if leaf.source is not None:
-            self.dropped.append(leaf.source)
-
-    def drop_constants(self, rule: Rule, fill: Filled, leaves: Collection[_Leaf]) -> None:
-        """Drops leaves that must hold a constant."""
-        for leaf in leaves:
-            if leaf.source is None or leaf.value is None:
-                self.problem(rule, leaf.text, "an operation made it: `fill` is for stored leaves")
-                continue
-            del self.here[leaf.text]
-            self.constant[leaf.source] = fill
-            if leaf.value.shape != fill.shape:
-                shapes = f"{list(leaf.value.shape)}, not {list(fill.shape)}"
-                self.problem(rule, leaf.text, f"its shape is {shapes}")
-
     def apply(self, rule: Rule) -> None:
         """Applies a rule to every leaf that it matches."""
         found = [self.hits(pattern) for pattern in rule.patterns]
+        if rule.optional and not any(found):
+            self.notes.append(f"{rule} is optional, and matches no leaf")
+            self.idle.append(rule)
+            return
         moves: list[_Move] = []
-        if rule.fill is not None:
-            self.drop_constants(rule, rule.fill, dict.fromkeys(itertools.chain(*found)))
-            moves = [_Move([], list(rule.places), [rule.fill] * len(rule.places))]
-        elif rule.drop:
-            for leaf in found[0]:
-                if leaf.source is None:
-                    self.problem(rule, leaf.text, "an operation made it; drop its inputs")
-                self.drop(leaf)
+        if rule.drop or (rule.fill is not None and rule.patterns):
+            for leaf in dict.fromkeys(itertools.chain(*found)):
+                self.drop(rule, leaf)
+        elif rule.fill is not None:
+            places = [str(to.constant) for to in rule.to]
+            moves = [_Move([], places, [rule.fill] * len(places))]
         elif rule.joins:
             moves = self.joined(rule, found)
         else:
@@ -530,11 +811,8 @@ class _Tree:
             if found[0] and not moves:
                 self.problems.append(f"{rule}: it changes no path")
         for pattern, hits in zip(rule.patterns, found, strict=True):
-            if not hits and not (rule.optional and not any(found)):
+            if not hits:
                 self.matches_nothing(rule, pattern)
-        if rule.optional and not any(found) and not rule.places:
-            self.notes.append(f"{rule} is optional, and matches no leaf")
-            self.idle.append(rule)
         self.carry_out(rule, moves)
 
     def hits(self, pattern: Pattern) -> list[_Leaf]:
@@ -547,52 +825,56 @@ class _Tree:
             (leaf for text, leaf in self.here.items() if search(text)), key=lambda leaf: leaf.place
         )
 
+    def drop(self, rule: Rule, leaf: _Leaf) -> None:
+        """Drops a leaf of the source."""
+        del self.here[leaf.text]
+        if not isinstance(leaf.value, Source):
+            self.problem(rule, leaf.text, "an operation made it; drop its inputs")
+        elif rule.fill is None:
+            self.dropped.append(leaf.value.path)
+        else:
+            self.constant[leaf.value.path] = rule.fill
+            if leaf.value.shape != rule.fill.shape:
+                shapes = f"{list(leaf.value.shape)}, not {list(rule.fill.shape)}"
+                self.problem(rule, leaf.text, f"its shape is {shapes}")
+
     def alone(self, rule: Rule, leaf: _Leaf) -> _Move | None:
         """What a rule does to one leaf; None if it only renames and changes nothing. (A rule for a
         whole path always applies.)"""
-        parts = self.made(rule, [leaf], leaf.text)
-        to: Sequence[Replacement | None] = rule.to or [None]
+        values, to = self.made(rule, [leaf], leaf.text), rule.to
         if rule.regroup is not None and rule.regroup.values["count"] is None:
-            to = [rule.to[0]] * len(parts)
+            to = to[:1] * len(values)
         after = []
-        for part, replacement in enumerate(to):
-            with self.telling(rule, leaf.text):
-                pattern = rule.patterns[0]
-                after.append(
-                    leaf.text
-                    if replacement is None
-                    else rule.replaced(replacement, pattern, leaf.text, part)
-                )
+        for part, template in enumerate(to):
+            with self.collecting(rule, leaf.text):
+                after.append(rule.replaced(template, rule.patterns[0], leaf.text, part))
         if rule.regroup is None:
             plain = not rule.each and rule.patterns[0].literal is None
-            if plain and after == [leaf.text] and not self.keeps:
+            if plain and after == [leaf.text] and not self.rules.keeps:
                 return None
             after = after or [leaf.text]
-        elif not parts:
+        elif not values:
             self.incomplete = True
-        return _Move([leaf.text], after, parts if len(parts) == len(after) else [None] * len(after))
+        fits = len(values) == len(after)
+        return _Move([leaf.text], after, values if fits else [None] * len(after))
 
     def made(self, rule: Rule, leaves: Sequence[_Leaf], where: str) -> Sequence[Value]:
         """What the operations of a rule make of leaves; empty if they do not fit."""
         values: list[Value] = []
         for leaf in leaves:
-            value = leaf.value
-            for step in rule.each:
-                if value is not None:
-                    whole, value = value, None
-                    with self.telling(rule, leaf.text):
-                        (value,) = _applied(step, [whole])
-            values += [] if value is None else [value]
-        if len(values) < len(leaves):
-            return []
-        if rule.regroup is None:
-            return values
-        with self.telling(rule, where):
+            with self.collecting(rule, leaf.text):
+                made = [] if leaf.value is None else [leaf.value]
+                for step in rule.each if made else ():
+                    made = _applied(step, made)
+                values += made
+        if len(values) < len(leaves) or rule.regroup is None:
+            return values if len(values) == len(leaves) else []
+        with self.collecting(rule, where):
             return _applied(rule.regroup, values)
         return []
 
     @contextlib.contextmanager
-    def telling(self, rule: Rule, where: str) -> Iterator[None]:
+    def collecting(self, rule: Rule, where: str) -> Iterator[None]:
         """Records why a rule does not fit, and whether a leaf has no new path."""
         try:
             yield
@@ -608,7 +890,7 @@ class _Tree:
         seen: set[_Leaf] = set()
         for position, hits in enumerate(found):
             for leaf in hits:
-                with self.telling(rule, leaf.text):
+                with self.collecting(rule, leaf.text):
                     if leaf in seen:
                         raise ValueError("more than one of the regexes match it")
                     seen.add(leaf)
@@ -666,7 +948,9 @@ class _Tree:
                 self.incomplete = True
 
     def matches_nothing(self, rule: Rule, pattern: Pattern) -> None:
-        if self.incomplete or (rule.drop and any(map(pattern.regex.search, self.left_out))):
+        """Reports a pattern that matches nothing, and a leaf that it may have been meant for."""
+        search = pattern.regex.search
+        if self.incomplete or (rule.drop and any(map(search, self.left_out))):
             return
         which = f": `{pattern.text}`" if len(rule.patterns) > 1 else ""
         self.problems.append(f"{rule}{which}: matches no leaf")
@@ -674,18 +958,34 @@ class _Tree:
             return
         for leaf in self.here.values():
             source = format_path(leaf.source or ())
-            if leaf.last and leaf.text != source and pattern.regex.search(source):
+            if leaf.last and leaf.text != source and search(source):
                 self.hints.append(f"`{source}` is `{leaf.text}` by rule {leaf.last.number}")
                 return
         paths = (tuple(text.split("/")) for text in self.here)
         near = tree.nearest_to_regex(pattern.literal or pattern.text, paths)
         self.hints += [f"the nearest leaf to `{pattern.text}` is `{name}`" for name in near]
 
-    def problem(self, rule: Rule, where: str, text: str) -> None:
+    def problem(self, rule: Rule | None, where: str, text: str) -> None:
         self.problems.append(f"{rule}: {where}: {text}")
 
-    def result(self, rules: Map) -> MapResult:
+    def under(self, globs: Sequence[str]) -> list[tuple[_Leaf, str]]:
+        """The leaves that globs match, each with the first such glob."""
+        leaves = {tree.glob_text(self.path(leaf)): leaf for leaf in self.here.values() if globs}
+        found: dict[str, str] = {}
+        for glob in globs:
+            for text in tree.named_by(leaves, glob):
+                found.setdefault(text, glob)
+        return [(leaf, found[text]) for text, leaf in leaves.items() if text in found]
+
+    def result(self) -> MapResult:
         """The result after all rules."""
+        rules = self.rules
+        ignored = [leaf for leaf, _ in self.under(rules.ignored) if leaf.last is None]
+        if paths := [leaf.source for leaf in ignored if leaf.source is not None]:
+            self.notes.append(f"left out, as `optional` says: {listed(paths)}")
+            self.dropped += paths
+        for leaf in ignored:
+            del self.here[leaf.text]
         last = sorted(self.here.values(), key=lambda leaf: leaf.place)
         paths = [self.path(leaf) for leaf in last]
         if not self.incomplete:
@@ -695,7 +995,7 @@ class _Tree:
             exact = tree.compile_glob(glob).fullmatch(tree.glob_text(self.path(leaf)))
             if leaf.last is not None and exact:
                 self.problem(leaf.last, leaf.text, f"this rule makes it, but `init` has `{glob}`")
-        if self.keeps and (left := [leaf.text for leaf in last if leaf.last is None]):
+        if rules.keeps and (left := [leaf.text for leaf in last if leaf.last is None]):
             self.problems += [f"no rule applies to {text}" for text in left]
             self.hints.append("`drop = true` leaves a leaf out; a rule with its own path keeps it")
         if self.problems:
@@ -706,8 +1006,8 @@ class _Tree:
         values = {path: leaf.value for path, leaf in pairs if leaf.value is not None}
         origin = {path: "map" for path, leaf in pairs if leaf.last is not None}
         found = LeafMap(values, origin, tuple(self.dropped), self.constant)
-        outside = rules.initial, rules.optional
-        return MapResult(found, rules.to or "", *outside, tuple(self.notes), tuple(self.idle))
+        outside = rules.initial, rules.optional, tuple(self.notes), tuple(self.idle)
+        return MapResult(found, rules.to or "", *outside)
 
     def path(self, leaf: _Leaf) -> Path:
         """The path that rules gave a leaf."""

@@ -14,26 +14,18 @@ that exist before or after any rule.
 
 import collections
 import dataclasses
+import json
 import re
 import tomllib
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reshard.arrays import operations
+from reshard.arrays import operations as ops
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Operation
-from reshard.convert.leafmap import Filled, LeafMap, Row, Source, Value
-from reshard.convert.map_rules import apply_map, inverse
-from reshard.convert.mapfile import map_of
-from reshard.convert.replacement import (
-    TODO,
-    Group,
-    Mark,
-    PathTemplate,
-    literal_replacement,
-    toml_text,
-    whole_path,
-)
+from reshard.convert.leafmap import Filled, LeafMap, Row, Source
+from reshard.convert.map_rules import Group, Template, apply_map, inverse, whole_path
+from reshard.convert.mapfile import TODO, is_open, map_of
 from reshard.errors import ReshardError, TreeMismatchError
 from reshard.tree import Path, format_glob, format_path, glob_text, named_by
 
@@ -52,24 +44,28 @@ _ORIGINS = """\
 _WIDTH = 100
 # Candidates of an open leaf that the comment of its rule lists.
 MAX_CANDIDATES = 8
-_JOINS = operations.Concat | operations.Stack | operations.Equal
-_PARTS = operations.Split | operations.Unstack
-# The key and the value of a rule's operation.
-Setting = tuple[str, Any] | None
+_JOINS = ops.Concat | ops.Stack | ops.Equal
+_PARTS = ops.Split | ops.Unstack
 _DIGITS = re.compile(r"(\d+)")
+# The keys of a rule's operation and their values, without paths.
+_Setting = dict[str, Any]
 # A text with its numbers at odd places; None in the place of a number that counts pieces.
-Parted = tuple[str | None, ...]
+_Parted = tuple[str | None, ...]
 # The place of a number in a line: the side, the text of that side, and the place in it.
 _Place = tuple[int, int, int]
 
 
-class Block(NamedTuple):
+class _Mark(str):
+    """A text that stands for an open leaf."""
+
+
+class _Block(NamedTuple):
     """Rows that one rule describes: their places among all rows, and their paths before and after.
     If one path stands for several pieces, its group 0 is the number of the piece."""
 
     rows: tuple[int, ...]
-    inputs: tuple[PathTemplate, ...]
-    outputs: tuple[PathTemplate, ...]
+    inputs: tuple[Template, ...]
+    outputs: tuple[Template, ...]
 
 
 def write_map(
@@ -94,22 +90,20 @@ def write_map(
     rows = [*(Row((path,), ()) for path in found.dropped), *found.sequence()]
     settings = _settings(rows, {**dict.fromkeys(found.dropped, ()), **found.sources()})
     head = [_HEADER + (_ORIGINS if any(row.origin != "map" for row in rows) else "")]
-    fills = _fills(found)
     ever = {*found.sources(), *found.values, *found.must_be_zero, *own, *others}
-    globs = _blocks([Row((path,), ()) for path in own], [None] * len(own), found.values)
     text = ""
     for grouped in (True, False):
         if grouped:
             blocks = _blocks(rows, settings, ever)
-            names = [block.inputs[0].glob for block in globs]
+            kept = _blocks([Row((path,), ()) for path in own], [{}] * len(own), found.values)
+            globs = [block.inputs[0].glob for block in kept]
         else:
             blocks = [_block([_line(row, place, False)]) for place, row in enumerate(rows)]
-            names = list(map(format_glob, own))
-        top = [_assigned("to", to)] * (to is not None)
-        top += [_assigned("init", [*initial, *names])] * bool(initial or names)
-        rules = [_rule_text(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks]
-        texts = [*head, *["".join(f"{line}\n" for line in top)] * bool(top), *rules, *fills]
-        text = "\n".join(texts)
+            globs = list(map(format_glob, own))
+        top = {} if to is None else {"to": to}
+        top |= {"init": [*initial, *globs]} if initial or globs else {}
+        rules = [_rule_of(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks]
+        text = "\n".join([*head, *filter(None, [_lines(top)]), *rules, *_fills(found)])
         if _says(text, found, own):
             break
     return text
@@ -124,11 +118,10 @@ def _fills(found: LeafMap) -> list[str]:
     for path, value in found.must_be_zero.items():
         if value.fill is not None:
             rules.setdefault(("from", value), []).append(whole_path(format_path(path)).text)
-    texts = []
-    for (key, value), paths in rules.items():
-        fill = {"value": value.fill, "shape": value.shape, "dtype": value.dtype.name}
-        texts.append(f"[[rule]]\n{_assigned(key, paths)}\n{_assigned('fill', fill)}\n")
-    return texts
+    return [
+        _rule({key: paths, "fill": {"value": v.fill, "shape": v.shape, "dtype": v.dtype.name}})
+        for (key, v), paths in rules.items()
+    ]
 
 
 def draft_map(
@@ -142,32 +135,33 @@ def draft_map(
     open leaf: for the source leaves of `open_rows`, whose outputs are the target leaves that they
     may become, and for `missing` target leaves."""
     others = {*missing, *(path for row in open_rows for path in (*row.inputs, *row.outputs))}
-    resets = [Mark(f"{TODO} {format_glob(path)}") for path in missing]
-    rules = [write_map(decided, resets, to, own, others)]
+    resets = [_Mark(f"{TODO} {format_glob(path)}") for path in missing]
+    rules, mark = [write_map(decided, resets, to, own, others)], _Mark(TODO)
     for row in open_rows:
-        texts = [literal_replacement(format_path(path)).text for path in row.outputs]
+        texts = [str(Template((format_path(path),))) for path in row.outputs]
         near = [*map(toml_text, texts[:MAX_CANDIDATES]), *["..."][: len(texts) > MAX_CANDIDATES]]
-        rules.append(f"[[rule]]\nfrom = {toml_text(whole_path(format_path(row.inputs[0])).text)}\n")
-        if isinstance(row.operation, operations.Unstack):
-            parts = {"axis": row.operation.axis, "into": [TODO] * len(texts)}
-            rules[-1] += f"{_assigned('unstack', parts)}  # {', '.join(near)}\n"
+        rule: _Setting = {"from": whole_path(format_path(row.inputs[0])).text}
+        if isinstance(row.operation, ops.Unstack):
+            rule["unstack"] = {"axis": row.operation.axis, "into": [mark] * len(texts)}
+            comment = ", ".join(near)
         else:
-            near = near or ["nothing fits: `drop = true` leaves it out"]
-            rules[-1] += f"{_assigned('to', TODO)}  # {' or '.join(near)}\n"
+            rule["to"] = mark
+            comment = " or ".join(near) or "nothing fits: `drop = true` leaves it out"
+        rules.append(f"{_rule(rule)[:-1]}  # {comment}\n")
     return "\n".join(rules)
 
 
 def _says(text: str, found: LeafMap, own: Collection[Path]) -> bool:
     """Whether a text describes a map, in both directions if both exist."""
-    values: dict[Path, Value] = {
-        path: value
-        for path, value in found.values.items()
-        if not isinstance(value, Filled) or value.fill is not None
-    }
     constant = {path: value for path, value in found.must_be_zero.items() if value.fill is not None}
+    whole = LeafMap(
+        {p: v for p, v in found.values.items() if not isinstance(v, Filled) or v.fill is not None},
+        {},
+        found.dropped,
+        constant,
+    )
     zeros = {path: value.shape for path, value in found.must_be_zero.items()}
     stay = {path: Source(path, shape) for path, shape in zeros.items() if path not in constant}
-    whole = LeafMap(values, {}, (), constant)
     leaves = {**whole.sources(), **zeros, **dict.fromkeys(found.dropped, ())}
     try:
         expected = whole.inverse()
@@ -176,63 +170,62 @@ def _says(text: str, found: LeafMap, own: Collection[Path]) -> bool:
     try:
         rules = map_of(tomllib.loads(text), "the map")
         forth = apply_map(rules, leaves).map
-        if not _are(forth, values | stay, found.dropped) or forth.must_be_zero != constant:
+        if forth.values != whole.values | stay or forth.must_be_zero != constant:
             return False
-        if expected is None:
-            return True
+        if {*forth.dropped} != {*found.dropped} or expected is None:
+            return expected is None
         undone = inverse(rules)
         back = apply_map(undone, whole.shapes | dict.fromkeys(own, ())).map
     except ReshardError:
         return False
     texts = {glob_text(path): path for path in leaves}
     named = {texts[text] for glob in undone.initial for text in named_by(texts, glob)}
-    return named == {*found.dropped} and _are(back, expected.values, own)
+    return (named, back.values, {*back.dropped}) == ({*found.dropped}, expected.values, {*own})
 
 
-def _are(found: LeafMap, values: Mapping[Path, Value], dropped: Collection[Path]) -> bool:
-    return found.values == values and {*found.dropped} == {*dropped}
-
-
-def _rule_text(row: Row, setting: Setting, block: Block) -> str:
+def _rule_of(row: Row, setting: _Setting, block: _Block) -> str:
     """The rule for a block of rows that are like this row."""
     sources = [template.pattern().text for template in block.inputs]
-    paths = [template.replacement(block.inputs[0]).text for template in block.outputs]
-    numbers = block.inputs[0].groups
-    joins, parts = isinstance(row.operation, _JOINS), isinstance(row.operation, _PARTS)
-    lines = ["[[rule]]" if row.origin == "map" else f"[[rule]]  # {row.origin}"]
-    lines.append(_assigned("from", sources if joins and 0 not in numbers else sources[0]))
+    paths = [str(template.replacement(block.inputs[0])) for template in block.outputs]
+    numbers, joins = block.inputs[0].groups, isinstance(row.operation, _JOINS)
+    rule: _Setting = {"from": sources if joins and 0 not in numbers else sources[0]}
     if not paths:
-        lines.append("drop = true")
-    if isinstance(row.operation, operations.Copies):
-        lines.append(_assigned("to", paths))
-    elif setting is not None:
-        key, value = setting
+        rule["drop"] = True
+    for key, value in setting.items():
         if joins and 0 in numbers:
             value = value | {"by": numbers.index(0) + 1}
-        if parts:
+        if isinstance(row.operation, _PARTS):
             value = value | {"into": paths[0] if 0 in block.outputs[0].groups else paths}
-        lines.append(_assigned(key, value))
-    if paths and not parts and not isinstance(row.operation, operations.Copies):
-        lines.append(_assigned("to", paths[0]))
-    return "\n".join(lines) + "\n"
+        rule[key] = value
+    if isinstance(row.operation, ops.Copies):
+        rule["to"] = paths
+    elif paths and not isinstance(row.operation, _PARTS):
+        rule["to"] = paths[0]
+    return _rule(rule, row.origin)
 
 
 def rules_of(rows: Sequence[Row], leaves: Mapping[Path, Shape]) -> list[str]:
     """The rules for rows on different leaves of these shapes."""
     settings = _settings(rows, leaves)
     blocks = _blocks(rows, settings, leaves)
-    return [_rule_text(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks]
+    return [_rule_of(rows[b.rows[0]], settings[b.rows[0]], b) for b in blocks]
 
 
 def renaming_rules(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path]) -> list[str]:
     """The bodies of rules that rename some leaves or modules: the path before, the path after, and
     whether they are paths of leaves."""
-    rules = []
-    for block in _renamed(dict.fromkeys(pairs), leaves):
-        to = block.outputs[0].replacement(block.inputs[0])
-        lines = _assigned("from", block.inputs[0].pattern().text), _assigned("to", to.text)
-        rules.append("\n".join(lines))
-    return rules
+    groups: dict[Hashable, list[_Line]] = {}
+    ever = {*leaves}
+    for place, (before, after, whole) in enumerate(dict.fromkeys(pairs)):
+        line = _Line((place,), ((_parted(before, not whole),), (_parted(after, not whole),)))
+        groups.setdefault(line.letters, []).append(line)
+        ever.add(after if whole else (*after, "_"))
+    paths = _Paths((), ever)
+    blocks = [block for lines in groups.values() for block in paths.folded(lines, shift=True)]
+    return [
+        _lines({"from": one.pattern().text, "to": str(other.replacement(one))}).rstrip()
+        for _, (one,), (other,) in sorted(blocks, key=lambda block: min(block.rows))
+    ]
 
 
 def unstacking_rules(
@@ -241,83 +234,74 @@ def unstacking_rules(
     """Rules that unstack modules: pairs of a module's path and the beginning of its layers' paths.
     They take the first of several possible axes."""
     rules = []
-    for block in _renamed(((*pair, False) for pair in pairs), leaves):
-        before, after = block.inputs[0], block.outputs[0]
-        into = after.replacement(before).text.removesuffix("/") + rf"{{}}/\{len(before.groups) + 1}"
-        lines = ["[[rule]]", _assigned("from", f"{before.pattern().text}(.*)$")]
-        lines.append(_assigned("unstack", {"axis": axes[0], "into": into}))
-        others = " or ".join(map(str, axes[1:]))  # the shapes do not tell
-        rules.append("\n".join(lines) + (f"  # or axis = {others}" if others else "") + "\n")
+    for body in renaming_rules(((*pair, False) for pair in pairs), leaves):
+        rule = tomllib.loads(body)
+        groups = re.compile(rule["from"]).groups
+        into = rule["to"].removesuffix("/") + rf"{{}}/\{groups + 1}"
+        text = _rule({"from": rule["from"] + "(.*)$", "unstack": {"axis": axes[0], "into": into}})
+        others = " or ".join(map(str, axes[1:]))  # the shapes do not decide
+        rules.append(f"{text[:-1]}  # or axis = {others}\n" if others else text)
     return rules
 
 
-def _renamed(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[Path]) -> list[Block]:
-    """Pairs of paths, as for `renaming_rules`, as few blocks."""
-    groups: dict[Hashable, list[_Line]] = {}
-    ever = {*leaves}
-    for place, (before, after, whole) in enumerate(pairs):
-        line = _Line((place,), ((_parted(before, not whole),), (_parted(after, not whole),)))
-        groups.setdefault(line.letters, []).append(line)
-        ever.add(after if whole else (*after, "_"))
-    paths = _Paths((), ever)
-    blocks = [block for lines in groups.values() for block in paths.folded(lines, shift=True)]
-    return sorted(blocks, key=lambda block: min(block.rows))
-
-
-def _settings(rows: Sequence[Row], leaves: Mapping[Path, Shape]) -> list[Setting]:
+def _settings(rows: Sequence[Row], leaves: Mapping[Path, Shape]) -> list[_Setting]:
     """The settings of rows that are carried out in order, on leaves of these shapes."""
     shapes, settings = dict(leaves), []
     for row in rows:
         inputs = [shapes.pop(path) for path in row.inputs]
         made = inputs if row.operation is None else row.operation.shapes(inputs)
         shapes.update(zip(row.outputs, made, strict=False))  # dropped leaves have no outputs
-        if isinstance(row.operation, operations.Constant):
+        if isinstance(row.operation, ops.Constant):
             names = " and ".join(map(format_path, row.outputs))
             raise TreeMismatchError(f"no map can hold the values of {names}")
-        settings.append(_setting(row.operation, inputs))
+        settings.append({} if row.operation is None else _setting(row.operation, inputs))
     return settings
 
 
-def _setting(operation: Operation | None, inputs: Sequence[Shape]) -> Setting:
-    """The key and the value of an operation on leaves of these shapes, without paths."""
+def _setting(operation: Operation, inputs: Sequence[Shape]) -> _Setting:
+    """The setting of an operation on leaves of these shapes."""
     match operation:
-        case None:
-            return None
-        case operations.Transpose(axes=axes):
-            return "transpose", axes
-        case operations.Reshape(shape=shape):
-            return "reshape", {"from": inputs[0], "to": shape}
-        case operations.Crop(widths=widths):
-            return "crop", {"widths": widths}
-        case operations.Unstack(axis=axis):
-            return "unstack", {"axis": axis}
-        case operations.Concat(axis=axis):
-            return "concat", {"axis": axis, "sizes": [shape[axis] for shape in inputs]}
-        case operations.Copies():
-            return "to", []
-        case operations.Equal():
-            return "equal", True
-        case operations.Scale(constant=factor, rounds=rounds):
-            return "scale", {"by": factor, "rounds": True} if rounds else factor
-        case operations.Add(constant=addend):
-            return "add", addend
-        case operations.Apply(name=name, shape=shape, dtype=dtype):
+        case ops.Copies():
+            return {}
+        case ops.Transpose(axes=axes):
+            return {"transpose": axes}
+        case ops.Reshape(shape=shape):
+            return {"reshape": {"from": inputs[0], "to": shape}}
+        case ops.Crop(widths=widths):
+            return {"crop": {"widths": widths}}
+        case ops.Unstack(axis=axis):
+            return {"unstack": {"axis": axis}}
+        case ops.Concat(axis=axis):
+            return {"concat": {"axis": axis, "sizes": [shape[axis] for shape in inputs]}}
+        case ops.Equal():
+            return {"equal": True}
+        case ops.Scale(constant=factor, rounds=rounds):
+            return {"scale": {"by": factor, "rounds": True} if rounds else factor}
+        case ops.Add(constant=addend):
+            return {"add": addend}
+        case ops.Apply(name=name, shape=shape, dtype=dtype):
             fields = {} if shape is None else {"shape": shape}
             fields |= {} if dtype is None else {"dtype": dtype.name}
-            return "apply", {"function": name, **fields} if fields else name
-        case operations.Interleave(undo=undo):
-            key = "deinterleave" if undo else "interleave"
-        case _:
-            key = type(operation).__name__.lower()
-    fields = dataclasses.asdict(operation).items()
+            return {"apply": {"function": name, **fields} if fields else name}
+    key = type(operation).__name__.lower()
+    fields = dataclasses.asdict(operation)
+    key = "deinterleave" if fields.pop("undo", False) else key
     plain = [("block", None), ("names", ())]  # the defaults
-    return key, {k: v for k, v in fields if k != "undo" and (k, v) not in plain}
+    return {key: {k: v for k, v in fields.items() if (k, v) not in plain}}
 
 
-def _assigned(key: str, value: Any) -> str:
-    """A key and its value in TOML. A long list is broken into lines."""
-    line = f"{key} = {_toml(value)}"
-    return line if len(line) <= _WIDTH else f"{key} = {_toml(value, broken=True)}"
+def _rule(table: _Setting, origin: str = "map") -> str:
+    """A rule as TOML."""
+    return ("[[rule]]" if origin == "map" else f"[[rule]]  # {origin}") + "\n" + _lines(table)
+
+
+def _lines(table: _Setting) -> str:
+    """Keys and their values as TOML. A long list is broken into lines."""
+    lines = [f"{key} = {_toml(value)}" for key, value in table.items()]
+    return "".join(
+        f"{line if len(line) <= _WIDTH else f'{key} = {_toml(value, broken=True)}'}\n"
+        for line, (key, value) in zip(lines, table.items(), strict=True)
+    )
 
 
 def _toml(value: Any, broken: bool = False) -> str:
@@ -335,12 +319,21 @@ def _toml(value: Any, broken: bool = False) -> str:
     return "true" if value is True else repr(value)
 
 
+def toml_text(text: str) -> str:
+    """A text as TOML, unescaped if possible. The `TODO` of a leaf's name is escaped."""
+    mark = isinstance(text, _Mark)
+    if text.isprintable() and "'''" not in text and (mark or not is_open(f"'{text}")):
+        return f"'''{text}'''" if "'" in text else f"'{text}'"
+    escaped = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return escaped if mark else escaped.replace(TODO, r"\u0054ODO")
+
+
 class _Line(NamedTuple):
     """A row, or all rows of a module: their places, the paths before and after, and the numbers of
     these paths."""
 
     rows: tuple[int, ...]
-    sides: tuple[tuple[Parted, ...], tuple[Parted, ...]]
+    sides: tuple[tuple[_Parted, ...], tuple[_Parted, ...]]
     counts: tuple[int, int] = (1, 1)
 
     @property
@@ -352,8 +345,8 @@ class _Line(NamedTuple):
 
 
 def _blocks(
-    rows: Sequence[Row], settings: Sequence[Setting], others: Collection[Path]
-) -> list[Block]:
+    rows: Sequence[Row], settings: Sequence[_Setting], others: Collection[Path]
+) -> list[_Block]:
     """Rows as few blocks, in an order in which they can be carried out. `others`: paths of leaves,
     on either side, that are in no row. A row without outputs drops a leaf."""
     ever = {*others, *(path for row in rows for path in (*row.inputs, *row.outputs))}
@@ -366,11 +359,13 @@ def _blocks(
         at |= dict.fromkeys(paths, levels[-1])
         # A regex rule that changes no path is refused, so such a row has its own rule.
         still = row.operation is None and row.inputs == row.outputs
-        kinds.append((row.origin, levels[-1], repr(settings[place]), place if still else None))
+        copies = isinstance(row.operation, ops.Copies)
+        kind = row.origin, levels[-1], repr(settings[place]), copies, place if still else None
+        kinds.append(kind)
     groups: dict[Hashable, list[_Line]] = {}
     for line in (*_modules(rows, kinds, ever), *map(_line, rows, range(len(rows)))):
         groups.setdefault((line.letters, kinds[line.rows[0]]), []).append(line)
-    paths, left, found = _Paths(rows, ever), {*range(len(rows))}, list[Block]()
+    paths, left, found = _Paths(rows, ever), {*range(len(rows))}, list[_Block]()
     for alike in groups.values():
         blocks = paths.folded([line for line in alike if left.issuperset(line.rows)])
         left.difference_update(*(block.rows for block in blocks))
@@ -398,14 +393,14 @@ def _modules(rows: Sequence[Row], kinds: Sequence[Hashable], ever: Collection[Pa
 def _line(row: Row, place: int, counted: bool = True) -> _Line:
     """A row. If `counted`, the paths of numbered pieces are one text."""
     before, after = (tuple(map(_parted, side)) for side in (row.inputs, row.outputs))
-    if counted and isinstance(row.operation, operations.Concat | operations.Stack):
+    if counted and isinstance(row.operation, ops.Concat | ops.Stack):
         before = _counted(before)
     if counted and isinstance(row.operation, _PARTS):
         after = _counted(after)
     return _Line((place,), (before, after), (len(row.inputs), len(row.outputs)))
 
 
-def _counted(texts: tuple[Parted, ...]) -> tuple[Parted, ...]:
+def _counted(texts: tuple[_Parted, ...]) -> tuple[_Parted, ...]:
     """Texts that differ only in one number, which counts from 0, as one text."""
     if len({text[::2] for text in texts}) > 1:
         return texts
@@ -416,7 +411,7 @@ def _counted(texts: tuple[Parted, ...]) -> tuple[Parted, ...]:
     return ((*texts[0][: differ[0]], None, *texts[0][differ[0] + 1 :]),)
 
 
-def _parted(path: Path, module: bool = False) -> Parted:
+def _parted(path: Path, module: bool = False) -> _Parted:
     return tuple(_DIGITS.split(format_path(path) + "/" * module))
 
 
@@ -434,11 +429,11 @@ def _groups(varying: Mapping[_Place, Sequence[Any]], shift: bool) -> dict[_Place
     return groups
 
 
-def _block(lines: Sequence[_Line], numbers: Mapping[_Place, Group] = {}) -> Block:
+def _block(lines: Sequence[_Line], numbers: Mapping[_Place, Group] = {}) -> _Block:
     """Lines as a block, with groups for the numbers at some places."""
     before, after = (
         tuple(
-            PathTemplate.of(
+            Template.of(
                 numbers.get((side, at, place), Group(0) if piece is None else piece)
                 for place, piece in enumerate(text)
             )
@@ -446,7 +441,7 @@ def _block(lines: Sequence[_Line], numbers: Mapping[_Place, Group] = {}) -> Bloc
         )
         for side, texts in enumerate(lines[0].sides)
     )
-    return Block(tuple(place for line in lines for place in line.rows), before, after)
+    return _Block(tuple(place for line in lines for place in line.rows), before, after)
 
 
 class _Paths:
@@ -461,7 +456,7 @@ class _Paths:
                 text = format_path(path) + "/" * module
                 self._known.setdefault(_parted(path, module)[::2], []).append(text)
 
-    def folded(self, lines: Sequence[_Line], shift: bool = False) -> list[Block]:
+    def folded(self, lines: Sequence[_Line], shift: bool = False) -> list[_Block]:
         """Lines that differ only in numbers, as few blocks. With `shift`, the numbers may differ by
         a constant."""
         if not lines:
@@ -490,7 +485,7 @@ class _Paths:
             parts.setdefault(number, []).append(line)
         return [block for part in parts.values() for block in self.folded(part, shift)]
 
-    def _fits(self, lines: Sequence[_Line], block: Block) -> bool:
+    def _fits(self, lines: Sequence[_Line], block: _Block) -> bool:
         """Whether all paths of a block have the same groups, in one order on each side, and its
         regexes match only the paths of its lines."""
         groups = {group for side in block[1:] for template in side for group in template.groups}

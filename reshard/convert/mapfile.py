@@ -16,42 +16,44 @@ and then one of `_REGROUP`.
 """
 
 import contextlib
-import itertools
+import dataclasses
 import os
 import pathlib
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from reshard.arrays import operations as ops
 from reshard.arrays.boxes import MOST_AXES
 from reshard.arrays.dtypes import kind_of, parse_dtype
 from reshard.convert.leafmap import Filled
-from reshard.convert.map_rules import PARTS, Map, Nest, Rule, Step
-from reshard.convert.replacement import (
-    TODO,
+from reshard.convert.map_rules import (
+    PARTS,
+    Map,
     Pattern,
-    Replacement,
+    Rule,
+    Step,
+    Template,
     evaluate,
-    open_places,
     parse_pattern,
-    parse_replacement,
+    parse_template,
 )
 from reshard.convert.user_code import load_function
 from reshard.errors import ArgumentError, ReshardError
 from reshard.tree import split_path
 
+# Stands for an open leaf in the draft map of a refused conversion.
+TODO = "TODO"
+_OPEN = re.compile(rf"""["']{TODO}\b""")
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack", "equal")
-_EACH = ("apply", "scale", "add", "interleave", "deinterleave", "rope")
-_EACH += ("transpose", "reshape", "pad", "crop")
-# Names in the braces of a replacement, except names of groups.
+# Names in the braces of a replacement, except names of groups. `{{` and `}}` are braces themselves.
+_BRACES = re.compile(r"\{\{|\}\}|\{[^{}]+\}")
 _NAME = re.compile(r"(?<![\\<\w])[^\W\d]\w*")
 # Levels of nested tables and lists. Map files have six.
 _MAX_LEVELS = 50
 _LARGEST = 1 << 63
-Form = tuple[Callable[[Any], bool], str]
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -66,23 +68,23 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _parsed(text: str) -> dict[str, Any]:
     """The document in a text. Raises as `read_toml`."""
-    try:
+    with contextlib.suppress(RecursionError):
         document = tomllib.loads(text)
-    except RecursionError as error:
-        raise ValueError("the TOML is nested too deeply") from error
-    level: list[Any] = [document]
-    for _ in range(_MAX_LEVELS):
-        level = [
-            value
-            for node in level
-            if isinstance(node, dict | list)
-            for value in (node.values() if isinstance(node, dict) else node)
-        ]
-        if any(isinstance(value, int) and not -_LARGEST <= value < _LARGEST for value in level):
-            raise ValueError("it has a number of more than 64 bits")
-        if not level:
-            return document
+        level: list[Any] = [document]
+        for _ in range(_MAX_LEVELS):
+            tables = [node.values() if isinstance(node, dict) else node for node in level]
+            level = [value for node in tables if not isinstance(node, str) for value in node]
+            if any(isinstance(value, int) and not -_LARGEST <= value < _LARGEST for value in level):
+                raise ValueError("it has a number of more than 64 bits")
+            level = [value for value in level if isinstance(value, dict | list)]
+            if not level:
+                return document
     raise ValueError("the TOML is nested too deeply")
+
+
+def is_open(line: str) -> bool:
+    """Whether a line of a draft map has a `TODO`."""
+    return bool(_OPEN.search(line))
 
 
 def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) -> Map:
@@ -94,8 +96,7 @@ def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) ->
     except (OSError, ValueError) as error:
         hints = [] if isinstance(error, OSError) else [_EXAMPLE]
         raise ArgumentError(f"{path}: it cannot be read", [str(error)], hints) from error
-    lines = enumerate(text.splitlines(), 1)
-    problems = [f"line {n}: {line}" for n, line in lines if open_places(line)]
+    problems = [f"line {n}: {line}" for n, line in enumerate(text.splitlines(), 1) if is_open(line)]
     if problems:
         hints = [
             f"in a rule, replace '{TODO}' by a path; the comment of its line lists the candidates",
@@ -117,211 +118,193 @@ def config_numbers(config: Mapping[str, Any]) -> dict[str, float]:
 def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {}) -> Map:
     """The rules of the document of a map file, whose expressions may name these numbers. Raises
     ArgumentError: all problems of the rules."""
-    problems: list[str] = []
-    known = dict(numbers)
-    top = _Table("the file", document, problems, (), known)
-    own = top.inner("vars")
-    if own is not None:
-        for key in list(own.table):
-            if (value := own.take(key, _NUMBER)) is not None:
-                known[key] = value
-    initial = top.take("init", _TEXTS) or ()
-    optional = top.fields("optional", {}, {"init": _TEXTS, "drop": _TEXTS}) or {}
-    may, ignored = (optional.get(key) or () for key in ("init", "drop"))
+    file = _File([], dict(numbers))
+    variables = file.checked(document.get("vars", {}), _TABLE, "the file: `vars`") or {}
+    for key, given in variables.items():
+        if (value := file.checked(given, _NUMBER, f"the file: `vars`: `{key}`")) is not None:
+            file.numbers[key] = value
+    rest = {key: value for key, value in document.items() if key != "vars"}
+    top = file.checked(rest, _DOCUMENT, "the file") or {}
+    optional = top["optional"] or {}
+    initial, may, ignored = (
+        globs or () for globs in (top["init"], optional.get("init"), optional.get("drop"))
+    )
     for key, globs in (("init", initial), ("optional", (*may, *ignored))):
         for glob in globs:
             try:
                 split_path(glob)
             except ArgumentError as error:
-                problems.append(f"`{key}`: {error.summary}")
-    to = top.take("to", _API)
-    tables = top.take("rule", _TABLES) or ()
-    top.nothing_else()
-    rules = [_rule(number, table, problems, known) for number, table in enumerate(tables, 1)]
-    if problems:
-        raise ArgumentError(f"{name}: its rules cannot be read", problems)
-    made = tuple(rule for rule in rules if rule is not None)
-    return Map(name, made, initial, may, ignored, to=to)
+                file.problems.append(f"`{key}`: {error.summary}")
+    rules = [_rule(file, number, table) for number, table in enumerate(top["rule"] or (), 1)]
+    if file.problems:
+        raise ArgumentError(f"{name}: its rules cannot be read", file.problems)
+    return Map(name, tuple(filter(None, rules)), initial, may, ignored, to=top["to"])
+
+
+# Whether a value has a form, and the form in words.
+_Check = tuple[Callable[[Any], bool], str]
+# The form of a value; or of the fields of a table, of which those with `?` may be missing.
+_Form = _Check | dict[str, Any]
 
 
 def _is_int(value: Any) -> bool:
     return type(value) is int
 
 
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_size(value: Any) -> bool:
+    return _is_int(value) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
 def _is_dtype(value: Any) -> bool:
-    with contextlib.suppress(ArgumentError):
+    with contextlib.suppress(ValueError):
         return _is_text(value) and kind_of(parse_dtype(value)) in "biufc"
     return False
 
 
-_API: Form = (lambda value: value in ("nnx", "linen"), "`nnx` or `linen`")
-_INT: Form = (_is_int, "a whole number")
-_COUNT: Form = (lambda v: _is_int(v) and 0 < v <= 1 << 16, "a number from 1 to 65536")
-_INTS: Form = (_list_of(_is_int), "a list of whole numbers")
-_SIZES: Form = (_list_of(lambda v: _is_int(v) and v >= 0), "a list of sizes")
-_NUMBER: Form = (lambda value: type(value) in (int, float), "a number")
-_FACTOR: Form = (lambda value: type(value) in (int, float) and value != 0, "a number other than 0")
-_WIDTHS: Form = (
-    _list_of(lambda value: _SIZES[0](value) and len(value) == 2),
-    "a list of two sizes for each axis",
-)
-_TRUE: Form = (lambda value: value is True, "true")
-_TEXT: Form = (_is_text, "a text")
-_TEXTS: Form = (_list_of(_is_text), "a list of texts")
-_ONE_OR_MORE: Form = (
-    lambda v: _is_text(v) or (_TEXTS[0](v) and v != []),
+_API = (lambda value: value in ("nnx", "linen"), "`nnx` or `linen`")
+_TRUE = (lambda value: value is True, "true")
+_TEXT = (_is_text, "a text")
+_TEXTS = (_list_of(_is_text), "a list of texts")
+_ONE_OR_MORE = (
+    lambda v: _is_text(v) or (_list_of(_is_text)(v) and v != []),
     "a text or a list of them",
 )
-_GROUP: Form = (lambda v: (_is_int(v) and v >= 0) or _is_text(v), "a group or a text")
-_TABLE: Form = (lambda value: isinstance(value, dict), "a table")
-_TABLES: Form = (_list_of(_TABLE[0]), "a list of tables")
-_NEW_SHAPE: Form = (
-    lambda v: _INTS[0](v) and v.count(-1) <= 1 and all(size >= -1 for size in v),
-    "a list of sizes, where one may be -1",
+_GROUP = (lambda v: _is_size(v) or _is_text(v), "a group or a text")
+_TABLE = (lambda value: isinstance(value, dict), "a table")
+_TABLES = (_list_of(_TABLE[0]), "a list of tables")
+_ROPE = (lambda value: value in ("pairs", "halves"), "`pairs` or `halves`")
+_DTYPE = (_is_dtype, "a dtype")
+_INT = (_is_int, "a whole number")
+_COUNT = (lambda v: _is_int(v) and 0 < v <= 1 << 16, "a number from 1 to 65536")
+_INTS = (_list_of(_is_int), "a list of whole numbers")
+_SIZES = (_list_of(_is_size), "a list of sizes")
+_NUMBER = (_is_number, "a number")
+_FACTOR = (lambda value: _is_number(value) and value != 0, "a number other than 0")
+_WIDTHS = (
+    _list_of(lambda value: _list_of(_is_size)(value) and len(value) == 2),
+    "a list of two sizes for each axis",
 )
-_ROPE: Form = (lambda value: value in ("pairs", "halves"), "`pairs` or `halves`")
-_DTYPE: Form = (_is_dtype, "a dtype")
+_NEW_SHAPE = (
+    lambda v: (
+        _list_of(_is_int)(v)
+        and v.count(-1) <= 1
+        and min(v, default=0) >= -1
+        and len(v) <= MOST_AXES
+    ),
+    f"a list of at most {MOST_AXES} sizes, where one may be -1",
+)
+# Their numbers may be expressions.
 _NUMERIC = (_INT, _COUNT, _INTS, _SIZES, _NUMBER, _FACTOR, _WIDTHS, _NEW_SHAPE)
-# The fields of each key with a table: those that are needed, and others.
-_FIELDS: dict[str, tuple[dict[str, Form], dict[str, Form]]] = {
-    "apply": ({"function": _TEXT}, {"shape": _SIZES, "dtype": _DTYPE}),
-    "scale": ({"by": _FACTOR}, {"rounds": _TRUE}),
-    "interleave": ({"axis": _INT, "parts": _INT}, {"block": _INT}),
-    "deinterleave": ({"axis": _INT, "parts": _INT}, {"block": _INT}),
-    "rope": ({"axis": _INT, "head_size": _INT, "to": _ROPE}, {}),
-    "reshape": ({"from": _SIZES, "to": _NEW_SHAPE}, {}),
-    "pad": ({"widths": _WIDTHS, "fill": _NUMBER}, {}),
-    "crop": ({"widths": _WIDTHS}, {}),
-    "split": ({"axis": _INT, "into": _ONE_OR_MORE}, {"sizes": _SIZES}),
-    "unstack": ({"axis": _INT, "into": _ONE_OR_MORE}, {}),
-    "concat": ({"axis": _INT}, {"by": _GROUP, "order": _TEXTS, "sizes": _SIZES}),
-    "stack": ({"axis": _INT}, {"by": _GROUP, "order": _TEXTS, "names": _TEXTS}),
-    "fill": ({"value": _NUMBER, "shape": _SIZES, "dtype": _DTYPE}, {"count": _COUNT}),
+_PAD: _Form = {"widths": _WIDTHS, "fill": _NUMBER}
+_INTERLEAVE: _Form = {"axis": _INT, "parts": _INT, "block?": _INT}
+_RULE: _Form = {
+    "from?": _ONE_OR_MORE,
+    "to?": _ONE_OR_MORE,
+    "drop?": _TRUE,
+    "optional?": _TRUE,
+    "nest?": {"sizes": _SIZES, "flat?": _GROUP, "outer?": _GROUP, "inner?": _GROUP},
+    "fill?": {"value": _NUMBER, "shape": _SIZES, "dtype": _DTYPE, "count?": _COUNT},
+    "apply?": {"function": _TEXT, "shape?": _SIZES, "dtype?": _DTYPE},
+    "scale?": {"by": _FACTOR, "rounds?": _TRUE},
+    "add?": _FACTOR,
+    "interleave?": _INTERLEAVE,
+    "deinterleave?": _INTERLEAVE,
+    "rope?": {"axis": _INT, "head_size": _INT, "to": _ROPE},
+    "transpose?": _INTS,
+    "reshape?": {"to": _NEW_SHAPE, "from?": _SIZES},
+    "pad?": {"axis": _INT, "to": _INT, "value": _NUMBER, "from?": _INT},
+    "crop?": {"widths": _WIDTHS},
+    "split?": {"axis": _INT, "into": _ONE_OR_MORE, "sizes?": _SIZES},
+    "unstack?": {"axis": _INT, "into": _ONE_OR_MORE},
+    "concat?": {"axis": _INT, "by?": _GROUP, "order?": _TEXTS, "sizes?": _SIZES},
+    "stack?": {"axis": _INT, "by?": _GROUP, "order?": _TEXTS, "names?": _TEXTS},
+    "equal?": _TRUE,
 }
-_PAD_AXIS = {"axis": _INT, "to": _INT, "value": _NUMBER}, {"from": _INT}
-# Keys whose value may be this, and the field of a table that it stands for.
-_PLAIN: dict[str, tuple[str, Form]] = {
-    "apply": ("function", _TEXT),
-    "scale": ("by", _FACTOR),
-    "add": ("by", _FACTOR),
-    "transpose": ("axes", _INTS),
-    "reshape": ("to", _NEW_SHAPE),
-}
+# A value that is no table stands for its first field.
+_ALONE = ("apply", "scale", "reshape")
+_OUTSIDE: _Form = {"init?": _TEXTS, "drop?": _TEXTS}
+_DOCUMENT: _Form = {"to?": _API, "init?": _TEXTS, "optional?": _OUTSIDE, "rule?": _TABLES}
 
 
-class _Table:
-    """A table of the file. Its keys are taken one by one, and its problems are collected.
-    `patterns` are the regexes of the table's rule. Expressions may name the `numbers`."""
+class _File(NamedTuple):
+    """The problems of a file, and the numbers that its expressions may name."""
 
-    def __init__(
-        self,
-        label: str,
-        table: dict[str, Any],
-        problems: list[str],
-        patterns: Sequence[Pattern] = (),
-        numbers: Mapping[str, float] = {},
-    ):
-        self.label = label
-        self.table = dict(table)
-        self.problems = problems
-        self.patterns = patterns
-        self.numbers = numbers
+    problems: list[str]
+    numbers: dict[str, float]
 
-    def take(self, key: str, form: Form, needed: bool = False) -> Any:
-        """The value of a key; None if it is missing or has another form."""
-        value = self.table.pop(key, None)
-        if value is None:
-            if needed:
-                self.wrong(f"`{key}` is missing")
-            return None
+    def checked(self, value: Any, form: _Form, where: str) -> Any:
+        """A value, with its expressions evaluated, and tuples for lists; None, and the problems, if
+        it lacks the form. A table has None for a field that is missing or wrong."""
+        if isinstance(form, dict):
+            return self._table(value, form, where)
         fits, words = form
-        if form in _NUMERIC:
-            try:
-                value = self.evaluated(value)
-            except ValueError as error:
-                self.wrong(f"`{key}`: {error}")
-                return None
+        try:
+            value = self._evaluated(value) if form in _NUMERIC else value
+        except ValueError as error:
+            self.problems.append(f"{where}: {error}")
+            return None
         if not fits(value):
-            self.wrong(f"`{key}` is not {words}: {value!r}")
+            self.problems.append(f"{where} is not {words}: {value!r:.80}")
             return None
         return _frozen(value)
 
-    def evaluated(self, value: Any) -> Any:
+    def _table(self, table: Any, form: dict[str, Any], where: str) -> dict[str, Any] | None:
+        if not isinstance(table, dict):
+            self.problems.append(f"{where} is not a table: {table!r:.80}")
+            return None
+        made, wrong = dict[str, Any](), False
+        for name, inner in form.items():
+            key = name.rstrip("?")
+            value, made[key] = table.get(key), None
+            if value is None and key == name:
+                self.problems.append(f"{where}: `{key}` is missing")
+            elif value is not None:
+                if key in _ALONE and not isinstance(value, dict):
+                    value = {next(iter(inner)): value}
+                if key == "pad" and isinstance(value, dict) and "widths" in value:
+                    inner = _PAD
+                made[key] = self.checked(value, inner, f"{where}: `{key}`")
+            wrong |= key == name and made[key] is None
+        for key in (key for key in table if key not in made):
+            first = ": put it before the first rule" if key == "init" else ""
+            self.problems.append(f"{where}: `{key}` is not known{first}")
+        return None if wrong else made
+
+    def _evaluated(self, value: Any) -> Any:
         """A value with its expressions evaluated."""
         if isinstance(value, list):
-            return list(map(self.evaluated, value))
+            return list(map(self._evaluated, value))
         return evaluate(value, self.numbers) if isinstance(value, str) else value
 
-    def inner(self, key: str) -> "_Table | None":
-        """The table of a key, if it has one."""
-        if (table := self.take(key, _TABLE)) is None:
-            return None
-        label = f"{self.label}: `{key}`"
-        return _Table(label, table, self.problems, self.patterns, self.numbers)
-
-    def fields(
-        self, key: str, needed: Mapping[str, Form], others: Mapping[str, Form] = {}
-    ) -> dict[str, Any] | None:
-        """The values of a key's table; None if it has none, or one that is needed is missing."""
-        table = self.inner(key)
-        if table is None:
-            return None
-        values = {name: table.take(name, form, True) for name, form in needed.items()}
-        missing = None in values.values()
-        values |= {name: table.take(name, form) for name, form in others.items()}
-        table.nothing_else()
-        return None if missing else values
-
-    def values(self, key: str) -> dict[str, Any] | None:
-        """The values of an operation; None if it has none, or they are wrong."""
-        if (given := self.table.get(key)) is None:
-            return None
-        needed, others = _FIELDS.get(key, ({}, {}))
-        if key in _PLAIN and not (needed and isinstance(given, dict)):
-            name, form = _PLAIN[key]
-            value = self.take(key, form)
-            return None if value is None else dict.fromkeys((*needed, *others)) | {name: value}
-        if key == "pad" and isinstance(given, dict) and "widths" not in given:
-            needed, others = _PAD_AXIS
-        return self.fields(key, needed, others)
-
-    def replacement(
-        self, key: str, value: str | int | None, names: Collection[str] = ()
-    ) -> Replacement | None:
-        """A replacement, or the group of a number."""
-        if value is None:
-            return None
-        text = f"\\g<{value}>" if isinstance(value, int) else value
+    def template(
+        self, value: str | int, patterns: Sequence[Pattern], names: Collection[str], where: str
+    ) -> Template:
+        """A replacement, or the group of a number; the empty one, and a problem, if it is wrong."""
 
         def named(name: re.Match[str]) -> str:
             value = self.numbers.get(name[0])
             return str(int(value)) if isinstance(value, int) else name[0]
 
+        text = f"\\g<{value}>" if isinstance(value, int) else value
         if self.numbers:
-            # `{{` and `}}` are braces themselves.
-            text = re.sub(r"\{\{|\}\}|\{[^{}]+\}", lambda braces: _NAME.sub(named, braces[0]), text)
+            text = _BRACES.sub(lambda braces: _NAME.sub(named, braces[0]), text)
         try:
-            return parse_replacement(text, self.patterns, names)
+            return parse_template(text, patterns, names)
         except ValueError as error:
-            self.wrong(f"`{key}`: {error}")
-            return None
-
-    def nothing_else(self) -> None:
-        """Reports the keys that were not taken."""
-        for key in self.table:
-            first = ": put it before the first rule" if key in ("init", "to") else ""
-            self.wrong(f"`{key}` is not known{first}")
-
-    def wrong(self, text: str) -> None:
-        self.problems.append(f"{self.label}: {text}")
+            self.problems.append(f"{where}: {error}")
+            return Template(())
 
 
 def _frozen(value: Any) -> Any:
@@ -329,177 +312,145 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _rule(
-    number: int, table: dict[str, Any], problems: list[str], numbers: Mapping[str, float]
-) -> Rule | None:
+def _texts(value: str | Sequence[str] | None) -> Sequence[str]:
+    """The texts of a value that may be a text or a list of them."""
+    return (value,) if isinstance(value, str) else value or ()
+
+
+def _rule(file: _File, number: int, table: dict[str, Any]) -> Rule | None:
     """A rule; None if its `when` is 0."""
-    entry = _Table(f"rule {number}", table, problems, (), numbers)
-    if entry.take("when", _NUMBER) == 0:
+    where, given = f"rule {number}", dict(table)
+    if file.checked(given.pop("when", 1), _NUMBER, f"{where}: `when`") == 0:
         return None
-    source = entry.take("from", _ONE_OR_MORE, needed="fill" not in table)
-    texts = (source,) if isinstance(source, str) else source or ()
-    patterns = []
-    for text in texts:
+    if _ONE_OR_MORE[0](given.get("from")):
+        where += f", {' + '.join(f'`{text}`' for text in _texts(given['from']))}"
+    values: dict[str, Any] = file.checked(given, _RULE, where) or {}
+    problems = list(_wrong_keys(given))
+    patterns, each = list[Pattern](), list[ops.Operation | Step]()
+    for text in _texts(values["from"]):
         try:
             patterns.append(parse_pattern(text))
         except ValueError as error:
-            entry.wrong(str(error))
-    if len(patterns) == len(texts) > 0:
-        entry.label = f"rule {number}, {' + '.join(f'`{text}`' for text in texts)}"
-    entry.patterns = patterns
-    _check_keys(entry, isinstance(source, tuple))
-    if "fill" in table:
-        return _filled(number, entry)
-    drop = entry.take("drop", _TRUE) is True
-    optional = entry.take("optional", _TRUE) is True
-    nest = _nest(entry)
-    names = ["outer", "inner", "flat"] if "nest" in table else []
-    if nest is not None:
-        names = ["outer", "inner"] if nest.flat else ["flat"]
-    to = entry.take("to", _ONE_OR_MORE)
-    several = isinstance(to, tuple)
-    to = [entry.replacement("to", text, names) for text in (to if several else (to,))]
-    each = tuple(step for key in _EACH if (step := _step(entry, key)) is not None)
-    regroup = Step("copies", {"count": len(to)}) if several else None
-    by = None
-    if entry.take("equal", _TRUE):
-        regroup = Step("equal", {})
-    for key in _REGROUP[:-1]:
-        if (values := entry.values(key)) is None:
-            continue
-        regroup = Step(key, values)
-        if key in PARTS:
-            to = _parts(entry, regroup, names)
-        else:
-            _check_order(entry, regroup)
-            by = entry.replacement(f"{key}`: `by", values["by"], names)
-    entry.nothing_else()
-    paths = tuple(path for path in to if path is not None)
-    return Rule(
-        number, tuple(patterns), paths, drop, each, regroup, by, nest=nest, optional=optional
+            problems.append(str(error))
+    for key, make in _EACH.items():
+        try:
+            each += [] if values[key] is None else [make(values[key])]
+        except ReshardError as error:
+            problems.append("; ".join([error.summary, *error.problems]))
+    file.problems.extend(f"{where}: {problem}" for problem in problems)
+    rule = Rule(number, tuple(patterns), drop=values["drop"] is True, each=tuple(each))
+    if "fill" in given:
+        if (fill := values["fill"]) is None:
+            return None
+        places = _texts(values["to"])
+        if fill["count"] is not None:
+            places = [x.replace("{}", str(n)) for x in places for n in range(fill["count"])]
+        constant = Filled(fill["shape"], parse_dtype(fill["dtype"]), fill["value"])
+        to = tuple(Template((place,)) for place in places)
+        return dataclasses.replace(rule, fill=constant, to=to)
+    return dataclasses.replace(
+        rule, optional=values["optional"] is True, **_regrouped(file, where, patterns, values)
     )
 
 
-def _filled(number: int, entry: _Table) -> Rule | None:
-    """A rule for leaves of a constant."""
-    values = entry.values("fill")
-    given = entry.take("to", _ONE_OR_MORE)
-    entry.nothing_else()
-    if values is None:
-        return None
-    places = (given,) if isinstance(given, str) else given or ()
-    if values["count"] is not None:
-        pairs = itertools.product(places, range(values["count"]))
-        places = tuple(place.replace("{}", str(n)) for place, n in pairs)
-    fill = Filled(values["shape"], parse_dtype(values["dtype"]), values["value"])
-    return Rule(number, tuple(entry.patterns), fill=fill, places=places)
+def _regrouped(
+    file: _File, where: str, patterns: Sequence[Pattern], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields of a rule for its new paths and for the leaves that it splits or joins."""
+
+    def template(value: str | int, key: str, names: Collection[str]) -> Template:
+        return file.template(value, patterns, names, f"{where}: {key}")
+
+    key = next((key for key in _REGROUP if values[key] is not None), "")
+    fields: Any = values[key] if key else None
+    to, nest = values["to"], values["nest"]
+    regroup, names, by = None, set[str](), None
+    if nest is not None:
+        group_sizes = nest.pop("sizes")
+        numbers = {name: value for name, value in nest.items() if value is not None}
+        if numbers.keys() not in ({"flat"}, {"outer", "inner"}):
+            file.problems.append(f"{where}: `nest`: it needs either `flat`, or `outer` and `inner`")
+        part = {"i"} if key in PARTS else set[str]()
+        texts = {n: template(value, f"`nest`: `{n}`", part) for n, value in numbers.items()}
+        names, nest = {"outer", "inner"} if "flat" in numbers else {"flat"}, (group_sizes, texts)
+    if key in PARTS:
+        to, sizes = fields.pop("into"), fields.get("sizes")
+        fields["count"] = None if isinstance(to, str) else len(to)
+        if key == "split" and sizes is None and isinstance(to, str):
+            text = "`split`: `sizes` is missing, as `into` does not give the number of parts"
+            file.problems.append(f"{where}: {text}")
+        if sizes is not None and fields["count"] not in (None, len(sizes)):
+            text = f"`split`: `sizes` has {len(sizes)}, `into` has {len(to)}"
+            file.problems.append(f"{where}: {text}")
+        names |= {"i"}
+    elif isinstance(fields, dict):
+        order = fields["order"]
+        if order is not None and len(set(order)) < len(order):
+            file.problems.append(f"{where}: `{key}`: `order` has a piece twice")
+        if order is not None and fields["by"] is None:
+            file.problems.append(f"{where}: `{key}`: `order` requires `by`")
+        if fields["by"] is not None:
+            by = template(fields["by"], f"`{key}`: `by`", names)
+    if key:
+        regroup = Step(key, {} if fields is True else fields)
+    elif isinstance(to, tuple):
+        regroup = Step("copies", {"count": len(to)})
+    name = f"`{key}`: `into`" if key in PARTS else "`to`"
+    paths = tuple(template(text, name, names) for text in _texts(to))
+    return {"to": paths, "regroup": regroup, "by": by, "nest": nest}
 
 
-def _check_keys(entry: _Table, several: bool) -> None:
-    """Reports keys of a rule that are missing or cannot be combined."""
-    keys = set(entry.table)
-    if "fill" in keys:
-        if keys & {"drop", "nest", "optional", *_EACH, *_REGROUP} or ("to" in keys) == bool(
-            entry.patterns
-        ):
-            entry.wrong("`fill` needs either `to` or `from`, and no other key")
+def _wrong_keys(table: Mapping[str, Any]) -> Iterator[str]:
+    """Why keys of a rule are missing or cannot be combined."""
+    keys, several = set(table), isinstance(table.get("from"), list)
+    kinds = [key for key in ("drop", "fill", *_REGROUP) if key in keys]
+    if len(kinds) > 1:
+        yield f"{' and '.join(f'`{key}`' for key in kinds)} need two rules"
         return
-    regroups = [key for key in _REGROUP if key in keys]
-    if "drop" in keys:
-        if keys & {"to", "nest", *_EACH, *_REGROUP}:
-            entry.wrong("`drop` cannot be combined with other keys")
-    elif not keys & {"to", *_EACH, *_REGROUP}:
-        entry.wrong("it has no effect: give it `to`, an operation or `drop = true`")
-    if len(regroups) > 1:
-        entry.wrong(f"{' and '.join(f'`{key}`' for key in regroups)} need two rules")
-    elif regroups and regroups[0] in ("split", "unstack"):
-        if "to" in keys:
-            entry.wrong("`to` cannot be combined with `into`, which has the new paths")
-    elif regroups and "to" not in keys:
-        entry.wrong("`to` is missing, the path of the whole")
-    if isinstance(entry.table.get("to"), list) and regroups:
-        entry.wrong(f"`to` is a list: `{regroups[0]}` needs another rule")
-    if several and not keys & {"concat", "stack", "equal"}:
-        entry.wrong("only `concat`, `stack` and `equal` take several regexes")
-    if "equal" in keys and not several:
-        entry.wrong("`equal` needs a list in `from`")
-    for key in regroups:
-        by = isinstance(entry.table[key], dict) and "by" in entry.table[key]
-        if key in ("concat", "stack") and by == several:
-            entry.wrong(
-                f"`{key}`: `by` cannot be combined with a list in `from`: the list is its order"
-                if several
-                else f"`{key}`: `by` is missing, the group with the number of the piece"
-            )
+    kind = "".join(kinds)
+    others = {"drop": {"to", "nest", *_EACH}, "split": {"to"}, "unstack": {"to"}}
+    others["fill"] = {"nest", "optional", *_EACH}
+    if wrong := [f"`{key}`" for key in table if key in others.get(kind, ())]:
+        yield f"`{kind}` cannot be combined with {' and '.join(wrong)}"
+    joins = kind in ("concat", "stack", "equal")
+    if "from" not in keys and kind != "fill":
+        yield "`from` is missing"
+    if kind == "fill" and ("to" in keys) == ("from" in keys):
+        yield "`fill` needs either `to` or `from`"
+    if joins and not isinstance(table.get("to"), str):
+        yield f"`{kind}` needs one path in `to`"
+    if not (kind or keys & {"to", *_EACH}):
+        yield "it has no effect: give it `to`, an operation or `drop = true`"
+    if several and not (joins or kind == "fill"):
+        yield "only `concat`, `stack` and `equal` take several regexes"
+    if kind == "equal" and not several:
+        yield "`equal` needs a list in `from`"
+    if kind in ("concat", "stack") and isinstance(table[kind], dict):
+        if "by" in table[kind] and several:
+            yield f"`{kind}`: `by` cannot be combined with a list in `from`, which has an order"
+        if not ("by" in table[kind] or several):
+            yield f"`{kind}`: `by` is missing, the group with the number of the piece"
 
 
-def _nest(entry: _Table) -> Nest | None:
-    parts = ["i"] if entry.table.keys() & {"split", "unstack"} else []
-    groups = ("flat", "outer", "inner")
-    values = entry.fields("nest", {"sizes": _SIZES}, dict.fromkeys(groups, _GROUP))
-    if values is None:
-        return None
-    if {key for key in groups if values[key] is not None} not in ({"flat"}, {"outer", "inner"}):
-        entry.wrong("`nest`: it needs either `flat`, or `outer` and `inner`")
-    found = (entry.replacement(f"nest`: `{key}", values[key], parts) for key in groups)
-    return Nest(values["sizes"], *found)
-
-
-def _step(entry: _Table, key: str) -> ops.Operation | Step | None:
-    """The operation of a key on each leaf, if the rule has it."""
-    values = entry.values(key)
-    if values is None:
-        return None
-    match key:
-        case "apply":
-            return _applied(entry, **values)
-        case "scale":
-            return ops.Scale(values["by"], values["rounds"] is True)
-        case "add":
-            return ops.Add(values["by"])
-        case "interleave" | "deinterleave":
-            return ops.Interleave(**values, undo=key == "deinterleave")
-        case "rope":
-            return ops.Interleave(values["axis"], 2, values["head_size"], values["to"] == "halves")
-        case "transpose":
-            return ops.Transpose(values["axes"])
-        case "pad" if "widths" in values:
-            return ops.Pad(values["widths"], values["fill"])
-        case "crop":
-            return ops.Crop(values["widths"])
-        case "reshape" if len(values["to"]) > MOST_AXES:
-            entry.wrong(f"`reshape`: arrays have {MOST_AXES} axes at most")
-    return Step(key, values)
-
-
-def _applied(entry: _Table, function: str, shape: Any, dtype: str | None) -> ops.Apply | None:
-    """The function of a rule, which is imported."""
-    try:
-        loaded: Any = load_function(function)
-    except ReshardError as error:
-        entry.wrong("; ".join([error.summary, *error.problems]))
-        return None
+def _apply(values: Mapping[str, Any]) -> ops.Apply:
+    """The operation of a function, which is imported. Raises ReshardError: there is none."""
+    name, dtype = values["function"], values["dtype"]
+    loaded: Any = load_function(name)
     if not callable(loaded.function):
-        entry.wrong(f"`apply`: {function} is not a function")
-    return ops.Apply(loaded, function, shape, None if dtype is None else parse_dtype(dtype))
+        raise ArgumentError(f"`apply`: {name} is not a function")
+    return ops.Apply(loaded, name, values["shape"], None if dtype is None else parse_dtype(dtype))
 
 
-def _parts(entry: _Table, step: Step, names: Collection[str]) -> list[Replacement | None]:
-    """The new paths of the parts of a leaf. Adds their number to the step."""
-    into, sizes = step.values.pop("into"), step.values.get("sizes")
-    one = isinstance(into, str)
-    step.values["count"] = None if one else len(into)
-    if step.key == "split" and one and sizes is None:
-        entry.wrong("`split`: `sizes` is missing, as `into` does not give the number of parts")
-    if sizes is not None and not one and len(sizes) != len(into):
-        entry.wrong(f"`split`: `sizes` has {len(sizes)}, `into` has {len(into)}")
-    texts = [into] if one else into
-    return [entry.replacement(f"{step.key}`: `into", text, {"i", *names}) for text in texts]
-
-
-def _check_order(entry: _Table, step: Step) -> None:
-    order, by = step.values["order"], step.values["by"]
-    if order is not None and len(set(order)) < len(order):
-        entry.wrong(f"`{step.key}`: `order` has a piece twice")
-    if order is not None and by is None:
-        entry.wrong(f"`{step.key}`: `order` requires `by`")
+# The keys that change each leaf, in this order, and the operations of their values.
+_EACH: dict[str, Callable[[Any], ops.Operation | Step]] = {
+    "apply": _apply,
+    "scale": lambda v: ops.Scale(v["by"], v["rounds"] is True),
+    "add": ops.Add,
+    "interleave": lambda v: ops.Interleave(**v),
+    "deinterleave": lambda v: ops.Interleave(**v, undo=True),
+    "rope": lambda v: ops.Interleave(v["axis"], 2, v["head_size"], v["to"] == "halves"),
+    "transpose": ops.Transpose,
+    "reshape": lambda v: Step("reshape", v),
+    "pad": lambda v: ops.Pad(**v) if "widths" in v else Step("pad", v),
+    "crop": lambda v: ops.Crop(**v),
+}

@@ -38,10 +38,11 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
+
 from reshard.checkpoint import Checkpoint
 from reshard.convert.map_rules import Map
 from reshard.convert.mapfile import config_numbers, map_of, read_map
-from reshard.convert.replacement import evaluated
 from reshard.errors import ArgumentError, ReshardError
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import parse_location
@@ -114,7 +115,7 @@ def ready_map(
             raise ArgumentError(f"{name} has no scanned layers: scan_axis has no effect")
         variables["scan_axis"] = scan_axis
     variables["padding"] = 0 if vocab is None else vocab - variables["vocab"]
-    untrue = [rule for rule in document.get("require", ()) if not evaluated(rule, variables)]
+    untrue = [rule for rule in document.get("require", ()) if not _evaluated(rule, variables)]
     if untrue:
         words = dict.fromkeys(re.findall(r"[a-z_]+", " ".join(untrue)))
         known = [f"{name} is {variables[name]!r}" for name in words if name in variables]
@@ -255,18 +256,18 @@ def _rules(
     below `params`, and attributes of NNX modules."""
     below, suffix = ("params/", "/value") if conversion else ("", "")
     for block in document["block"]:
-        if not evaluated(block.get("when", "True"), variables):
+        if not _evaluated(block.get("when", "True"), variables):
             continue
         each: dict[str, str] = block.get("each", {})
         numbers = itertools.product(
-            *(range(evaluated(count, variables)) for count in each.values())
+            *(range(_evaluated(count, variables)) for count in each.values())
         )
         gathered: dict[str, dict[str, Any]] = {}  # by the new path
         for values in numbers:
             scope = {**variables, **dict(zip(each, values, strict=True))}
-            scope |= {key: evaluated(text, scope) for key, text in block.get("let", {}).items()}
+            scope |= {key: _evaluated(text, scope) for key, text in block.get("let", {}).items()}
             for tensor in document["tensors"][block["tensors"]]:
-                if not evaluated(tensor.get("when", "True"), scope):
+                if not _evaluated(tensor.get("when", "True"), scope):
                     continue
                 names = tensor["hf"] if isinstance(tensor["hf"], list) else [tensor["hf"]]
                 sources = [f"^{re.escape(below + _text(block['hf'] + n, scope))}$" for n in names]
@@ -305,15 +306,21 @@ def _operations(
     return found[0], found[1]
 
 
+def _evaluated(source: str, names: Mapping[str, Any]) -> Any:
+    """The value of a Python expression of a ready map."""
+    known = {"__builtins__": {}, "bfloat16": lambda x: float(ml_dtypes.bfloat16(x))}
+    return eval(source, known, dict(names))
+
+
 def _filled(value: Any, scope: Mapping[str, Any]) -> Any:
     """A value of TOML with the value of each text in it that is an expression."""
     if isinstance(value, list):
         return [_filled(each, scope) for each in value]
     if isinstance(value, dict):
         return {key: _filled(each, scope) for key, each in value.items()}
-    return evaluated(value, scope) if isinstance(value, str) else value
+    return _evaluated(value, scope) if isinstance(value, str) else value
 
 
 def _text(template: str, scope: Mapping[str, Any]) -> str:
     """A path with the values of the expressions in its braces."""
-    return re.sub(r"\{([^}]*)\}", lambda match: str(evaluated(match[1], scope)), template)
+    return re.sub(r"\{([^}]*)\}", lambda match: str(_evaluated(match[1], scope)), template)
