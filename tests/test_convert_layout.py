@@ -668,7 +668,7 @@ def apart(part, layout=""):
 
 AS_PARAMS = 'reshard.rename(ckpt, [("^model/", "params/")])'
 BELOW_MODEL = "Linen's parameters below `model`"
-NO_MODEL = "the tree has no array below a key, so it holds no model"
+NO_MODEL = "the checkpoint is not a model: it holds no array, or one array without a path"
 NEITHER = "the tree holds optimizer state, but neither `params` nor `model`\n  at the top there is"
 BARE = "encoder/kernel decoder/kernel"
 VALUES_ONLY = "encoder/kernel/value encoder/bias/value"
@@ -872,13 +872,13 @@ MODULE = "`a/b` is an NNX module that was saved directly"
 MIXED = "params/kernel/value opt_state/#0/w a/b/_pytree__state:None"
 NO_PARAMS, NO_MODEL_KEY = "there is no `params` at the top", "there is no `model` at the top"
 NO_AUX = "there is no `nnx_aux/model`"
-OPT_STATE = "`opt_state` is at the top"
+OPT_STATE = "`opt_state` is next to the parameters"
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        (MIXED, "linen-variables", MODULE, OPT_STATE),
+        (MIXED, "linen-variables", MODULE, "`opt_state` is next to the collections"),
         (MIXED, "linen-params", MODULE, "`params` is a collection at the top", OPT_STATE),
         (MIXED, "linen-train-state", MODULE),
         (MIXED, "maxtext", MODULE, NO_AUX),
@@ -894,7 +894,7 @@ OPT_STATE = "`opt_state` is at the top"
 )
 def test_what_it_cannot_be(case):
     leaves, kind, *problems = case
-    text = "\n  ".join([f"the tree cannot be {kind}", *problems])
+    text = "\n  ".join([f"the tree does not have the layout {kind}", *problems])
     assert refused(made_up(leaves), kind) == text
 
 

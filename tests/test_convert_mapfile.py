@@ -711,7 +711,7 @@ map.toml: the map cannot be used in the opposite direction
   rule 15, `^x_(\d+)/w$`: `a\1` in `by` must be a number and nothing else
   rule 16, `^x_(\d+)$` + `^y/`: some of its regexes are for whole paths, and some for modules
 
-hint: a map that a conversion writes works in both directions
+hint: a map file that `reshard convert` has written works in both directions
 """.strip("\n")
     assert refusal(inverse, rules) == message
 
@@ -1000,7 +1000,7 @@ map.toml: its rules cannot be read
   rule 3: it has no effect: give it `to`, an operation or `drop = true`
   rule 4: `from` is not a text or a list of them: []
   rule 4: only `concat`, `stack` and `equal` take several regexes
-  rule 5, `a`: `too` is not known
+  rule 5, `a`: `too` is not known: did you mean `to`?
   rule 5, `a`: it has no effect: give it `to`, an operation or `drop = true`
   rule 6, `a`: `to` is not a text or a list of them: 7
   rule 7, `a`: `to`: `\1`: the regex has no group `1`

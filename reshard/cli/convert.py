@@ -14,9 +14,9 @@ from reshard.cli import options, output
 from reshard.cli.changes import prepared
 from reshard.cli.conversion_options import check_outputs, conversion_options, converter
 from reshard.cli.job import job_options, laid_out, run
-from reshard.convert.by_order import without_notes
 from reshard.convert.conversion import Conversion
 from reshard.convert.mapfile import is_open
+from reshard.convert.record import without_notes
 from reshard.errors import DestinationExistsError, ReshardError, TreeMismatchError
 from reshard.tree import format_path
 

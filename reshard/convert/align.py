@@ -21,10 +21,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Transpose, Unstack
 from reshard.convert import layers
-from reshard.convert.by_order import Modules
 from reshard.convert.layers import NO_MOVE, Match, moves
 from reshard.convert.leafmap import Filled, LeafMap, Row, Source, Value, applied
 from reshard.convert.module_tree import AUXILIARY, RNG_KINDS, Leaf, Module, without
+from reshard.convert.record import Modules
 from reshard.tree import Path, format_path
 
 # Where one side has an array for each layer, and the other has one for all of them.

@@ -19,31 +19,29 @@ from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
 from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert import map_rules
-from reshard.convert.by_order import (
-    NOT_SEEN,
-    NOT_TRIED,
-    Modules,
-    both,
-    by_order,
-    by_order_in,
-    order_of,
-    order_warning,
-    with_order,
-    without_notes,
-)
 from reshard.convert.decision import Ledger, Outcome, outcomes
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
 from reshard.convert.map_writer import write_map
 from reshard.convert.model import TargetTree, target_tree_of
 from reshard.convert.model_run import OutputComparison, RunModel, compare_outputs, run
-from reshard.convert.roundtrip import (
+from reshard.convert.record import (
+    NOT_SEEN,
+    NOT_TRIED,
+    Modules,
     beside,
+    both,
+    by_order,
+    by_order_in,
     counter,
     from_record,
     has_record,
+    order_of,
+    order_warning,
     recorded,
     recorded_kind,
+    with_order,
+    without_notes,
     without_record,
 )
 from reshard.errors import ArgumentError, MemoryLimitError, TreeMismatchError

@@ -72,9 +72,12 @@ class State:
 
 
 def check_state(target: Any) -> None:
-    """Raises ArgumentError if a target is a class, a function or text."""
-    name = getattr(target, "__name__", None)
-    if isinstance(target, str):
+    """Raises ArgumentError if a target is a Linen module, a class, a function or text."""
+    name, call = getattr(target, "__name__", None), "model, mesh=mesh"
+    linen, kind = imported("flax.linen"), target if isinstance(target, type) else type(target)
+    if linen is not None and issubclass(kind, linen.Module):
+        what, call = "a Linen module", f"{kind.__name__}(...), mesh=mesh, inputs=(x,)"
+    elif isinstance(target, str):
         what = f"the text {target!r}"
     elif callable(target) and name is not None:
         what = f"a {'class' if isinstance(target, type) else 'function'}, `{name}`"
@@ -82,7 +85,7 @@ def check_state(target: Any) -> None:
         return
     raise ArgumentError(
         f"the target is {what}, not a state or a `jax.sharding.Mesh`",
-        hints=["reshard.target(model, mesh=mesh)", MESH_HINT],
+        hints=[f"reshard.target({call})", MESH_HINT],
     )
 
 

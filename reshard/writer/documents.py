@@ -40,7 +40,7 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
     """File name -> content of an item's documents."""
     if files := item.format.files:
         return {INDEX: index(files)} if len(files) > 1 else {}
-    ckpt, chunks = item.ckpt, {array.layout.path: array.chunk for array in item.arrays}
+    ckpt, chunks = item.ckpt, {array.path: array.chunk for array in item.arrays}
     strings = nested(  # Orbax nests their names at each slash
         (tuple(stored_name(path).split("/")), leaf)
         for path, leaf in ckpt.items()

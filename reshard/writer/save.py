@@ -158,6 +158,9 @@ def execute(
     if share is not None and (resume or workers is not None or executor is not None):
         text = "a share cannot be combined with resume, workers or executor"
         raise errors.ArgumentError(text, hints=["leave these out"])
+    for error in plan.errors if resume else ():
+        if isinstance(error, errors.DestinationExistsError):
+            error.problems += ("resume=True continues a job only until its destination exists",)
     errors.raise_all(plan.errors)
     by_tasks = workers is not None or executor is not None
     if by_tasks:
@@ -463,7 +466,7 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         )
     kinds = {(p, d["job"], d["count"]) for p, found in jobs.items() for d in found.documents}
     if len(kinds) > 1:
-        lines = [f"`{path}`: a job of {count} shares" for path, _, count in sorted(kinds)]
+        lines = [f"`{path}`: job {job}, {count} shares" for path, job, count in sorted(kinds)]
         hints = [committing.restart_hint(path) for path in jobs]
         raise errors.DestinationError(f"several unfinished jobs exist for `{place}`", lines, hints)
     [(directory, found)] = jobs.items()
