@@ -595,7 +595,7 @@ def test_fills(source, tmp_path):
         ("heads", 1e6),
     ]:
         shape, _, dtype = ARRAYS[name]
-        text = f"{name}: {dtype} has no value {fill}"
+        text = f"{name}: the value {fill} does not exist in {dtype}"
         assert mismatch(Pad(((0, 0),) * len(shape), fill), [forming.ckpt[name]]) == text
     made = []
     for name, fill in [
@@ -1038,7 +1038,10 @@ def test_values_that_a_narrow_dtype_lacks(source, name):
     dtype = np.dtype(getattr(ml_dtypes, name))
     handle = constant(("x",), np.ones(2, dtype), source("zarr2")[0]["bias"])
     value = 3 if "e8m0" in name else 100
-    assert mismatch(Pad(((0, 1),), value), [handle]) == f"x: {name} has no value {value}"
+    assert (
+        mismatch(Pad(((0, 1),), value), [handle])
+        == f"x: the value {value} does not exist in {name}"
+    )
     apply(Pad(((0, 1),), 2), [handle], [("y",)])
     for operation in (Scale(2), Add(1)):
         assert mismatch(operation, [handle]).startswith(f"x: {name} cannot be {operation}: ")

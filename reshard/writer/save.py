@@ -446,7 +446,7 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         )
     kinds = {(p, d["job"], d["count"]) for p, found in jobs.items() for d in found.documents}
     if len(kinds) > 1:
-        lines = [f"`{path}`: a job of {count} shares" for path, _, count in sorted(kinds)]
+        lines = [f"`{path}`: job {job}, {count} shares" for path, job, count in sorted(kinds)]
         hints = [committing.restart_hint(path) for path in jobs]
         raise errors.DestinationError(f"several unfinished jobs exist for `{place}`", lines, hints)
     [(directory, found)] = jobs.items()
