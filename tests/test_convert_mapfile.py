@@ -711,7 +711,7 @@ map.toml: the map cannot be used in the opposite direction
   rule 15, `^x_(\d+)/w$`: `a\1` in `by` must be a number and nothing else
   rule 16, `^x_(\d+)$` + `^y/`: some of its regexes are for whole paths, and some for modules
 
-hint: a map that a conversion writes works in both directions
+hint: a map file that `reshard convert` has written works in both directions
 """.strip("\n")
     assert refusal(inverse, rules) == message
 

@@ -420,7 +420,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "`PATH/array_metadatas/process_0` describes no arrays",
+        "`PATH/array_metadatas/process_0` is damaged: its entries do not describe arrays",
         lambda p: edit(p / "array_metadatas/process_0", lambda d: d["array_metadatas"].append("w")),
     ),
     no_file("_sharding", replace_by_pipe),

@@ -159,7 +159,7 @@ def _sharding(ckpt: Checkpoint, name: str, mesh: str | None) -> tuple[ArrayHandl
         sharding = NamedSharding(parse_mesh(mesh, ckpt.meshes), spec)
     if not isinstance(sharding, NamedSharding):
         raise ShardingError(
-            f"{name} was saved without a mesh ({sharding_text(leaf)})",
+            f"`{name}` was saved without a mesh ({sharding_text(leaf)})",
             hints=[f"--sharding {shlex.quote(name)} --mesh data=1,model=8"],
         )
     if problems := spec_problems(leaf.shape, sharding.mesh, sharding.spec):

@@ -584,7 +584,7 @@ def inverse(rules: Map) -> Map:
         raise TreeMismatchError(
             f"{rules.name}: the map cannot be used in the opposite direction",
             problems[::-1],
-            ["a map that a conversion writes works in both directions"],
+            ["a map file that `reshard convert` has written works in both directions"],
         )
     ignored = (*rules.initial, *rules.optional)
     to = OPPOSITE.get(rules.to or "")

@@ -502,7 +502,9 @@ def _readable(hint: str) -> Iterator[None]:
         OverflowError,
     ) as error:
         raise TreeMismatchError(
-            "the record of the conversion from Linen cannot be read", [str(error)], [hint]
+            "the record of the conversion from Linen cannot be read",
+            [str(error)],
+            [hint],
         ) from error
 
 

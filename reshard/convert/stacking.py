@@ -152,9 +152,7 @@ def unstack(
             rows.append(Row((path,), outputs, Unstack(axis, count)))
     if problems:
         number = "" if indices is None else f" {len(indices)}"
-        raise TreeMismatchError(
-            f"axis {axis} is not that of the{number} layers in all arrays", problems
-        )
+        raise TreeMismatchError(f"not all arrays have the{number} layers on axis {axis}", problems)
     return _applied(ckpt, rows)
 
 

@@ -192,7 +192,9 @@ def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
                         raise TypeError(impl)
                     impls[metadata["param_name"]] = impl
         except (TypeError, KeyError, AttributeError) as error:
-            raise CorruptCheckpointError(f"`{folder / name}` describes no arrays") from error
+            raise CorruptCheckpointError(
+                f"`{folder / name}` is damaged: its entries do not describe arrays"
+            ) from error
     return bool(names), impls
 
 
