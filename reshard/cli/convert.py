@@ -91,9 +91,8 @@ def command(
         warnings.update(dict.fromkeys(map(output.as_flags, made.warnings)))
         if flags["dry_run"] and not flags["quiet"] and not flags["as_json"]:
             click.echo(made)
-        return laid_out(
-            made.checkpoint, mesh, flags["model"] if flags["rules"] else None, flags, "--mesh"
-        )
+        model = flags["model"] if flags["rules"] else None
+        return laid_out(made.checkpoint, mesh, model, flags, "--mesh")
 
     def answer(number: int) -> dict[str, Any]:
         made = found[number]
