@@ -314,11 +314,14 @@ def _passes(array: ArrayPlan, box: Shape) -> float:
     if 0 in array.shape:
         return 1.0
     dims = zip(array.shape, array.source_chunk, box, strict=True)
-    return math.prod(
-        sum(math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b))
-        / math.ceil(size / a)
-        for size, a, b in dims
-    ) * 1.0
+    return (
+        math.prod(
+            sum(math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b))
+            / math.ceil(size / a)
+            for size, a, b in dims
+        )
+        * 1.0
+    )
 
 
 def _most_touched(shape: Shape, chunk: Shape, box: Shape) -> int:
