@@ -25,7 +25,7 @@ from twins import linear, made, named
 
 from reshard.arrays.operations import Concat, Transpose
 from reshard.convert.align import align
-from reshard.convert.layers import Move, Placed, moves
+from reshard.convert.layers import Match, Move, moves
 from reshard.convert.leafmap import from_rows
 from reshard.convert.model import nnx_outline
 from reshard.convert.module_tree import Leaf, Module, linen_outline, path_outline, without
@@ -1107,6 +1107,13 @@ def test_an_order_that_shapes_contradict_is_not_followed(layers, rng):
         assert all(twins.linen[p].shape == shapes[q] for p, q in taken.items())
 
 
+def match_of(before, after, parts=1):
+    """A match of so many leaves of a shape in Linen, which are joined, and one in NNX."""
+    inputs = (Leaf(("params", "w"), before, None, "params"),) * parts
+    join = Concat(-1) if parts > 1 else None
+    return Match(inputs, Leaf(("w",), after, None, "Param"), join)
+
+
 @settings(deadline=None, max_examples=examples(150))
 @given(
     st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=3), min_size=1, max_size=3),
@@ -1136,7 +1143,7 @@ def test_moves_are_all_that_make_the_shapes(shapes, length, data):
         if all(np.moveaxis(a, one, other).shape == b.shape for a, b in arrays)
     }
     assert tuple(weight.tobytes() for _, weight in arrays) in expected
-    found = moves([Placed(a.shape, b.shape) for a, b in arrays])
+    found = moves([match_of(a.shape, b.shape) for a, b in arrays])
     assert [moved(move.before, move.after) for move in found] == list(
         dict.fromkeys(moved(move.before, move.after) for move in found)
     )
@@ -1156,12 +1163,14 @@ def test_parts_are_joined_along_an_axis_of_theirs(before, after):
     for several in (parts, biases):
         whole = np.concatenate(several, -1)
         weights.append(
-            Placed(np.moveaxis(several[0], 0, before).shape, np.moveaxis(whole, 0, after).shape, 4)
+            match_of(
+                np.moveaxis(several[0], 0, before).shape, np.moveaxis(whole, 0, after).shape, 4
+            )
         )
     (move,) = moves(weights)
     for several, weight in zip((parts, biases), weights, strict=True):
         joined = np.concatenate(
-            [np.moveaxis(part, 0, before) for part in several], weight.joined_at(move)
+            [np.moveaxis(part, 0, before) for part in several], weight.moved(move).join.axis
         )
         got = np.transpose(joined, move.order(joined.ndim))
         expected = np.moveaxis(np.concatenate(several, -1), 0, after)
@@ -1169,5 +1178,5 @@ def test_parts_are_joined_along_an_axis_of_theirs(before, after):
 
 
 def test_a_scalar_has_no_axis_of_layers():
-    assert moves([Placed((), (3,)), Placed((3, 4), (4, 3))]) == []
+    assert moves([match_of((), (3,)), match_of((3, 4), (4, 3))]) == []
     assert Move(0, 0).order(0) == ()
