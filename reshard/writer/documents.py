@@ -167,7 +167,7 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> digest_re
         return NO_RECORD
     kinds = [(root.path, record.other_kind(root)) for root in _stored(handles).values()]
     problems = [f"{format_path(path)}: {text} on record" for path, text in kinds if text]
-    problems += record.gone_arrays(source, "on record")
+    problems += record.missing_arrays(source, "on record")
     source.store.directory.prefetch(record.files)
     files = record.changed_files(
         source, lambda file: None if is_sibling(ckpt, file) else file.sha256()
