@@ -64,7 +64,6 @@ class Layout:
         text: None and empty containers stand for states and masked leaves without a value.
       step: saved path of the step counter, if there is one.
       rest: saved paths of all other leaves.
-      roots: beginning of the paths in `model` -> where these leaves are saved.
       optimizer_root: where the optimizer state is saved, if there is any.
       beside: path of an array of `rest` in the tree, in the same form -> its saved path.
     """
@@ -76,7 +75,6 @@ class Layout:
     optimizer: dict[Path, Path]
     step: Path | None
     rest: tuple[Path, ...]
-    roots: dict[Path, Path]
     optimizer_root: Path | None
     beside: dict[Path, Path] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -480,6 +478,7 @@ class _Tree:
             roots = {path: (name,) for path, name in found.items()}
         else:
             roots = {("model",): ()} if kind != "nnx-optimizer" else {}
+        _unique((beginning, path) for path, beginning in roots.items())
         if unfit := self._objections(kind, roots):
             raise TreeMismatchError(f"the tree does not have the layout {kind}", unfit)
         if kind in (*_WHOLE, "linen-variables"):
@@ -518,7 +517,6 @@ class _Tree:
             ),
             step=step.path if step else None,
             rest=tuple(leaf.path for leaf in rest),
-            roots=_unique((beginning, path) for path, beginning in roots.items()),
             optimizer_root=state_root,
             beside=_unique(
                 (leaf.below(0, in_model(leaf, 1)), leaf.path) for leaf in rest if leaf.is_array
