@@ -41,7 +41,8 @@ _ORIGINS = """\
 # The word behind `[[rule]]` shows how it was found: by equal paths after the standard conversions
 # (path), or by the order of modules of one class (structure).
 """
-_WIDTH = 100
+# Characters of a list in one line.
+_WIDTH = 80
 # Candidates of an open leaf that the comment of its rule lists.
 MAX_CANDIDATES = 8
 _JOINS = ops.Concat | ops.Stack | ops.Equal
@@ -51,8 +52,6 @@ _DIGITS = re.compile(r"(\d+)")
 _Setting = dict[str, Any]
 # A text with its numbers at odd places; None in the place of a number that counts pieces.
 _Parted = tuple[str | None, ...]
-# The place of a number in a line: the side, the text of that side, and the place in it.
-_Place = tuple[int, int, int]
 
 
 class _Mark(str):
@@ -217,11 +216,11 @@ def renaming_rules(pairs: Iterable[tuple[Path, Path, bool]], leaves: Collection[
     groups: dict[Hashable, list[_Line]] = {}
     ever = {*leaves}
     for place, (before, after, whole) in enumerate(dict.fromkeys(pairs)):
-        line = _Line((place,), ((_parted(before, not whole),), (_parted(after, not whole),)))
+        line = _Line((place,), (_parted(before, not whole), _parted(after, not whole)))
         groups.setdefault(line.letters, []).append(line)
         ever.add(after if whole else (*after, "_"))
-    paths = _Paths((), ever)
-    blocks = [block for lines in groups.values() for block in paths.folded(lines, shift=True)]
+    known = _known(ever)
+    blocks = [block for lines in groups.values() for block in _folded(lines, known, shift=True)]
     return [
         _lines({"from": one.pattern().text, "to": str(other.replacement(one))}).rstrip()
         for _, (one,), (other,) in sorted(blocks, key=lambda block: min(block.rows))
@@ -296,24 +295,19 @@ def _rule(table: _Setting, origin: str = "map") -> str:
 
 
 def _lines(table: _Setting) -> str:
-    """Keys and their values as TOML. A long list is broken into lines."""
-    lines = [f"{key} = {_toml(value)}" for key, value in table.items()]
-    return "".join(
-        f"{line if len(line) <= _WIDTH else f'{key} = {_toml(value, broken=True)}'}\n"
-        for line, (key, value) in zip(lines, table.items(), strict=True)
-    )
+    """Keys and their values as TOML."""
+    return "".join(f"{key} = {_toml(value)}\n" for key, value in table.items())
 
 
-def _toml(value: Any, broken: bool = False) -> str:
-    """A value as TOML. If `broken`, each text of a list has its own line."""
+def _toml(value: Any) -> str:
+    """A value as TOML. A long list of texts has a line for each."""
     if isinstance(value, str):
         return toml_text(value)
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{key} = {_toml(entry, broken)}" for key, entry in value.items())
-        return f"{{ {inner} }}"
+        return f"{{ {', '.join(f'{key} = {_toml(entry)}' for key, entry in value.items())} }}"
     if isinstance(value, Sequence):
-        entries = [_toml(entry, broken) for entry in value]
-        if broken and entries and isinstance(value[0], str):
+        entries = list(map(_toml, value))
+        if sum(map(len, entries)) > _WIDTH and isinstance(value[0], str):
             return "".join(["[\n", *(f"    {entry},\n" for entry in entries), "]"])
         return f"[{', '.join(entries)}]"
     return "true" if value is True else repr(value)
@@ -329,19 +323,19 @@ def toml_text(text: str) -> str:
 
 
 class _Line(NamedTuple):
-    """A row, or all rows of a module: their places, the paths before and after, and the numbers of
-    these paths."""
+    """A row, or all rows of a module: their places among all rows, the paths before and after, how
+    many of these are before, and the numbers of paths that they stand for on each side."""
 
     rows: tuple[int, ...]
-    sides: tuple[tuple[_Parted, ...], tuple[_Parted, ...]]
+    texts: tuple[_Parted, ...]
+    before: int = 1
     counts: tuple[int, int] = (1, 1)
 
     @property
     def letters(self) -> Hashable:
         """The line without its numbers."""
-        texts = [text for side in self.sides for text in side]
-        nones = tuple(place for text in texts for place, n in enumerate(text) if n is None)
-        return (len(self.sides[0]), nones, *(text[::2] for text in texts))
+        nones = tuple(place for text in self.texts for place, n in enumerate(text) if n is None)
+        return (self.before, nones, *(text[::2] for text in self.texts))
 
 
 def _blocks(
@@ -362,12 +356,16 @@ def _blocks(
         copies = isinstance(row.operation, ops.Copies)
         kind = row.origin, levels[-1], repr(settings[place]), copies, place if still else None
         kinds.append(kind)
+    places = range(len(rows))
+    lines = [*_modules(rows, kinds, ever)]
+    lines += [_line(rows[place], place, counted) for counted in (True, False) for place in places]
     groups: dict[Hashable, list[_Line]] = {}
-    for line in (*_modules(rows, kinds, ever), *map(_line, rows, range(len(rows)))):
+    for line in dict.fromkeys(lines):  # many rows have no pieces that can be counted
         groups.setdefault((line.letters, kinds[line.rows[0]]), []).append(line)
-    paths, left, found = _Paths(rows, ever), {*range(len(rows))}, list[_Block]()
+    known, left, found = _known(ever), {*places}, list[_Block]()
     for alike in groups.values():
-        blocks = paths.folded([line for line in alike if left.issuperset(line.rows)])
+        rest = [line for line in alike if left.issuperset(line.rows)]
+        blocks = _folded(rest, known) if rest else []
         left.difference_update(*(block.rows for block in blocks))
         found += blocks
     return sorted(found, key=lambda block: (levels[block.rows[0]], min(block.rows)))
@@ -384,20 +382,20 @@ def _modules(rows: Sequence[Row], kinds: Sequence[Hashable], ever: Collection[Pa
                 before, after = before[:-1], after[:-1]
                 members.setdefault((before, after, kinds[place]), []).append(place)
     return [
-        _Line(tuple(inside), ((_parted(before, True),), (_parted(after, True),)))
+        _Line(tuple(inside), (_parted(before, True), _parted(after, True)))
         for (before, after, _), inside in sorted(members.items(), key=lambda x: len(x[0][0]))
         if 1 < len(inside) == below[before] == below[after]
     ]
 
 
-def _line(row: Row, place: int, counted: bool = True) -> _Line:
+def _line(row: Row, place: int, counted: bool) -> _Line:
     """A row. If `counted`, the paths of numbered pieces are one text."""
     before, after = (tuple(map(_parted, side)) for side in (row.inputs, row.outputs))
     if counted and isinstance(row.operation, ops.Concat | ops.Stack):
         before = _counted(before)
     if counted and isinstance(row.operation, _PARTS):
         after = _counted(after)
-    return _Line((place,), (before, after), (len(row.inputs), len(row.outputs)))
+    return _Line((place,), before + after, len(before), (len(row.inputs), len(row.outputs)))
 
 
 def _counted(texts: tuple[_Parted, ...]) -> tuple[_Parted, ...]:
@@ -415,90 +413,77 @@ def _parted(path: Path, module: bool = False) -> _Parted:
     return tuple(_DIGITS.split(format_path(path) + "/" * module))
 
 
-def _groups(varying: Mapping[_Place, Sequence[Any]], shift: bool) -> dict[_Place, Group]:
-    """Groups for places whose numbers vary. Places with the same numbers share a group. With
-    `shift`, so do places whose numbers differ by a constant."""
+def _known(ever: Collection[Path]) -> dict[Hashable, list[str]]:
+    """All paths before and after any rule, and the modules that they are in, by their letters."""
+    known: dict[Hashable, list[str]] = {}
+    modules = {path[:end] for path in ever for end in range(1, len(path))}
+    for module, paths in ((False, ever), (True, modules)):
+        for path in paths:
+            text = format_path(path) + "/" * module
+            known.setdefault(_parted(path, module)[::2], []).append(text)
+    return known
+
+
+def _folded(
+    lines: Sequence[_Line], known: Mapping[Hashable, Sequence[str]], shift: bool = False
+) -> list[_Block]:
+    """Lines that differ only in numbers, as few blocks; none for a line that has no regex of its
+    own. Places with the same numbers share a group. With `shift`, so do places whose numbers differ
+    by a constant."""
+    varying: dict[tuple[int, int], tuple[Any, ...]] = {}
+    for at, texts in enumerate(zip(*(line.texts for line in lines), strict=True)):
+        columns = enumerate(zip(*texts, strict=True))
+        varying |= {(at, place): column for place, column in columns if len({*column}) > 1}
     first: dict[Any, tuple[int, int]] = {}
-    groups = {}
+    groups: dict[tuple[int, int], Group] = {}
     for place, column in varying.items():
         plain = shift and all(str(int(number)) == number for number in column)
         start = int(column[0]) if plain else 0
         steps = tuple(int(number) - start for number in column) if plain else column
         group, base = first.setdefault(steps, (len(first) + 1, start))
         groups[place] = Group(group, start - base)
-    return groups
+    block = _block(lines, groups)
+    if _fits(lines, block, known):
+        return [block]
+    if not varying:
+        return []
+    # Split by a number that is not on both sides, or else by the one with the fewest values.
+    texts_of: dict[Any, set[int]] = {}
+    for (at, _), column in varying.items():
+        texts_of.setdefault(column, set()).add(at)
+    every = len(lines[0].texts)
+    column = min(texts_of, key=lambda column: (len(texts_of[column]) == every, len({*column})))
+    parts: dict[str | None, list[_Line]] = {}
+    for line, number in zip(lines, column, strict=True):
+        parts.setdefault(number, []).append(line)
+    return [block for part in parts.values() for block in _folded(part, known, shift)]
 
 
-def _block(lines: Sequence[_Line], numbers: Mapping[_Place, Group] = {}) -> _Block:
+def _block(lines: Sequence[_Line], groups: Mapping[tuple[int, int], Group] = {}) -> _Block:
     """Lines as a block, with groups for the numbers at some places."""
-    before, after = (
-        tuple(
-            Template.of(
-                numbers.get((side, at, place), Group(0) if piece is None else piece)
-                for place, piece in enumerate(text)
-            )
-            for at, text in enumerate(texts)
+    templates = tuple(
+        Template.of(
+            groups.get((at, place), Group(0) if piece is None else piece)
+            for place, piece in enumerate(text)
         )
-        for side, texts in enumerate(lines[0].sides)
+        for at, text in enumerate(lines[0].texts)
     )
-    return _Block(tuple(place for line in lines for place in line.rows), before, after)
+    rows, before = tuple(place for line in lines for place in line.rows), lines[0].before
+    return _Block(rows, templates[:before], templates[before:])
 
 
-class _Paths:
-    """All paths before and after any rule, and the modules that they are in."""
-
-    def __init__(self, rows: Sequence[Row], ever: Collection[Path]):
-        self._rows = rows
-        self._known: dict[Hashable, list[str]] = {}
-        modules = {path[:end] for path in ever for end in range(1, len(path))}
-        for module, paths in ((False, ever), (True, modules)):
-            for path in paths:
-                text = format_path(path) + "/" * module
-                self._known.setdefault(_parted(path, module)[::2], []).append(text)
-
-    def folded(self, lines: Sequence[_Line], shift: bool = False) -> list[_Block]:
-        """Lines that differ only in numbers, as few blocks. With `shift`, the numbers may differ by
-        a constant."""
-        if not lines:
-            return []
-        first = lines[0]
-        varying = {
-            (side, at, place): column
-            for side, texts in enumerate(first.sides)
-            for at, text in enumerate(texts)
-            for place in range(1, len(text), 2)
-            if len({*(column := tuple(line.sides[side][at][place] for line in lines))}) > 1
-        }
-        block = _block(lines, _groups(varying, shift))
-        if self._fits(lines, block):
-            return [block]
-        if not varying:
-            return [_block([_line(self._rows[first.rows[0]], first.rows[0], False)])]
-        # Split by a number that is not on both sides, or else by the one with the fewest values.
-        sides: dict[Any, set[tuple[int, int]]] = {}
-        for key, column in varying.items():
-            sides.setdefault(column, set()).add(key[:2])
-        most = sum(map(len, first.sides))
-        column = min(sides, key=lambda column: (len(sides[column]) == most, len({*column})))
-        parts: dict[str | None, list[_Line]] = {}
-        for line, number in zip(lines, column, strict=True):
-            parts.setdefault(number, []).append(line)
-        return [block for part in parts.values() for block in self.folded(part, shift)]
-
-    def _fits(self, lines: Sequence[_Line], block: _Block) -> bool:
-        """Whether all paths of a block have the same groups, in one order on each side, and its
-        regexes match only the paths of its lines."""
-        groups = {group for side in block[1:] for template in side for group in template.groups}
-        for side, templates in enumerate(block[1:] if groups else ()):
-            orders = {tuple(filter(None, template.groups)) for template in templates}
-            if len(orders) > 1 or any({*order} != groups - {0} for order in orders):
-                return False
-            matches = [
-                pattern.search(known)
-                for template, text in zip(templates, lines[0].sides[side], strict=True)
-                for pattern in [template.pattern().regex]
-                for known in self._known[text[::2]]
-            ]
-            if sum(map(bool, matches)) != sum(line.counts[side] for line in lines):
-                return False
-        return True
+def _fits(lines: Sequence[_Line], block: _Block, known: Mapping[Hashable, Sequence[str]]) -> bool:
+    """Whether all paths of a block have the same groups, in one order on each side, and its regexes
+    match only the paths of its lines."""
+    groups = {group for side in block[1:] for template in side for group in template.groups}
+    for side, templates in enumerate(block[1:] if groups else ()):
+        orders = {tuple(filter(None, template.groups)) for template in templates}
+        if len(orders) > 1 or any({*order} != groups - {0} for order in orders):
+            return False
+        texts = lines[0].texts[lines[0].before :] if side else lines[0].texts[: lines[0].before]
+        matches = 0
+        for template, text in zip(templates, texts, strict=True):
+            matches += sum(map(bool, map(template.pattern().regex.search, known[text[::2]])))
+        if matches != sum(line.counts[side] for line in lines):
+            return False
+    return True
