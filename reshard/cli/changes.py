@@ -90,7 +90,7 @@ def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) ->
     like = flags["like"] if flags.get("reverse") and "like" in flags else None
     config = flags["config"] or like
     if (flags["map_file"] or "").startswith("hf:"):
-        from reshard.convert.ready_maps import ready_map
+        from reshard.convert.remap import ready_map
 
         return ready_map(flags["map_file"], config or ckpt.source.root, to=to, **given)
     if any(value is not None for value in given.values()):
@@ -98,7 +98,7 @@ def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) ->
     if flags["config"] and not flags["map_file"]:
         raise click.UsageError("--config requires --map")
     if config and flags["map_file"]:
-        from reshard.convert.ready_maps import find_map
+        from reshard.convert.remap import find_map
 
         return find_map(flags["map_file"], ckpt, config=config)
     return flags["map_file"]

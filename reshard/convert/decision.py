@@ -24,7 +24,7 @@ from reshard.convert.align import Alignment, listed
 from reshard.convert.by_order import Modules
 from reshard.convert.layout import API_NAMES, Layout
 from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, Value, renaming
-from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
+from reshard.convert.mapfile import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.optimizer import (
@@ -37,7 +37,7 @@ from reshard.convert.optimizer import (
     parameters_of,
     random_state,
 )
-from reshard.convert.ready_maps import find_map
+from reshard.convert.remap import find_map
 from reshard.convert.suggestions import (
     covering_globs,
     hints_for,
