@@ -1006,9 +1006,9 @@ map.toml: its rules cannot be read
   rule 8, `a`: `to`: `\g<x>`: the regex has no group `x`
   rule 9, `a`: `to`: `{x}`: there is no name `x` here
   rule 10, `a`: `to`: `{\1}`: the regex has no group `1`
-  rule 12, `a`: `to`: `f(1)` is not arithmetic: `+ - * / ** // %` and parentheses are all
-  rule 13, `a`: `to`: `1 +` is not arithmetic
-  rule 14, `a`: `to`: `True` is not arithmetic: `+ - * / ** // %` and parentheses are all
+  rule 12, `a`: `to`: `{f(1)}` is not arithmetic: `+ - * / ** // %` and parentheses are all
+  rule 13, `a`: `to`: `{1 +}` is not arithmetic
+  rule 14, `a`: `to`: `{True}` is not arithmetic: `+ - * / ** // %` and parentheses are all
   rule 15, `a`: `to`: `{` has no partner; doubled it is the character
   rule 16, `a`: `to`: `}` has no partner; doubled it is the character
   rule 17, `a`: `drop` is not true: False
@@ -1150,8 +1150,8 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """
   rule 1, `^(a)/`: a/w: `a` is not a number
   rule 2, `^c$`: c: `c{1 - 2}` makes a number below zero, -1
-  rule 3, `(d)`: d: `1 // 0` has no value: integer division or modulo by zero
-  rule 4, `(e)`: e: `1 % (2 - 2)` has no value: integer modulo by zero
+  rule 3, `(d)`: d: `{1 // 0}` has no value: integer division or modulo by zero
+  rule 4, `(e)`: e: `{1 % (2 - 2)}` has no value: integer modulo by zero
   rule 5, `^(x)?f`: f: `` is not a number
   rule 6, `^g$`: g: `{1 - i}` makes a number below zero, -1
   rule 6, `^g$`: g -> 0: that leaf exists already

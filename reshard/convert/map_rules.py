@@ -165,7 +165,7 @@ class Template:
             if isinstance(piece, str):
                 piece = piece.replace("\\", "\\\\").replace("{", "{{").replace("}", "}}")
             elif isinstance(piece, Arithmetic):
-                piece = f"{{{piece.text}}}"
+                piece = piece.text
             elif piece.more:
                 piece = rf"{{\{piece.key} {'-' if piece.more < 0 else '+'} {abs(piece.more)}}}"
             elif piece.key == 0:
@@ -356,13 +356,14 @@ def _arithmetic(
 ) -> Arithmetic | Group:
     """The arithmetic in braces. Raises ValueError if it is not arithmetic on groups and names."""
     source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
+    text = f"{{{text}}}"
     expression = _parsed(text, source)
     for name in sorted(expression.names - {*names}):
         if not name.startswith("_"):
             known = " and ".join(f"`{known}`" for known in sorted(names))
             others = f"; there is {known}" if names else ""
-            raise ValueError(f"`{{{text}}}`: there is no name `{name}` here{others}")
-        _check_group(f"{{{text}}}", name[1:], patterns)
+            raise ValueError(f"`{text}`: there is no name `{name}` here{others}")
+        _check_group(text, name[1:], patterns)
     return Group(0) if source == "i" else expression
 
 

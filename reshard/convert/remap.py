@@ -138,8 +138,8 @@ def _problems(
     for call in found.calls():
         for value in call.inputs:
             if isinstance(value, Source) and not isinstance(leaves[value.path], ArrayHandle):
-                kind = type_name(leaves[value.path])
-                yield f"{tree.format_path(value.path)}: {call.operation} is for arrays, not for {kind}"
+                path, kind = tree.format_path(value.path), type_name(leaves[value.path])
+                yield f"{path}: {call.operation} is for arrays, not for {kind}"
     yield from _stateful(found)
 
 
