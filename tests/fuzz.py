@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 from tensorstore import ocdbt
 
 import reshard
-from reshard.convert.roundtrip import KEY
+from reshard.convert.record import KEY
 from reshard.storage.btree import crc32c
 
 # Each with the keyword arguments of `PyTreeCheckpointer`, and whether its B-tree nodes are stored

@@ -266,7 +266,7 @@ REFUSED = {
         "Error: 3 problems\n"
         "  no leaf is below `z`\n"
         "  the layers are not alike\n"
-        "  params/x: there is no layer 6, only 0, 1, 2, 3, 4, 5\n"
+        "    params/x: there is no layer 6, only 0, 1, 2, 3, 4, 5\n"
         "  no layer matches `params/m{}`\n\n"
         "hint: --stack 'params/l{0,1,2,3,4,5}=params/x'\n"
         "hint: the nearest leaf is `params/l0/w`\n"
@@ -279,18 +279,18 @@ REFUSED = {
     ),
     "a cycle without all its layers": (
         ["--rename", "l4=m", "--unstack", "params/l{%6}=params/x{}"],
-        "Error: axis 0 is not that of the layers in all arrays\n"
+        "Error: not all arrays have the layers on axis 0\n"
         "  params/l0: the layers of its cycle are 0, 1, 2, 3, 5, not 0 to 5\n",
     ),
     "two names of one number": (
         ["--rename", "l1=l00", "--unstack", "params/l{%6}=params/x{}"],
-        "Error: axis 0 is not that of the layers in all arrays\n"
+        "Error: not all arrays have the layers on axis 0\n"
         "  params/l0/w and params/l00/w are both 0\n"
         "  params/l0: the layers of its cycle are 0, 2, 3, 4, 5, not 0 to 5\n",
     ),
     "other numbers than the axis has": (
         ["--unstack", "params/l{%6}=params/x{:13}"],
-        "Error: axis 0 is not that of the 13 layers in all arrays\n  params/l0/w: 2 layers\n",
+        "Error: not all arrays have the 13 layers on axis 0\n  params/l0/w: 2 layers\n",
     ),
     "two cycles in one path": (
         ["--stack", "params/l{}=params/{%2}/{%3}"],

@@ -25,7 +25,7 @@ from twins import linear, made, named
 
 from reshard.arrays.operations import Concat, Transpose
 from reshard.convert.align import align
-from reshard.convert.layers import Move, Placed, moves
+from reshard.convert.layers import Match, Move, moves
 from reshard.convert.leafmap import from_rows
 from reshard.convert.model import nnx_outline
 from reshard.convert.module_tree import Leaf, Module, linen_outline, path_outline, without
@@ -677,11 +677,11 @@ UNDECIDED = {
     "flattened": (
         dense("MlpBlock_0__Dense_0") | dense("MlpBlock_0__Dense_1"),
         {"linear1": square, "linear2": square},
-        "MlpBlock_0, perhaps linear1 and linear2: ambiguous by name and class",
+        "MlpBlock_0, perhaps linear1 and linear2: ambiguous: neither names nor classes decide",
     ),
     "classes of other names": (
         *(dense("Block_0__Dense_0"), {"a": named("Layer", b=square)}),
-        "Block_0, perhaps a: ambiguous by name and class",
+        "Block_0, perhaps a: ambiguous: neither names nor classes decide",
     ),
     "a class that holds something else": (
         dense("Mlp_0__gate") | dense("Mlp_0__up"),
@@ -696,7 +696,7 @@ UNDECIDED = {
     ),
     "a leaf of another name": (
         *({"pos_embedding": (3, 4)}, {"pos_embeddings": lambda: nnx.Param(jnp.zeros((3, 4)))}),
-        "params/pos_embedding, perhaps pos_embeddings: ambiguous by name and class",
+        "params/pos_embedding, perhaps pos_embeddings: ambiguous: neither names nor classes decide",
     ),
     "the same name twice": (
         *(dense("a_0"), {"a": lambda: nnx.List([square()]), "a_0": square}),
@@ -714,8 +714,8 @@ UNDECIDED = {
         "params/Block_0/LayerNorm_0/scale -> blocks/0/ln/scale\n"
         "params/Block_1/LayerNorm_0/bias -> blocks/1/ln/bias\n"
         "params/Block_1/LayerNorm_0/scale -> blocks/1/ln/scale\n"
-        "Block_0/Mlp_0, perhaps blocks/0/linear: ambiguous by name and class\n"
-        "Block_1/Mlp_0, perhaps blocks/1/linear: ambiguous by name and class",
+        "Block_0/Mlp_0, perhaps blocks/0/linear: ambiguous: neither names nor classes decide\n"
+        "Block_1/Mlp_0, perhaps blocks/1/linear: ambiguous: neither names nor classes decide",
     ),
     "an axis that shapes do not tell, of a scan": (
         {"ScanDense_0__kernel": (3, 3, 3), "ScanDense_0__bias": (3, 3)},
@@ -1107,6 +1107,13 @@ def test_an_order_that_shapes_contradict_is_not_followed(layers, rng):
         assert all(twins.linen[p].shape == shapes[q] for p, q in taken.items())
 
 
+def match_of(before, after, parts=1):
+    """A match of so many leaves of a shape in Linen, which are joined, and one in NNX."""
+    inputs = (Leaf(("params", "w"), before, None, "params"),) * parts
+    join = Concat(-1) if parts > 1 else None
+    return Match(inputs, Leaf(("w",), after, None, "Param"), join)
+
+
 @settings(deadline=None, max_examples=examples(150))
 @given(
     st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=3), min_size=1, max_size=3),
@@ -1136,7 +1143,7 @@ def test_moves_are_all_that_make_the_shapes(shapes, length, data):
         if all(np.moveaxis(a, one, other).shape == b.shape for a, b in arrays)
     }
     assert tuple(weight.tobytes() for _, weight in arrays) in expected
-    found = moves([Placed(a.shape, b.shape) for a, b in arrays])
+    found = moves([match_of(a.shape, b.shape) for a, b in arrays])
     assert [moved(move.before, move.after) for move in found] == list(
         dict.fromkeys(moved(move.before, move.after) for move in found)
     )
@@ -1156,12 +1163,14 @@ def test_parts_are_joined_along_an_axis_of_theirs(before, after):
     for several in (parts, biases):
         whole = np.concatenate(several, -1)
         weights.append(
-            Placed(np.moveaxis(several[0], 0, before).shape, np.moveaxis(whole, 0, after).shape, 4)
+            match_of(
+                np.moveaxis(several[0], 0, before).shape, np.moveaxis(whole, 0, after).shape, 4
+            )
         )
     (move,) = moves(weights)
     for several, weight in zip((parts, biases), weights, strict=True):
         joined = np.concatenate(
-            [np.moveaxis(part, 0, before) for part in several], weight.joined_at(move)
+            [np.moveaxis(part, 0, before) for part in several], weight.moved(move).join.axis
         )
         got = np.transpose(joined, move.order(joined.ndim))
         expected = np.moveaxis(np.concatenate(several, -1), 0, after)
@@ -1169,5 +1178,5 @@ def test_parts_are_joined_along_an_axis_of_theirs(before, after):
 
 
 def test_a_scalar_has_no_axis_of_layers():
-    assert moves([Placed((), (3,)), Placed((3, 4), (4, 3))]) == []
+    assert moves([match_of((), (3,)), match_of((3, 4), (4, 3))]) == []
     assert Move(0, 0).order(0) == ()

@@ -594,9 +594,14 @@ WHY = [  # steps, parameters, state, and the problems
     ),
     (
         *([BOTH], PAIR, mu((5, 4, 6), (5, 4, 6))),
-        "mu/a + mu/b: its shape is [5, 4, 6] and its parameter's [4, 6]",
+        "mu/a + mu/b: it has the shape [5, 4, 6], and its parameter has [4, 6]",
     ),
-    ([TURNED], PAIR, mu((4, 1), (4, 1)), "mu/a: its shape is [4, 1] and its parameter's [4, 6]"),
+    (
+        [TURNED],
+        PAIR,
+        mu((4, 1), (4, 1)),
+        "mu/a: it has the shape [4, 1], and its parameter has [4, 6]",
+    ),
     ([TURNED], PAIR, mu((5,), (5,)), "mu/a: its shape is not a part of the parameter's, [4, 6]"),
     (
         [row("params/a", "w", Transpose((1, 0, 2)))],

@@ -73,6 +73,8 @@ def test_a_truncated_data_file(tmp_path, form):
     assert_refused(path, [f"a: its data file {text}"])
     file.write_bytes(whole[:least])
     assert_whole(path)
+    file.unlink()
+    assert_refused(path, [f"a: its data file `{file}` is missing"])
 
 
 RAW = {"use_ocdbt": False, "use_compression": False}

@@ -839,7 +839,7 @@ def test_the_command_exits_with_0_only_where_all_was_compared_and_is_equal(runs,
         "no differences found; the contents of 2 arrays were not compared\n"
         "no arrays compared by recorded digests, 2 not compared\n"
         "hint: --values compares contents, and finds moved leaves\n",
-        unknown,
+        unknown.partition("\n")[0] + "\n",
     )
     assert command(a, b, "--no-values", "--quiet") == (2, "", unknown)
     status, out, err = command(a, b, "--no-values", "--select", "w", "--json")
@@ -900,7 +900,7 @@ def test_the_command_compares_each_step_with_the_same_step(runs, command, tmp_pa
     # A step of B alone is not passed over.
     shutil.copytree(root / "1", root / "7")
     status, _, err = command(runs / "run", root, *every)
-    told = f"Error: step 7: `{runs}/run` has no step 7\n\nhint: its steps: 1, 2\n"
+    told = f"Error: step 7: `{runs}/run` has no step 7\n  its steps: 1, 2\n\nhint: --step 2\n"
     assert (status, err) == (2, told)
     assert command(runs / "run", runs / "run", "--step", "1..6", "--no-values", "--quiet") == (
         2,

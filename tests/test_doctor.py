@@ -182,7 +182,7 @@ def test_missing_and_truncated_data_files(copy):
     ]
     file.unlink()
     assert doctor(copy, "20")[1][-2:] == [
-        f"problem  the data file `{file}` is missing",
+        f"problem  params/Dense_0/kernel: its data file `{file}` is missing",
         f"next     reshard verify {path}",
     ]
 
@@ -287,3 +287,32 @@ def test_a_bucket(at, stores, kind):
     assert (s3 if kind == "s3" else DEVICES) in lines
     assert stores.answered("write") == []
     assert sum(r.received for r in stores.requests) < 1 << 16, "metadata alone"
+
+
+def test_other_commands_name_the_unfinished_job(copy, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["reshard", "ckpt", "3", "out"])
+    reshard.save(reshard.open(copy / "3"), copy / "out", share=(0, 2))
+    monkeypatch.undo()
+    [directory] = copy.glob(".reshard-out.*")
+    for words in (("inspect", "out"), ("digest", "out"), ("ckpt", "out", "x"), ("verify", "out")):
+        status, out, err = reshard_in(copy, *words)
+        lines = (out + err).splitlines()
+        assert (status, lines[0].removeprefix("Error: ")) == (
+            1 if words[0] == "verify" else 2,
+            "nothing exists at `out`",
+        )
+        text = f"  1 of 2 shares of an unfinished job are complete, in `{directory}`"
+        assert (lines[1], lines[-1]) == (text, "hint: reshard ckpt 3 out --resume")
+
+
+def test_the_hint_for_a_damaged_latest_step(copy):
+    for file in data_files(copy / "20"):
+        (copy / "20" / "default" / file).unlink()
+    err = reshard_in(copy, "ckpt", ".", "../out", "--to", "1x8")[2]
+    assert err.endswith("` is missing\n\nhint: --step 3 is the step before it\n")
+    (copy / "20" / "default" / "_METADATA").write_text("{")
+    for words in (("inspect", "."), ("ckpt", ".", "out")):
+        err = reshard_in(copy, *words)[2]
+        assert err.endswith("\n\nhint: --step 3 is the step before it\n")
+    assert "--step" not in reshard_in(copy, "inspect", ".", "--step", "20")[2]
+    assert doctor(copy, ".")[1][-1] == "next     --step 3 is the step before it"

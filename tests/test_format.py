@@ -125,7 +125,7 @@ def test_another_store_is_read_by_orbax(saved, assert_read, tmp_path, layout, ta
             sizes[path] += len(data)
         linked = "ocdbt" in target and layout == "standalone"
         assert linked == (plan.shared_bytes > 0)
-        assert linked or {a.layout.path: a.bytes_written for a in plan.arrays} == sizes
+        assert linked or {a.path: a.bytes_written for a in plan.arrays} == sizes
 
 
 OTHERS = sorted(layouts.LAYOUTS.keys() - STORES.keys())
@@ -275,7 +275,7 @@ def test_the_plan_estimates_at_most_what_a_codec_gives(tmp_path, codec):
     assert plan.notes == (note,)
     found = {array.path[-1]: sum(array.stored_sizes()) for array in reshard.open(out).arrays}
     for array in plan.arrays:
-        name = array.layout.path[-1]
+        name = array.path[-1]
         assert found[name] <= 1.2 * array.bytes_written + 1000 <= 1.3 * whole[name]
     assert found == whole if codec == "none" else found["some"] < whole["some"] / 4
 
@@ -398,7 +398,7 @@ def test_what_other_writers_store(tmp_path, layout, ocdbt):
     expected = restored(path)
     assert (expected["filled"][4:] == 7.5).all() and np.isnan(expected["nan"][:4]).all()
     plan = reshard.save(reshard.open(path), out, format=new, ocdbt=ocdbt, digest=True)
-    assert {a.layout.path[0]: a.verbatim for a in plan.arrays} == {
+    assert {a.path[0]: a.verbatim for a in plan.arrays} == {
         name: same for name, (*_, same) in others.items()
     }
     absent = sum(len(keys) for _, keys, _ in others.values())

@@ -273,7 +273,7 @@ def not_json(text: str, change: Callable[[pathlib.Path], Any]) -> Fault:
 
 def named(text: str, *keys: str, form: str = "zarr2-ocdbt", kind: str = "None") -> Fault:
     """An impossible leaf in the tree."""
-    text = f"`PATH/{TREE}` describes no tree\n  {text}"
+    text = f"`PATH/{TREE}` does not describe a tree\n  {text}"
     return Fault(text, lambda p: add_leaf(p, *keys, kind=kind), form)
 
 
@@ -324,7 +324,7 @@ FAULTS = [
     not_json("it is nested more than 100 levels deep", lambda f: put_in(f, "[" * 300 + "]" * 300)),
     not_json('the key "w" occurs twice', lambda f: put_in(f, '{"w": 1, "w": 1}')),
     not_json("it holds a number of 100000 digits", lambda f: put_in(f, "9" * 100_000)),
-    in_tree(" has 1.00 TiB, more than any checkpoint's file", lambda f: os.truncate(f, 1 << 40)),
+    in_tree(" has 1.00 TiB, too much for such a file", lambda f: os.truncate(f, 1 << 40)),
     in_tree(" is a directory, not a file", replace_by_directory)._replace(error=Format),
     in_tree(
         ": its value_metadata_tree cannot be read: the JSON is nested too deeply",
@@ -420,7 +420,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "`PATH/array_metadatas/process_0` describes no arrays",
+        "`PATH/array_metadatas/process_0` is damaged: its entries do not describe arrays",
         lambda p: edit(p / "array_metadatas/process_0", lambda d: d["array_metadatas"].append("w")),
     ),
     no_file("_sharding", replace_by_pipe),
@@ -819,11 +819,11 @@ def test_missing_data_files(tmp_path, base, instead):
     # A busy machine writes several.
     file, *_ = {value.file for value in ckpt.source.store.values["large"].values() if value.file}
     instead(path / file)
-    text = f"the data file `{path}/{file}` is missing"
+    text = f"large: its data file `{path}/{file}` is missing"
     if (path / file).exists():
         text = f"`{path}/{file}` is a directory, not a file"
-    for job in (reshard.plan, lambda ckpt: reshard.save(ckpt, tmp_path / "out")):
-        assert ours(lambda job=job: job(reshard.open(path))) == text
+    assert ours(lambda: reshard.save(reshard.open(path), tmp_path / "out")) == text
+    assert ours(lambda: reshard.diff(path, base("zarr2-ocdbt"), values=True)).endswith(text)
     assert not (tmp_path / "out").exists()
 
 
@@ -1016,8 +1016,8 @@ def one_more(*keys: Any) -> Callable[[Json], Any]:
 RECORDED: dict[str, Callable[[Json], Any]] = {
     "its containers are not JSON: {'a': 1}": lambda record: record.update(containers={"a": 1}),
     "its containers are not JSON: 'x'": lambda record: record.update(containers="x"),
-    "not a path: [0.5]": one_more(0.5),
-    "not a path: 'step'": lambda record: record["route"]["moved"].append(["step", ["step"]]),
+    "unexpected value: 0.5": one_more(0.5),
+    "unexpected value: 'step'": lambda record: record["route"]["moved"].append(["step", ["step"]]),
     "its paths do not form one tree: step/x": one_more("step", "x"),
     "its paths do not form one tree: 7": lambda record: (
         one_more(7)(record),
@@ -1037,14 +1037,14 @@ RECORDED: dict[str, Callable[[Json], Any]] = {
     "not a dtype: None": kind(dtype=None),
     'No TensorStore data type with name: "float128"': kind(dtype="float128"),
     "not a dtype of arrays of numbers: 'json'": kind(dtype="json"),
-    "not a shape: '8'": kind(shape="8"),
-    "not a shape: [8.0]": kind(shape=[8.0]),
-    "an array has at most 32 axes, not 33": kind(shape=[1] * 33),
-    "`axes` of an operation is 'x'": operation(Transpose={"axes": "x"}),
-    "`axes` of an operation is 0": operation(Transpose={"axes": 0}),
-    "`sizes` of an operation is 4.0": operation(Split={"axis": 0, "sizes": [4.0]}),
-    "`widths` of an operation is 1.0": operation(Pad={"widths": [[0, 1.0]], "fill": 0}),
-    "`fill` of an operation is '0'": operation(Pad={"widths": [[0, 1]], "fill": "0"}),
+    "unexpected value: '8'": kind(shape="8"),
+    "unexpected value: 8.0": kind(shape=[8.0]),
+    f"not a shape: {[1] * 33!r:.80}": kind(shape=[1] * 33),
+    "unexpected value: 'x'": operation(Transpose={"axes": "x"}),
+    "unexpected value: 0": operation(Transpose={"axes": 0}),
+    "unexpected value: 4.0": operation(Split={"axis": 0, "sizes": [4.0]}),
+    "unexpected value: 1.0": operation(Pad={"widths": [[0, 1.0]], "fill": 0}),
+    "unexpected value: '0'": operation(Pad={"widths": [[0, 1]], "fill": "0"}),
 }
 NO_RECORD = (
     "the record of the conversion from Linen cannot be read\n  PROBLEM\n\n"

@@ -180,7 +180,7 @@ MANY_IMPORTS = {
     "reshard.convert.conversion": 55,
     "reshard.convert.decision": 51,
     "reshard.convert.model_map": 29,
-    "reshard.convert.roundtrip": 40,
+    "reshard.convert.record": 40,
     "reshard.loader.orbax": 30,
     "reshard.restore.device_reads": 27,
     "reshard.restore.restore": 38,

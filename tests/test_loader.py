@@ -195,7 +195,7 @@ def test_missing_steps_and_items(saved, two_trees):
     text = f"item 'config' of `{two_trees}/7` holds no arrays\n\n"
     not_a_format(f'{text}hint: item="ema"\nhint: item="params"', two_trees, item="config")
     path = saved("manager").path
-    not_found(f"`{path}` has no step 4\n\nhint: its steps: 3, 20", path, step=4)
+    not_found(f"`{path}` has no step 4\n  its steps: 3, 20\n\nhint: step=3", path, step=4)
     for layout in ("standalone", "step", "bare", "v1"):
         path = saved(layout).path
         text = f"`{path}` is one checkpoint and has no steps\n\nhint: leave out step=..."
@@ -362,7 +362,7 @@ def test_an_uncommitted_step_is_ignored(copy):
     ckpt = reshard.open(path)
     assert (ckpt.source.step, ckpt.source.steps) == ("3", (3,))
     uncommitted(f"`{path}/20` {NO_TIME}", path, step=20)
-    not_found(f"`{path}` has no step 30\n\nhint: its steps: 3", path, step=30)
+    not_found(f"`{path}` has no step 30\n  its steps: 3\n\nhint: step=3", path, step=30)
 
 
 def test_only_uncommitted_steps(copy):

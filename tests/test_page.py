@@ -143,7 +143,7 @@ def fabricated(leaves, devices, layers=100):
 
 def test_facts_of_a_plan(planned, run):
     found = page_of(planned.document())
-    laid_out = [array for array in planned.arrays if array.layout.path not in WITHOUT_MESH]
+    laid_out = [array for array in planned.arrays if array.path not in WITHOUT_MESH]
     nbytes = sum(array.decoded_bytes for array in laid_out)
     before, after = (
         sum(array.amplification[side] * array.decoded_bytes for array in laid_out) / nbytes
@@ -255,14 +255,14 @@ def test_the_document_of_a_plan_has_both_layouts(planned):
 
 def test_the_embedded_data_is_that_of_the_plan(planned):
     data = embedded(to_html(planned))
-    assert paths(data) == [format_path(array.layout.path) for array in planned.arrays]
+    assert paths(data) == [format_path(array.path) for array in planned.arrays]
     for (_, _, layout), array in zip(data["leaves"], planned.arrays, strict=True):
         shape, nbytes, _, load, moved, _, sides = data["layouts"][layout]
-        assert (tuple(shape), nbytes) == (array.layout.shape, array.decoded_bytes)
-        known = None if array.layout.path in WITHOUT_MESH else list(array.amplification)
+        assert (tuple(shape), nbytes) == (array.shape, array.decoded_bytes)
+        known = None if array.path in WITHOUT_MESH else list(array.amplification)
         assert (load, moved) == (known, array.verbatim)
         assert [chunk for _, _, chunk, _ in sides] == [
-            list(array.layout.source_chunk),
+            list(array.source_chunk),
             list(array.chunk),
         ]
     held = sum(
@@ -632,11 +632,11 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     assert tab.text("#fact-amplification strong") == load
     assert f"\nload     a restore reads {load}" in repr(planned)
     rows = tab.rows()
-    assert [row[0] for row in rows] == [format_path(a.layout.path) for a in planned.arrays]
+    assert [row[0] for row in rows] == [format_path(a.path) for a in planned.arrays]
     assert [row[6:8] for row in rows] == [
         [
             "not known"
-            if array.layout.path in WITHOUT_MESH
+            if array.path in WITHOUT_MESH
             else " → ".join(f"{x:.2f}" for x in array.amplification),
             "verbatim" if array.verbatim else "rewritten",
         ]

@@ -20,7 +20,7 @@ from sampling import examples
 
 from reshard.engine import plan as planner
 from reshard.engine.memory import READ_OVERHEAD, usable
-from reshard.engine.plan import ArrayLayout, plan_array
+from reshard.engine.plan import ArrayPlan, plan_array
 from reshard.errors import DestinationExistsError, MemoryLimitError
 from reshard.sharding.mesh import Mesh, NamedSharding, parse_mesh, shard_shape
 from reshard.storage.disk import Entry
@@ -42,7 +42,7 @@ def layout(shape, source_chunk, target_shard, **fields):
     )
     itemsize = fields.get("source_itemsize", 4)
     decoded = math.prod(source_chunk) * itemsize
-    return ArrayLayout(
+    return ArrayPlan(
         **(
             {
                 "handle": handle,
@@ -57,7 +57,6 @@ def layout(shape, source_chunk, target_shard, **fields):
                 "largest_stored": decoded,
                 "same_bytes": False,
                 "encoded_ratio": 1.0,
-                "amplification": 1.0,
                 "group": 0,
                 "co_read": 1,
                 "group_bytes": decoded + fields.get("largest_stored", decoded),
@@ -116,7 +115,7 @@ def layouts(draw, max_rank=3):
 def jobs(draw):
     """An array, `chunks`, and a `max_memory` from far too little to more than enough."""
     array = draw(layouts())
-    memory = max(1, array.box_bytes(array.shape) * draw(st.integers(0, 64)) // 24)
+    memory = max(1, array.bytes_of(array.shape) * draw(st.integers(0, 64)) // 24)
     nbytes = math.prod(array.shape) * array.target_itemsize
     bounds = st.integers(array.target_itemsize, 2 * nbytes)
     return array, draw(st.sampled_from(["shard", "keep"]) | bounds), memory
@@ -153,12 +152,11 @@ def named_minimum(error):
 def memory_of(plan, box):
     """Bytes for one box: while it is read, encoded and decoded source chunks and a buffer;
     afterwards, the buffer and the encoded chunks."""
-    layout = plan.layout
     elements = math.prod(part.stop - part.start for part in box)
-    held = elements * (layout.target_itemsize + max(layout.read_itemsize, layout.target_itemsize))
-    chunk = math.prod(layout.source_chunk) * layout.source_itemsize + layout.largest_stored
-    count = len(np.unique(labels(layout.shape, layout.source_chunk)[box]))
-    return max(count * chunk + elements * layout.read_itemsize + READ_OVERHEAD, held)
+    held = elements * (plan.target_itemsize + max(plan.read_itemsize, plan.target_itemsize))
+    chunk = math.prod(plan.source_chunk) * plan.source_itemsize + plan.largest_stored
+    count = len(np.unique(labels(plan.shape, plan.source_chunk)[box]))
+    return max(count * chunk + elements * plan.read_itemsize + READ_OVERHEAD, held)
 
 
 @settings(deadline=None, max_examples=examples(1000))
@@ -265,7 +263,7 @@ def test_uneven_source_chunks_and_prime_sizes():
     assert list(plan.boxes()) == [(slice(0, 7), slice(0, 22))]
     # 15 chunks of 15 elements, 8 bytes each, and a buffer of 154 elements, 4 bytes each.
     whole = 15 * 15 * 8 + 154 * 4 + READ_OVERHEAD
-    assert array.box_bytes((7, 22)) == whole
+    assert array.bytes_of((7, 22)) == whole
     enough = next(memory for memory in itertools.count(2 * whole) if usable(memory) >= 2 * whole)
     assert plan_array(array, "shard", enough).box == (7, 22)
     assert plan_array(array, "shard", enough - 1).box == (3, 22)
@@ -326,7 +324,7 @@ def test_a_shard_is_split_until_two_boxes_fit():
     array = layout((8192, 65536), (64, 65536), (2048, 65536))
     plan = plan_array(array, "shard", 129 * MIB)
     assert (plan.chunk, plan.box, plan.passes, plan.split) == ((64, 65536), (64, 65536), 1.0, 32)
-    assert array.box_bytes(plan.box) == 48 * MIB + READ_OVERHEAD
+    assert array.bytes_of(plan.box) == 48 * MIB + READ_OVERHEAD
 
 
 def test_the_plan_shows_how_often_chunks_are_read():
@@ -435,8 +433,7 @@ def test_bytes_per_device_are_those_of_the_device_with_the_most():
             sharding = NamedSharding(meshes[n], (("x",),))
             handle = types.SimpleNamespace(saved_sharding=sharding, sharding=None)
             changes = {"source_shard": saved[n], "handle": handle}
-            found = dataclasses.replace(arrays[n].layout, **changes)
-            chosen.append(dataclasses.replace(arrays[n], layout=found))
+            chosen.append(dataclasses.replace(arrays[n], **changes))
         return types.SimpleNamespace(arrays=chosen)
 
     # Device 2 is on all meshes, 3 on two of them. A device that is on a mesh twice counts twice.

@@ -115,11 +115,13 @@ def test_the_commands(tmp_path, llama):
     shown(tmp_path, "verify", "out/0", "--against", "hf", *verified)
     shown(tmp_path, "verify", "back", "--against", "out/0", *verified)
     told = refused(tmp_path, "verify", "out/0", "--against", "hf", *verified, "--init", "a")
-    assert "with --map hf:NAME, --init requires --model" in told
+    assert "with this --map, --init requires --model" in told
     told = refused(tmp_path, "export", "out/0", "more", *words[:-2], "--like", "hf")
     assert told.endswith("\n\nhint: --vocab 64, if the embedding of the JAX model has 64 rows\n")
     told = refused(tmp_path, "export", "out/0", "more", *words)
     assert told.endswith("config.json`\n\nhint: --config HF_DIR\n")
+    told = refused(tmp_path, "export", "out/0", "more", *verified, "--like", "hf")
+    assert told.endswith("\nhint: --reverse, if SRC has the names of the JAX model\n")
 
 
 def test_leaves_that_a_map_does_not_have(tmp_path, llama):
@@ -147,9 +149,11 @@ def test_doctor_proposes_maps(tmp_path, llama):
             "--map hf:llama-tunix",
             "--map hf:llama-maxtext",
             "--map hf:llama-maxtext-unscanned",
-            "--to data=1,model=8",
+            "--to data=1,model=8 --spec 'REGEX=AXES'",
         )
     ]
+    model = "model    tensors as in Hugging Face's model: a ready map converts them"
+    assert model in shown(tmp_path, "doctor", "hf").splitlines()
     assert shown(tmp_path, "doctor", "hf").splitlines()[-4:] == next_steps
     (llama / "config.json").write_text("{}")
     assert shown(tmp_path, "doctor", "hf").splitlines()[-1:] == next_steps[-1:]

@@ -220,7 +220,7 @@ def digests_of(values):
 
 
 def moved(plan):
-    return {a.layout.path[0] for a in plan.arrays if a.verbatim}
+    return {a.path[0] for a in plan.arrays if a.verbatim}
 
 
 @pytest.mark.parametrize("link", [True, False])

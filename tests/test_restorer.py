@@ -206,19 +206,21 @@ def test_an_abstract_mesh_has_no_devices(saved):
 
 
 @pytest.mark.parametrize(
-    ("target", "what"),
+    ("target", "what", "given"),
     [
-        (nnx.Linear, "a class, `Linear`"),
-        (layouts.mesh, "a function, `mesh`"),
-        ("1x8", "the text '1x8'"),
+        (nnx.Linear, "a class, `Linear`", "model, mesh=mesh"),
+        (nn.Dense, "a Linen module", "Dense(...), mesh=mesh, inputs=(x,)"),
+        (nn.Dense(3), "a Linen module", "Dense(...), mesh=mesh, inputs=(x,)"),
+        (layouts.mesh, "a function, `mesh`", "model, mesh=mesh"),
+        ("1x8", "the text '1x8'", "model, mesh=mesh"),
     ],
 )
-def test_a_class_a_function_or_a_text_is_no_target(saved, target, what):
+def test_a_module_a_class_a_function_or_a_text_is_no_target(saved, target, what, given):
     ckpt = reshard.open(saved("standalone").path)
     for call in (reshard.restore, functools.partial(reshard.to_mesh, mesh="1x8")):
         assert layouts.refused(reshard.ArgumentError, call, ckpt, target=target) == (
             f"the target is {what}, not a state or a `jax.sharding.Mesh`\n\n"
-            "hint: reshard.target(model, mesh=mesh)\n"
+            f"hint: reshard.target({given})\n"
             'hint: jax.make_mesh((1, 8), ("data", "model"), '
             "axis_types=(jax.sharding.AxisType.Auto,) * 2)"
         )

@@ -156,7 +156,7 @@ def test_what_is_charged_for_a_box(old, new, memory, tmp_path):
             return handle.rounded(np.array(values))
 
         most, _ = peak(rounded)
-        assert array.layout.consumer_bytes(values.size) + READ_OVERHEAD >= most
+        assert array.consumer_bytes(values.size) + READ_OVERHEAD >= most
     assert plan.peak_memory <= reshard.units.parse_bytes(memory)
 
 

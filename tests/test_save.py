@@ -306,11 +306,11 @@ def test_a_manager_s_root_is_not_written_under_the_name_of_a_step(saved, save, t
     shutil.copytree(root / "3", renamed / "ckpt_000003")
     prefixed = reshard.open(renamed)
     for ckpt, name, steps in (
-        (latest, "20", {"20": root / "20"}),
-        (every[0], "20", {"3": root / "3"}),
-        (latest, "2024", {"20": root / "20"}),
-        (every, "2024", {"3": None, "20": None}),
-        (prefixed, "ckpt_000003", {"ckpt_000003": renamed / "ckpt_000003"}),
+        (latest, "20", ["20"]),
+        (every[0], "20", ["3"]),
+        (latest, "2024", ["20"]),
+        (every, "2024", ["3", "20"]),
+        (prefixed, "ckpt_000003", ["ckpt_000003"]),
     ):
         named, source = out / name, (ckpt if ckpt is not every else latest).source.root
         summary = f"`{named}` is the name of a step, and `{source}` is a manager's root"
@@ -320,11 +320,9 @@ def test_a_manager_s_root_is_not_written_under_the_name_of_a_step(saved, save, t
             for number, step in zip(numbers, steps, strict=True)
         ]
         hints = [
-            f"hint: to write one step as `{named}`, open it alone: {step}"
-            for step in steps.values()
-            if step is not None
+            f"hint: to write one step there, open it alone: {source / steps[0]}",
+            f"hint: to write a root, give it another name: {out / 'root-'}{name}",
         ]
-        hints.append(f"hint: to write a root, give it another name: {out / 'root-'}{name}")
         text = "\n".join([summary, *lines, "", *hints])
         assert layouts.refused(reshard.DestinationError, reshard.save, ckpt, named) == text
         assert [*reshard.plan(ckpt, named, overwrite=True).problems] == [
@@ -397,7 +395,7 @@ def test_transitions(tmp_path, save, sizes, form):
     out = save(reshard.to_mesh(reshard.open(path), dict(zip(names, new, strict=True))))
     assert_read(layouts.load_pytree(out), tree, target)
     assert_read(layouts.load_standard(out, layouts.abstract(tree, target)), tree, target)
-    assert chunk_grid(out) == {a.layout.path: a.chunk for a in save.plan.arrays}
+    assert chunk_grid(out) == {a.path: a.chunk for a in save.plan.arrays}
     if sizes == "2x4->1x8":  # of the source's chunks, those stay that divide the new shards
         columns = {"column": (48, 10), "both": (48, 10)}
         assert chunk_grid(out) == {(name,): columns.get(name, (6, 80)) for name in SPECS}
@@ -542,12 +540,12 @@ def test_short_memory_and_small_chunks(large, save, form, old, options, splits, 
     # No dimension of `odd` divides by 8 but the first.
     ckpt = reshard.to_mesh(reshard.open(path), "1x8", specs=[("^(row|both)$", P(None, "model"))])
     out = save(ckpt, **options)
-    arrays = {a.layout.path[0]: a for a in save.plan.arrays}
+    arrays = {a.path[0]: a for a in save.plan.arrays}
     assert (arrays["row"].split > 1) == splits
     assert (save.plan.passes > 1) == passes
     assert save.plan.peak_memory <= parse_bytes(options.get("max_memory", "1GiB"))
     grid = chunk_grid(out)
-    assert grid == {a.layout.path: a.chunk for a in save.plan.arrays}
+    assert grid == {a.path: a.chunk for a in save.plan.arrays}
     if "chunks" in options:
         assert max(int(np.prod(chunk)) * 4 for chunk in grid.values()) <= 70 << 10
     layouts.assert_same_tree(layouts.load_pytree(out), tree)
@@ -633,7 +631,7 @@ def test_files_are_copied_where_links_are_refused(saved, save, monkeypatch):
 
     monkeypatch.setattr(os, "link", once)
     out = save(reshard.open(source.path), chunks="keep")
-    assert len(linked) > 2
+    assert len(linked) > 1
     assert len({*inodes(source.path).values()} & {*inodes(out).values()}) <= 1
     assert_pruned(out)
     assert arrays_of(out) == arrays_of(source.path)

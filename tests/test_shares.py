@@ -14,7 +14,7 @@ from test_planner import layout
 
 import reshard
 from reshard.arrays.boxes import grid_boxes
-from reshard.engine.plan import ArrayPlan, co_read
+from reshard.engine.plan import co_read
 from reshard.engine.shares import divide, sums
 from reshard.writer.plan import Plan, _boxes, _Work
 
@@ -30,21 +30,17 @@ def grids(draw, group):
     shape = tuple(draw(st.integers(0 if n == 0 else 1, 40)) for n in range(rank))
     co_read = draw(st.integers(1, 3))
     return [
-        ArrayPlan(
-            layout(
-                shape,
-                tuple(draw(SIZES) for _ in range(rank)),
-                chunk,
-                path=(group, n),
-                group=group,
-                co_read=co_read,
-                source_itemsize=draw(st.sampled_from([1, 2, 4])),
-                target_itemsize=draw(st.sampled_from([1, 2, 4])),
-            ),
+        layout(
+            shape,
+            tuple(draw(SIZES) for _ in range(rank)),
             chunk,
-            box,
-            draw(st.sampled_from([1.0, 1.5, 7.25])),
-            1,
+            path=(group, n),
+            group=group,
+            co_read=co_read,
+            source_itemsize=draw(st.sampled_from([1, 2, 4])),
+            target_itemsize=draw(st.sampled_from([1, 2, 4])),
+            chunk=chunk,
+            box=box,
         )
         for n in range(co_read)
     ]
@@ -70,7 +66,7 @@ def units(work):
     for together in zip(*(array.boxes() for array in work.arrays), strict=True):
         shapes = [tuple(part.stop - part.start for part in box) for box in together]
         pairs = list(zip(work.arrays, shapes, strict=True))
-        nbytes = sum(math.prod(shape) * array.layout.target_itemsize for array, shape in pairs)
+        nbytes = sum(math.prod(shape) * array.target_itemsize for array, shape in pairs)
         found.append((nbytes, sum(len(list(grid_boxes(s, array.chunk))) for array, s in pairs)))
     return found
 
@@ -92,8 +88,8 @@ def test_every_box_is_in_one_share_and_they_are_as_equal_as_boxes_are(work, coun
 
 
 def test_arrays_that_are_read_together_are_cut_at_the_same_box():
-    layouts = [layout((8, 4), (2, 4), (2, 4), path=(n,), co_read=3) for n in "abc"]
-    arrays = [ArrayPlan(one, (2, 4), (2, 4), 1.0, 1) for one in layouts]
+    grid = (2, 4)
+    arrays = [layout((8, 4), grid, grid, path=(n,), co_read=3, chunk=grid, box=grid) for n in "abc"]
     (group,) = co_read(arrays)
     assert divide([_boxes(0, group).nbytes], 3) == [[(0, 0, 2)], [(0, 2, 3)], [(0, 3, 4)]]
 
@@ -115,12 +111,12 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
             whole = {handle.path: handle for handle in planned.items[item.item].handles}
             for group in item.pieces:
                 for array in group.arrays:
-                    handle, path = array.handle, array.layout.path
+                    handle, path = array.handle, array.path
                     for box in array.boxes(group.start, group.stop):
                         boxes[item.item, path, str(box)] += 1
                         read = handle.view()[box].read().result()
                         assert read.tobytes() == whole[path].view()[box].read().result().tobytes()
-                        nbytes += read.size * array.layout.target_itemsize
+                        nbytes += read.size * array.target_itemsize
                 if group.arrays[0].verbatim:
                     path = group.arrays[0].handle.path
                     values.update((item.item, path, n) for n in range(group.start, group.stop))
@@ -128,7 +124,7 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
                     nbytes += sum(value.size for value in found[group.start : group.stop])
         assert share.nbytes == nbytes
     assert boxes == collections.Counter(
-        (n, array.layout.path, str(box))
+        (n, array.path, str(box))
         for n, item in enumerate(planned.items)
         for array in item.arrays
         for box in array.boxes()

@@ -574,7 +574,7 @@ UNCLEAR = "the path does not name the layers"
 NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers are not alike"
 KEYS = "params/l0/w: PRNG keys can only be moved, stacked or unstacked"
-STEP = "steps that cannot be carried out\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
+STEP = "operations that cannot be applied\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
 TAKEN = "leaves exist at these paths already"
 
 
@@ -594,7 +594,7 @@ def refused(function, ckpt, arguments, **names):
     return str(error.value)
 
 
-NOT_ALL = "axis {} is not that of the {}layers in all arrays"
+NOT_ALL = "not all arrays have the {1}layers on axis {0}"
 APART = ("params/l", "params/l{}")
 REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines of the message
     (
@@ -743,7 +743,7 @@ NO_VALUE = BOTH + "they become one, but opt_state/{0}/{1}/w has no value"
         ),
         (
             {"history": {"l0": {"w": (5, 2, 3)}, "l1": {"w": (5, 2, 3)}}},
-            [BOTH.format("history") + "its shape is [5, 2, 3] and its parameter's [2, 3]"],
+            [BOTH.format("history") + "it has the shape [5, 2, 3], and its parameter has [2, 3]"],
         ),
         (
             {"mu": {"l0": {"w": [(2,), (3,)]}, "l1": {"w": {"value": (2, 3)}}}},

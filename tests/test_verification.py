@@ -209,11 +209,12 @@ def test_data_files_that_are_missing(copied, form):
     path = copied(form)
     # The nodes of its B-tree are now one small file, now more.
     names = value_files(Location(str(path))) - node_files(Location(str(path)))
-    max((path / name for name in names), key=lambda file: file.stat().st_size).unlink()
+    file = max((path / name for name in names), key=lambda file: file.stat().st_size)
+    file.unlink()
     found = reshard.verify(path)
     lost = [name for name in SPECS if (name,) not in found.digests]
-    leaves = [line.partition(": its stored bytes cannot be read ")[0] for line in found.problems]
-    assert leaves == lost != []
+    assert lost != []
+    assert found.problems == tuple(f"{n}: its data file `{file}` is missing" for n in lost)
 
 
 # Single bits.
@@ -669,7 +670,7 @@ def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
     shutil.rmtree(root / "2")
     status, out, err = run("verify", root, "--step", "1,2,10")
     assert (status, out.count("nothing is wrong")) == (2, 1)
-    missing = f"Error: step 2: `{root}` has no step 2\n\nhint: its steps: 1, 10\n"
+    missing = f"Error: step 2: `{root}` has no step 2\n  its steps: 1, 10\n\nhint: --step 1\n"
     assert err == missing
     # Errors of other commands: those of all steps, and what can be read.
     status, out, err = run("digest", root, "--step", "1,2,10", "--json")
@@ -697,7 +698,7 @@ def test_steps_that_are_none(three, tmp_path, run):
             told = f"Error: --step {text}: steps are N, N,M, N..M, latest or all\n"
             assert err.endswith(told)
         status, _, err = run(*words, "--step", "3..9")
-        told = f"`{three}` has no step 3\n\nhint: its steps: 1, 2, 10\n"
+        told = f"`{three}` has no step 3\n  its steps: 1, 2, 10\n\nhint: --step 2\n"
         assert (status, err) == (2, f"Error: {told}")
     assert run("verify", three / "1", "--step", "1..2")[2].endswith("hint: leave out --step\n")
     assert run("verify", three / "1", "--step", "all")[0] == 0
@@ -806,6 +807,21 @@ def test_against_the_other_api(tmp_path, run):
         f"  right/value: its values are not those of `{tmp_path}/other`\n",
         "",
     )
+
+
+def test_against_the_source_of_a_map_without_a_model(tmp_path, run):
+    """Neither tree has to be one of Flax's."""
+    file = tmp_path / "map.toml"
+    file.write_text("[[rule]]\nfrom = '^(params|model)/(.*)$'\nto = 'other/\\2'\n")
+    for top in ("params", "model"):
+        source = save(tmp_path / top, {top: {"block": {"w": np.ones((4, 2), "f4")}}})
+        out = tmp_path / f"out_{top}"
+        assert run("ckpt", source, out, "--map", file, "--quiet") == (0, "", "")
+        text = "1 array read, 1 compared with digests, nothing is wrong"
+        found = run("verify", out, "--against", source, "--map", file)
+        assert found == (0, f"`{out}`: {text}\n", "")
+        changed = save(tmp_path / f"new_{top}", {top: {"block": {"w": np.ones((4, 3))}}})
+        assert run("verify", out, "--against", changed, "--map", file)[0] == 1
 
 
 def test_lists_against_the_other_api_s_dicts(tmp_path, run):

@@ -120,7 +120,9 @@ def _check_fill(handle: ArrayHandle, fill: float) -> None:
     hold its value after it."""
     for dtype in (handle.dtype, handle.stored_dtype):
         if not has_value(dtype, fill):
-            raise TreeMismatchError(f"{format_path(handle.path)}: {dtype.name} has no value {fill}")
+            raise TreeMismatchError(
+                f"{format_path(handle.path)}: the value {fill} does not exist in {dtype.name}"
+            )
     with np.errstate(all="ignore"):
         once = np.asarray(fill).astype(handle.dtype)
         twice = np.asarray(fill).astype(handle.stored_dtype).astype(handle.dtype)
@@ -200,7 +202,9 @@ def zeros(
         raise TreeMismatchError(f"{format_path(path)}: a new array must not be empty")
     value = 0 if fill is None else fill
     if not has_value(dtype, value):
-        raise TreeMismatchError(f"{format_path(path)}: {dtype.name} has no value {value}")
+        raise TreeMismatchError(
+            f"{format_path(path)}: the value {value} does not exist in {dtype.name}"
+        )
     values = np.broadcast_to(np.array(value).astype(dtype), shape)  # one, however many they are
     value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type
     return dataclasses.replace(constant(path, values, like), value_type=value_type)

@@ -227,7 +227,7 @@ class ArrayHandle:
         """Stored bytes of each chunk of the stored arrays that it consists of.
 
         Raises CorruptCheckpointError if chunks are missing and do not stand for a fill value, or if
-        a file is shorter than its contents."""
+        a file is missing or shorter than its contents."""
         if isinstance(self.data, Derived):
             return [size for handle in self.data.inputs for size in handle.stored_sizes()]
         store, name = self.data.store, self.data.name

@@ -74,34 +74,38 @@ def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
     if flags["reverse"] and flags["map_file"] is None:
         raise click.UsageError("--reverse requires --map FILE")
     ckpt = prepared(ckpt, flags)
-    if flags["map_file"] is None:
-        chosen_map(ckpt, flags)
-        return ckpt
-    from reshard.convert.remap import remap
-
     look_here()  # for the functions of a map
-    return remap(ckpt, chosen_map(ckpt, flags), reverse=flags["reverse"])
+    try:
+        rules = chosen_map(ckpt, flags)
+        if rules is None:
+            return ckpt
+        from reshard.convert.remap import remap
+
+        return remap(ckpt, rules, reverse=flags["reverse"])
+    except ReshardError as error:
+        ready = flags["map_file"].startswith("hf:") and not flags["reverse"]
+        if ready and ckpt.source.kind != "safetensors":
+            error.hints += ("--reverse, if SRC has the names of the JAX model",)
+        raise
 
 
 def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) -> Any:
-    """The ready map that --map means, for the model of --config, or else the map file. `to`: the
-    API of a conversion."""
-    given = {name: flags[name] for name in ("vocab", "scan_axis")}
-    like = flags["like"] if flags.get("reverse") and "like" in flags else None
-    config = flags["config"] or like
-    if (flags["map_file"] or "").startswith("hf:"):
-        from reshard.convert.remap import ready_map
-
-        return ready_map(flags["map_file"], config or ckpt.source.root, to=to, **given)
-    if any(value is not None for value in given.values()):
+    """The map that --map means, for the model of --config if that is given; None without --map.
+    `to`: the API of a conversion."""
+    file, given = flags["map_file"], {name: flags[name] for name in ("vocab", "scan_axis")}
+    ready = file is not None and file.startswith("hf:")
+    if not ready and any(value is not None for value in given.values()):
         raise click.UsageError("--vocab and --scan-axis require --map hf:NAME")
-    if flags["config"] and not flags["map_file"]:
-        raise click.UsageError("--config requires --map")
-    if config and flags["map_file"]:
-        from reshard.convert.remap import find_map
+    if file is None:
+        if flags["config"]:
+            raise click.UsageError("--config requires --map")
+        return None
+    from reshard.convert.remap import find_map, ready_map
 
-        return find_map(flags["map_file"], ckpt, config=config)
-    return flags["map_file"]
+    config = flags["config"] or (flags.get("like") if flags.get("reverse") else None)
+    if ready:
+        return ready_map(file, config or ckpt.source.root, to=to, **given)
+    return find_map(file, ckpt, config=config)
 
 
 def prepared(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:

@@ -1,7 +1,6 @@
 """`reshard doctor`: what is at a path, whether it is complete, and what to run next."""
 
 import contextlib
-import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options
+from reshard.cli.unfinished import explained
 from reshard.convert.layout import KINDS, detect
 from reshard.errors import (
     CheckpointNotFoundError,
@@ -23,12 +23,9 @@ from reshard.errors import (
     printable,
 )
 from reshard.loader import open as open_checkpoint
-from reshard.storage.location import parse_location
-from reshard.storage.machine import has_ended
 from reshard.tree import format_path
 from reshard.units import count_of, format_bytes
 from reshard.verify.digest_record import FILE, read_record
-from reshard.writer import commit, job
 
 # The exit status of each state of a checkpoint.
 _STATUS = {"complete": 0, "damaged": 1, "uncommitted": 1, "not a checkpoint": 2}
@@ -65,7 +62,8 @@ def command(path: str, **flags: Any) -> None:
 def _examined(path: str, place: dict[str, Any]) -> dict[str, Any]:
     """The JSON document: the worst state of the trees at a path, and each tree."""
     try:
-        trees = [_tree(open_checkpoint(path, **place))]
+        with explained(path, place["step"]):
+            trees = [_tree(open_checkpoint(path, **place))]
     except StoreError:
         raise
     except ReshardError as error:
@@ -86,36 +84,10 @@ def _refused(path: str, error: ReshardError) -> dict[str, Any]:
     elif isinstance(error, CorruptCheckpointError):
         state = "damaged"
     document = options.refusal(error, None)
-    for directory, found in commit.jobs(parse_location(path)).items() if state != "damaged" else ():
-        if found.documents:
-            state = "uncommitted"
-            done = sum(part != job.UNSHARED for part in found.parts)
-            text = f"{done} of {found.count} shares of an unfinished job are complete"
-            running = [d for d in found.begun if has_ended(d["owner"]) is False]
-            lines = [f"{line} (still running)" for line in job.writers(running)]
-            lines = lines or job.writers(found.begun or found.documents)
-            document["problems"] += [f"{text}, in `{directory}`", *lines]
-            document["hints"] = [] if running else _ways_to_finish(shlex.quote(path), found)
     if any("unknown value type" in problem for problem in error.problems):
         hint = "a newer Orbax may have written it: pip install -U orbax-checkpoint reshard"
         document["hints"].append(hint)
     return {"path": path, "state": state, **document, "trees": []}
-
-
-def _ways_to_finish(path: str, found: job.Found) -> list[str]:
-    """The commands that finish a job."""
-    commands = {document["command"] for document in found.documents}
-    count = found.count or 0
-    if len(found.parts) > count:  # all shares, and the unshared part
-        return [f"reshard commit {path}"]
-    parted = min((command for command in commands if "--shard" in command), default=None)
-    if parted is not None:
-        missing = [n for n in range(count) if str(n) not in found.parts] or [0]
-        return [re.sub(r"--shard[ =]\S+", f"--shard {n}/{count}", parted) for n in missing]
-    return [
-        commit.continued(c) if c.startswith("reshard ") else f"{c}, with resume=True"
-        for c in commands
-    ]
 
 
 def _tree(ckpt: Checkpoint) -> dict[str, Any]:
@@ -128,7 +100,7 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
         api = {"api": None, "layout": None, "why": [error.summary]}
     values = [v for values in source.store.values.values() for v in values.values()]
     files = {v.file for v in values if v.file is not None}
-    problems, recorded = list(_problems(ckpt, files)), 0
+    problems, recorded = list(_problems(ckpt)), 0
     try:
         record = read_record(source.store.directory / FILE)
         recorded = sum(record is not None and record.digest(a) is not None for a in ckpt.arrays)
@@ -150,12 +122,8 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _problems(ckpt: Checkpoint, files: set[str]) -> Iterator[str]:
-    """Each missing or truncated file, a line each."""
-    directory = ckpt.source.store.directory
-    for file in sorted(files):
-        if (directory / file).file_bytes() is None:
-            yield f"the data file `{directory / file}` is missing"
+def _problems(ckpt: Checkpoint) -> Iterator[str]:
+    """Arrays whose chunks or files are missing or truncated, a line each."""
     for array in ckpt.arrays:
         try:
             array.stored_sizes()
@@ -185,7 +153,9 @@ def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> l
         return [f"reshard verify {path}"] + [
             f"reshard doctor {root} --step {step}" for step in earlier[-1:]
         ]
-    hints = [f"reshard ckpt {path} DST --to {'MESH' if ckpt.meshes else 'data=1,model=8'}"]
+    hints = [f"reshard ckpt {path} DST --to MESH"]
+    if not ckpt.meshes:  # then there are no specs either
+        hints = [f"reshard ckpt {path} DST --to data=1,model=8 --spec 'REGEX=AXES'"]
     if source.kind == "safetensors":
         hints = [f"reshard ckpt {path} DST --map {name}" for name in _ready_maps(ckpt)] + hints
     if recorded < len(ckpt.arrays) and not source.is_foreign:
@@ -225,11 +195,13 @@ def _facts(tree: dict[str, Any]) -> dict[str, str]:
     meshes = [",".join(f"{name}={size}" for name, size in mesh.items()) for mesh in tree["meshes"]]
     left_out = listed("uncommitted")
     left_out = f"; never committed: {left_out}" if left_out else ""
-    kind = KINDS.get(tree["layout"])
+    kind, undetected = KINDS.get(tree["layout"]), f"not detected: {(tree['why'] or [''])[0]}"
+    if any("--map hf:" in hint for hint in tree["hints"]):
+        undetected = "tensors as in Hugging Face's model: a ready map converts them"
     return {
         "holds": f"{counts} in {count_of(tree['files'], 'data file')}",
         "format": f"{options.kind_text(tree['kind'], tree['v1'])}, {tree['format']}",
-        "model": f"{tree['layout']}: {kind}" if kind else f"not detected: {tree['why'][0]}",
+        "model": f"{tree['layout']}: {kind}" if kind else undetected,
         "mesh": "; ".join(dict.fromkeys(meshes)) or "none",
         "steps": listed("steps", f"; shown: {tree['step']}{left_out}"),
         "items": listed("items", f"; shown: {tree['item']}"),

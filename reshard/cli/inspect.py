@@ -14,7 +14,6 @@ from reshard.checkpoint import Checkpoint, Leaf, kind_text, type_name
 from reshard.cli import options, output
 from reshard.cli.page_file import HTML, check_page, write_page
 from reshard.errors import ShardingError, TreeMismatchError, printable
-from reshard.loader import open as open_checkpoint
 from reshard.report.outline import outline
 from reshard.sharding.mesh import (
     NamedSharding,
@@ -68,7 +67,7 @@ def command(
     if sharding is not None and (as_tree or flags["page_file"] is not None):
         raise click.UsageError("--sharding shows one leaf: leave out --tree and --html")
     check_page(flags["page_file"], path)
-    ckpt = open_checkpoint(path, **options.places(flags, path)[0])
+    ckpt = options.open_at(path, **options.places(flags, path)[0])
     if sharding is not None:
         _show_sharding(*_sharding(ckpt, sharding, mesh), flags)
         return
@@ -160,7 +159,7 @@ def _sharding(ckpt: Checkpoint, name: str, mesh: str | None) -> tuple[ArrayHandl
         sharding = NamedSharding(parse_mesh(mesh, ckpt.meshes), spec)
     if not isinstance(sharding, NamedSharding):
         raise ShardingError(
-            f"{name} was saved without a mesh ({sharding_text(leaf)})",
+            f"`{name}` was saved without a mesh ({sharding_text(leaf)})",
             hints=[f"--sharding {shlex.quote(name)} --mesh data=1,model=8"],
         )
     if problems := spec_problems(leaf.shape, sharding.mesh, sharding.spec):

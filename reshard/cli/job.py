@@ -13,9 +13,9 @@ from reshard.cli.changes import CHANGES, pair
 from reshard.cli.model_argument import build_target, read_rules
 from reshard.cli.page_file import HTML_OF_PLAN, check_page, write_page
 from reshard.cli.shard import parse_share
+from reshard.cli.unfinished import explained
 from reshard.cli.working import working
 from reshard.errors import DestinationError, ReshardError
-from reshard.loader import open as open_checkpoint
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
 from reshard.storage.machine import tune_memory
@@ -106,7 +106,7 @@ def run(
     if dry_run:
         planned = plan(checkpoints, dst, **arguments)
     else:
-        with working(flags) as by:
+        with working(flags) as by, explained(src, flags["step"]):
             planned = save(checkpoints, dst, **arguments, resume=flags["resume"], share=share, **by)
     notes = tuple(map(output.note_as_flags, planned.notes))
     planned = dataclasses.replace(planned, notes=notes)
@@ -160,7 +160,7 @@ def _changed(
     changed: list[Checkpoint] = []
     try:
         for step in steps:
-            opened.append(open_checkpoint(src, step=step, **which))
+            opened.append(options.open_at(src, step=step, **which))
         for ckpt in opened:
             changed.append(change(ckpt))
     except ReshardError as error:

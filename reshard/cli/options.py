@@ -219,7 +219,15 @@ def opened(flags: Flags, *paths: str) -> list[Checkpoint]:
     """The checkpoints at these paths, whose arrays are read."""
     tune_memory()
     at = places(flags, *paths)
-    return [open_checkpoint(path, **place) for path, place in zip(paths, at, strict=True)]
+    return [open_at(path, **place) for path, place in zip(paths, at, strict=True)]
+
+
+def open_at(path: str, **place: Any) -> Checkpoint:
+    """`reshard.open`, with errors that name unfinished jobs and earlier steps."""
+    from reshard.cli.unfinished import explained  # its import takes as long as opening
+
+    with explained(path, place["step"]):
+        return open_checkpoint(path, **place)
 
 
 def _own(path: str, step: int | None, item: str | None) -> dict[str, Any]:

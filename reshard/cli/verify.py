@@ -12,6 +12,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli import options, output
 from reshard.cli.changes import chosen_map
 from reshard.cli.conversion_options import conversion_options, converter
+from reshard.cli.model_argument import look_here
 from reshard.cli.working import working
 from reshard.errors import (
     ArgumentError,
@@ -20,7 +21,6 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader import detection
-from reshard.loader import open as open_checkpoint
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
 from reshard.verify.comparison import partners
@@ -46,7 +46,8 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     Reads every array. Checks that the checkpoint is committed, that every chunk decodes, and that
     the values equal the recorded digests. --step and --item also apply to OTHER. If OTHER belongs
     to Flax's other API, it is converted first, by the record that `reshard convert` wrote, or by
-    the options below. Exits with 0 if nothing is wrong, else with 1.
+    the options below. Otherwise --map applies to it as in `reshard ckpt`. Exits with 0 if
+    nothing is wrong, else with 1.
 
     \b
     Example:
@@ -60,7 +61,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     tune_memory()
     mine, *theirs = options.places(flags, path, *([] if against is None else [against]))
     try:
-        ckpt = open_checkpoint(path, **mine)
+        ckpt = options.open_at(path, **mine)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
         problems = [error.summary, *error.problems]
         if options.wants_text(flags, lambda: {"path": path, "ok": False, "problems": problems}):
@@ -68,7 +69,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
         sys.exit(1)
     other: Checkpoint | str | None = against
     if against is not None and not detection.is_record_file(parse_location(against)):
-        opened = open_checkpoint(against, **theirs[0])
+        opened = options.open_at(against, **theirs[0])
         other = _in_one_api(ckpt, opened, flags if asked else None)
         if other is not opened:
             other = _with_positions_of(ckpt, other)
@@ -91,7 +92,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
 def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:
     """Warns of leaves that a conversion matched by the order of modules: if two modules were
     exchanged, the result still equals its source."""
-    from reshard.convert.by_order import order_of, order_text
+    from reshard.convert.record import order_of, order_text
 
     orders = dict.fromkeys(order for ckpt in checkpoints if (order := order_of(ckpt)) is not None)
     for order in orders:
@@ -101,17 +102,23 @@ def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:
 def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | None) -> Checkpoint:
     """The other checkpoint in the API of this one, converted by the options or by the record of one
     of the two; unchanged if there is neither."""
-    from reshard.convert import roundtrip  # its import takes as long as a small job
+    from reshard.convert import record  # its import takes as long as a small job
 
-    if flags is not None and (flags["map_file"] or "").startswith("hf:") and not flags["model"]:
-        return _by_ready_map(ckpt, other, flags)
     if flags is not None:
+        look_here()  # for the functions of a map
+        apis = _api(ckpt), _api(other)
+        if flags["map_file"] and not flags["model"]:
+            reverse = ckpt.source.kind == "safetensors"
+            rules = chosen_map(ckpt if reverse else other, flags)
+            ready, differ = (
+                flags["map_file"].startswith("hf:"),
+                None not in apis and len({*apis}) > 1,
+            )
+            if ready or not (rules.to or differ):
+                return _by_map(other, rules, reverse, flags)
+        api = apis[0] or ("nnx" if _layout(other).api == "linen" else "linen")
         try:
-            api = _layout(ckpt).api
-        except TreeMismatchError:  # then it is not the API of the other
-            api = "nnx" if _layout(other).api == "linen" else "linen"
-        try:
-            dropped = [path for path in roundtrip.recorded_drop(ckpt) if path in other]
+            dropped = [path for path in record.recorded_drop(ckpt) if path in other]
             globs = [*map(tree.format_glob, dropped)]
             return converter(api, flags)(other, globs).checkpoint
         except (ArgumentError, TreeMismatchError) as error:
@@ -121,8 +128,8 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
                 if not output.as_flags(hint).startswith(("--to ", "--drop "))
             ]
             raise type(error)(error.summary, error.problems, hints) from error
-    recorded = roundtrip.has_record(ckpt)
-    alike = recorded == roundtrip.has_record(other)
+    recorded = record.has_record(ckpt)
+    alike = recorded == record.has_record(other)
     if alike and not ckpt.keys().isdisjoint(other.keys()):
         return other
     unknown = (ckpt, other) if alike else (other if recorded else ckpt,)
@@ -138,25 +145,31 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
         )
     if alike or kinds[0].api != "linen":
         return other
-    return roundtrip.like_recorded(other, ckpt) if recorded else roundtrip.from_record(other)[0]
+    return record.like_recorded(other, ckpt) if recorded else record.from_record(other)[0]
 
 
-def _by_ready_map(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any]) -> Checkpoint:
-    """The other checkpoint in the names of this one, by a ready map: `ckpt` is the one with Hugging
-    Face's names if it is in their format."""
+def _by_map(other: Checkpoint, rules: Any, reverse: bool, flags: dict[str, Any]) -> Checkpoint:
+    """The other checkpoint in the names of this one, by a map alone."""
     from reshard.convert.remap import remap
 
     if unused := [name for name in ("source_model", "init", "layout") if flags[name]]:
         option = "--" + unused[0].replace("_", "-")
-        raise click.UsageError(f"with --map hf:NAME, {option} requires --model")
-    reverse = ckpt.source.kind == "safetensors"
-    return remap(other, chosen_map(ckpt if reverse else other, flags), reverse=reverse)
+        raise click.UsageError(f"with this --map, {option} requires --model")
+    return remap(other, rules, reverse=reverse)
+
+
+def _api(ckpt: Checkpoint) -> str | None:
+    """The API that a checkpoint is from; None if it is not known."""
+    try:
+        return _layout(ckpt).api
+    except TreeMismatchError:
+        return None
 
 
 def _layout(ckpt: Checkpoint) -> Any:
     """The layout of a checkpoint, by the record of its conversion if it has one."""
     from reshard.convert.layout import detect
-    from reshard.convert.roundtrip import recorded_kind
+    from reshard.convert.record import recorded_kind
 
     return detect(ckpt, recorded_kind(ckpt))
 

@@ -19,12 +19,12 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from reshard.arrays.boxes import Shape
-from reshard.arrays.operations import Concat, Transpose, Unstack
+from reshard.arrays.operations import Transpose, Unstack
 from reshard.convert import layers
-from reshard.convert.by_order import Modules
-from reshard.convert.layers import NO_MOVE, Match, Placed, moves
+from reshard.convert.layers import NO_MOVE, Match, moves
 from reshard.convert.leafmap import Filled, LeafMap, Row, Source, Value, applied
 from reshard.convert.module_tree import AUXILIARY, RNG_KINDS, Leaf, Module, without
+from reshard.convert.record import Modules
 from reshard.tree import Path, format_path
 
 # Where one side has an array for each layer, and the other has one for all of them.
@@ -175,8 +175,7 @@ def _place_axes(made: Alignment, linen: Module, nnx: Module) -> None:
         by_collection.setdefault(match.inputs[0].kind, []).append(match)
     made.found = []
     for kind, group in by_collection.items():
-        weights = [Placed(x.inputs[0].shape, x.output.shape, len(x.inputs)) for x in group]
-        candidates = moves(weights)
+        candidates = moves(group)
         if all(x.shape == x.output.shape for x in group):
             # With as many layers as features the axis may be another one than NNX's all the same.
             others = [m for m in candidates if m.before != m.after and 0 in (m.before, m.after)]
@@ -184,9 +183,7 @@ def _place_axes(made: Alignment, linen: Module, nnx: Module) -> None:
         if candidates == [NO_MOVE]:
             made.found += group
         elif len(candidates) == 1:
-            for match, weight in zip(group, weights, strict=True):
-                join = Concat(weight.joined_at(candidates[0])) if match.join else None
-                made.found.append(dataclasses.replace(match, join=join, move=candidates[0]))
+            made.found += [match.moved(candidates[0]) for match in group]
         else:
             reason = f"no axis of the layers fits all leaves in {kind}"
             if candidates:
@@ -603,7 +600,9 @@ class _Level:
                 self._made.abstentions.append(entry)
         if linen:
             others = [module for module in remaining if id(module) not in grouped]
-            why = "ambiguous by name and class" if spare or others else "NNX has no counterpart"
+            why = "NNX has no counterpart"
+            if spare or others:
+                why = "ambiguous: neither names nor classes decide"
             self._abstain(linen, [*others, *spare], why)
 
 

@@ -21,7 +21,6 @@ from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, Leaf, describe
 from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
-from reshard.convert.by_order import Modules
 from reshard.convert.layout import API_NAMES, Layout
 from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, Value, renaming
 from reshard.convert.mapfile import MAX_CANDIDATES, draft_map
@@ -37,6 +36,7 @@ from reshard.convert.optimizer import (
     parameters_of,
     random_state,
 )
+from reshard.convert.record import Modules
 from reshard.convert.remap import find_map
 from reshard.convert.suggestions import (
     covering_globs,

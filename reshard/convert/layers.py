@@ -24,6 +24,7 @@ import ast
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Concat
@@ -111,49 +112,6 @@ NO_MOVE = Move(0, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Placed:
-    """The shapes of a weight on either side. `before` is the shape of each of several `parts`: they
-    are joined along the last axis that is not the axis of the layers."""
-
-    before: Shape
-    after: Shape
-    parts: int = 1
-
-    def joined_at(self, move: Move) -> int:
-        """The axis that parts are joined along, from the end, before the move."""
-        return -2 if move.before % len(self.before) == len(self.before) - 1 else -1
-
-    def fits(self, move: Move) -> bool:
-        """Whether the move makes the first shape the second."""
-        shape = list(self.before)
-        if self.parts > 1:
-            shape[self.joined_at(move)] *= self.parts
-        return tuple(shape[axis] for axis in move.order(len(shape))) == self.after
-
-
-def moves(weights: Sequence[Placed]) -> list[Move]:
-    """The moves of one axis that fit all weights, if it has the same size in all. One of several
-    moves with the same effect. Axes from the end are tried only together with the first."""
-    rank = min(len(weight.before) for weight in weights)
-    if rank < (2 if any(weight.parts > 1 for weight in weights) else 1):
-        return []
-    found: dict[tuple[tuple[tuple[int, ...], int], ...], Move] = {}
-    for before, after in itertools.product([*range(rank), *range(-rank, 0)], repeat=2):
-        move = Move(before, after)
-        if min(before, after) < 0 and before != 0 != after:
-            continue
-        if len({weight.before[before] for weight in weights}) == 1 and all(
-            weight.fits(move) for weight in weights
-        ):
-            effect = (
-                (move.order(len(w.before)), w.joined_at(move) if w.parts > 1 else 0)
-                for w in weights
-            )
-            found.setdefault(tuple(effect), move)
-    return list(found.values())
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Match:
     """Linen leaves and the NNX leaf that they become.
 
@@ -178,6 +136,19 @@ class Match:
         return shapes[0] if self.join is None else self.join.shapes(shapes)[0]
 
     @property
+    def fits(self) -> bool:
+        """Whether the move makes this shape that of the NNX leaf."""
+        shape = self.shape
+        return tuple(shape[axis] for axis in self.move.order(len(shape))) == self.output.shape
+
+    def moved(self, move: Move) -> "Match":
+        """The match with a move. Inputs are joined along the last axis that is not the axis of the
+        layers."""
+        rank = len(self.inputs[0].shape)
+        last = -2 if move.before % rank == rank - 1 else -1
+        return dataclasses.replace(self, move=move, join=Concat(last) if self.join else None)
+
+    @property
     def counts(self) -> bool:
         """Whether its shapes show that two modules are not the same. Only those of parameters do: a
         cache has the size of the batch."""
@@ -194,6 +165,25 @@ class Match:
         one, other = self.values
         names = " + ".join(format_path(leaf.path) for leaf in self.inputs)
         return f"{names} and {format_path(self.output.path)}: {one} in Linen, {other} in NNX"
+
+
+def moves(matches: Sequence[Match]) -> list[Move]:
+    """The moves of one axis that fit all matches, if it has the same size in all. One of several
+    moves with the same effect. Axes from the end are tried only together with the first."""
+    shapes = [match.inputs[0].shape for match in matches]
+    rank = min(map(len, shapes))
+    if rank < (2 if any(match.join for match in matches) else 1):
+        return []
+    found: dict[Any, Move] = {}
+    for before, after in itertools.product([*range(rank), *range(-rank, 0)], repeat=2):
+        if min(before, after) < 0 and before != 0 != after:
+            continue
+        move = Move(before, after)
+        moved = [match.moved(move) for match in matches]
+        if len({shape[before] for shape in shapes}) == 1 and all(x.fits for x in moved):
+            effect = tuple((move.order(len(x.shape)), x.join) for x in moved)
+            found.setdefault(effect, move)
+    return list(found.values())
 
 
 # A recurrent cell: the matches of its leaves, and the Linen leaves without a place in NNX, which

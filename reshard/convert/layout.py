@@ -64,7 +64,6 @@ class Layout:
         text: None and empty containers stand for states and masked leaves without a value.
       step: saved path of the step counter, if there is one.
       rest: saved paths of all other leaves.
-      roots: beginning of the paths in `model` -> where these leaves are saved.
       optimizer_root: where the optimizer state is saved, if there is any.
       beside: path of an array of `rest` in the tree, in the same form -> its saved path.
     """
@@ -76,7 +75,6 @@ class Layout:
     optimizer: dict[Path, Path]
     step: Path | None
     rest: tuple[Path, ...]
-    roots: dict[Path, Path]
     optimizer_root: Path | None
     beside: dict[Path, Path] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -118,7 +116,9 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None 
         kinds = [f"{kind}: {text}" for kind, text in KINDS.items()]
         raise ArgumentError(f"`{layout}` is not a layout; the layouts are", kinds)
     if not any(path and hasattr(leaf, "dtype") for path, leaf in ckpt.items()):
-        raise TreeMismatchError("the tree has no array below a key, so it holds no model")
+        raise TreeMismatchError(
+            "the checkpoint is not a model: it holds no array, or one array without a path"
+        )
     tree = _Tree(ckpt)
     if layout is not None:
         return tree.read(layout, [f"`{layout}` was asked for"])
@@ -478,8 +478,9 @@ class _Tree:
             roots = {path: (name,) for path, name in found.items()}
         else:
             roots = {("model",): ()} if kind != "nnx-optimizer" else {}
+        _unique((beginning, path) for path, beginning in roots.items())
         if unfit := self._objections(kind, roots):
-            raise TreeMismatchError(f"the tree cannot be {kind}", unfit)
+            raise TreeMismatchError(f"the tree does not have the layout {kind}", unfit)
         if kind in (*_WHOLE, "linen-variables"):
             state_root = step = None
         model: dict[Path, list[_SavedLeaf]] = {root: [] for root in roots}
@@ -516,7 +517,6 @@ class _Tree:
             ),
             step=step.path if step else None,
             rest=tuple(leaf.path for leaf in rest),
-            roots=_unique((beginning, path) for path, beginning in roots.items()),
             optimizer_root=state_root,
             beside=_unique(
                 (leaf.below(0, in_model(leaf, 1)), leaf.path) for leaf in rest if leaf.is_array
@@ -536,8 +536,8 @@ class _Tree:
         checks = (
             (("linen-", "maxtext"), modules, saved_itself),
             ("linen-params", params, "`params` is a collection at the top"),
-            ("linen-params", "opt_state" in top, "`opt_state` is at the top"),
-            ("linen-variables", state, f"{_named(state or ())} is at the top"),
+            ("linen-params", "opt_state" in top, "`opt_state` is next to the parameters"),
+            ("linen-variables", state, f"{_named(state or ())} is next to the collections"),
             ("linen-variables", not roots, "no collection is at the top"),
             (("linen-train-state", "maxtext"), not params, "there is no `params` at the top"),
             ("maxtext", (AUXILIARY,) not in roots.values(), "there is no `nnx_aux/model`"),

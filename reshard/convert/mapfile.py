@@ -35,6 +35,7 @@ import pathlib
 import re
 import tomllib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from reshard import tree
@@ -319,8 +320,10 @@ class _File(NamedTuple):
                 made[key] = self.checked(value, inner, f"{where}: `{key}`")
             wrong |= key == name and made[key] is None
         for key in (key for key in table if key not in made):
-            first = ": put it before the first rule" if key == "init" else ""
-            self.problems.append(f"{where}: `{key}` is not known{first}")
+            near = get_close_matches(key, made, 1)
+            hint = f": did you mean `{near[0]}`?" if near else ""
+            hint = ": put it before the first rule" if key == "init" else hint
+            self.problems.append(f"{where}: `{key}` is not known{hint}")
         return None if wrong else made
 
     def _evaluated(self, value: Any) -> Any:

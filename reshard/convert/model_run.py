@@ -22,11 +22,11 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.checkpoint import Leaf
 from reshard.convert.align import listed
-from reshard.convert.by_order import Modules, leaves_in
 from reshard.convert.layout import API_NAMES
 from reshard.convert.leafmap import LeafMap
 from reshard.convert.map_rules import OPPOSITE
 from reshard.convert.model import nnx_outline
+from reshard.convert.record import Modules, leaves_in
 from reshard.errors import ArgumentError
 from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import maker, state_of
@@ -298,8 +298,7 @@ def run(
 
     Raises:
       ArgumentError: the module or its arguments are unknown, the model has other leaves or does not
-        take these arguments, its outputs depend on leaves that the checkpoint lacks, or there are
-        no outputs.
+        take these arguments, or there are no outputs.
     """
     import jax
     import jax.core
@@ -329,7 +328,6 @@ def run(
     with jax.default_matmul_precision("highest"):
         values = [_value(leaf) for leaf in held.values()]
         floats = {n: value for n, value in enumerate(values) if is_floating(value.dtype)}
-        _check_present(call, api, held, values)
         outputs, calls = called({})
         if not outputs:
             raise ArgumentError(f"the {api} model returns nothing, so no output can be compared")
@@ -353,35 +351,14 @@ def run(
     return made._replace(noisy=noisy, seen=seen)
 
 
-def _check_present(
-    call: _Call, api: str, leaves: Mapping[Path, Any], values: Sequence[Any]
-) -> None:
-    """Raises ArgumentError: the outputs of a model depend on leaves that the checkpoint lacks."""
-    import jax
-    from jax.interpreters import partial_eval
-
-    traced = jax.make_jaxpr(lambda given: call(given, []))(values).jaxpr
-    _, live = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
-    missing = [
-        format_path(path)
-        for (path, leaf), used in zip(leaves.items(), live, strict=True)
-        if used and not isinstance(leaf, ArrayHandle)
-    ]
-    if missing:
-        raise ArgumentError(
-            f"the outputs of the {api} model depend on leaves that the checkpoint lacks",
-            sorted(missing),
-        )
-
-
 def _value(leaf: Any) -> Any:
-    """The value of a leaf; zeros for one that the checkpoint lacks, which no output depends on."""
+    """The value of a leaf. NaN if the checkpoint lacks it: equal outputs do not depend on it."""
     import jax
 
     if not isinstance(leaf, ArrayHandle):
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.numpy.broadcast_to(jax.random.key(0), leaf.shape)
-        return jax.numpy.zeros(leaf.shape, leaf.dtype)
+        return jax.numpy.full(leaf.shape, np.nan if is_floating(leaf.dtype) else 0, leaf.dtype)
     read = checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes")
     values = leaf.rounded(np.asarray(read))
     if leaf.key_impl is not None:

@@ -147,7 +147,7 @@ def _adapted(
         if isinstance(part, str):
             return part
         if len(part) != len(shape) or not all(part):
-            return f"its shape is {list(shape)} and its parameter's {list(parameter)}"
+            return f"it has the shape {list(shape)}, and its parameter has {list(parameter)}"
         axes = [int(tag) for (tag,) in part]
         if number and axes != kept:
             return "they have different parts of their parameters"

@@ -9,7 +9,7 @@ from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.operations import Stack, Unstack
 from reshard.checkpoint import Checkpoint, Leaf, name_clashes
 from reshard.convert.layout import OPTIMIZERS
-from reshard.convert.leafmap import LeafMap, Row, Value, from_rows
+from reshard.convert.leafmap import LeafMap, Row, Value, from_rows, sources_of
 from reshard.convert.optimizer import Followed, followed, follows_note
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, spec_problems
@@ -64,9 +64,9 @@ def stack(
         near = tree.nearest(layers.replace("{}", "0"), ckpt)[:1]
         hints = [f"the nearest leaf is `{name}`" for name in near]
         raise TreeMismatchError(f"no layer matches `{layers}`", hints=[*hints, _HINT])
-    rows, small, hints = [], {}, []
+    rows, hints = [], []
     for stars, members in groups.items():
-        order = list(indices) if indices is not None else list(range(len(members)))
+        order = list(range(len(members)) if indices is None else indices)
         lacking = [number for number in order if number not in members]
         left = len(order) % period
         target = format_path(_filled(into, stars, 0))
@@ -85,16 +85,12 @@ def stack(
             made, numbers = _filled(into, stars, position), order[position::period]
             for rest in dict.fromkeys(rest for number in numbers for rest in members[number]):
                 inputs = {n: members[n][rest] for n in numbers if rest in members[n]}
-                first = next(iter(inputs.values()))
-                target = _like(made + rest, first)
+                target = _like(made + rest, next(iter(inputs.values())))
                 problems += _unlike(ckpt, target, inputs, numbers)
-                if isinstance(ckpt[first], ArrayHandle):
-                    rows.append(Row((*inputs.values(),), (target,), Stack(axis, mesh_axes)))
-                else:
-                    small[target] = [*inputs.values()]
+                rows.append(Row((*inputs.values(),), (target,), Stack(axis, mesh_axes)))
     if problems:
         raise TreeMismatchError("the layers are not alike", problems, hints)
-    return _applied(ckpt, rows, small)
+    return _applied(ckpt, rows)
 
 
 def unstack(
@@ -130,7 +126,7 @@ def unstack(
     if not groups:
         near = [f"the nearest leaf is `{name}`" for name in tree.nearest(stacked, ckpt)[:1]]
         raise TreeMismatchError(f"no leaf is below `{stacked}`", hints=near)
-    rows, small = [], {}
+    rows = []
     for stars, members in groups.items():
         whole = format_path(_filled(stacked, stars, 0))
         if sorted(members) != [*range(period)]:
@@ -138,9 +134,9 @@ def unstack(
             problems.append(f"{whole}: the layers of its cycle are {have}, not 0 to {period - 1}")
             continue
         counts: dict[int | None, Path] = {}
-        for path in (path for leaves in members.values() for path in leaves.values()):
-            leaf = ckpt[path]
-            if isinstance(leaf, ArrayHandle):
+        leaves = [(n, rest, path) for n in members for rest, path in members[n].items()]
+        for _, _, path in leaves:
+            if isinstance(leaf := ckpt[path], ArrayHandle):
                 inside = -len(leaf.shape) <= axis < len(leaf.shape)
                 counts.setdefault(leaf.shape[axis] if inside else None, path)
         count, *_ = (*counts, None)
@@ -150,19 +146,14 @@ def unstack(
             problems += [f"{format_path(path)}: {texts[n]}" for n, path in counts.items()]
             problems += [f"{whole}: no array"] * (not counts)
             continue
-        for place, rest, path in ((n, *item) for n in members for item in members[n].items()):
-            own = numbers[place::period]
-            outputs = [_like(_filled(into, stars, n) + rest, path) for n in own]
-            if isinstance(ckpt[path], ArrayHandle):
-                rows.append(Row((path,), tuple(outputs), Unstack(axis, count)))
-            else:
-                small.update({output: [path] for output in outputs})
+        for place, rest, path in leaves:
+            outputs = [_filled(into, stars, n) + rest for n in numbers[place::period]]
+            outputs = tuple(_like(output, path) for output in outputs)
+            rows.append(Row((path,), outputs, Unstack(axis, count)))
     if problems:
         number = "" if indices is None else f" {len(indices)}"
-        raise TreeMismatchError(
-            f"axis {axis} is not that of the{number} layers in all arrays", problems
-        )
-    return _applied(ckpt, rows, small)
+        raise TreeMismatchError(f"not all arrays have the{number} layers on axis {axis}", problems)
+    return _applied(ckpt, rows)
 
 
 def _parsed(layers: str, stacked: str, indices: Sequence[int] | None) -> tuple[str, str, int]:
@@ -191,13 +182,26 @@ def _grouped(
 ) -> tuple[dict[Path, dict[int, dict[Path, Path]]], list[str]]:
     """The matching leaves: texts of the stars -> number of the layer (or 0) -> keys below it ->
     path. And the problems: pairs of leaves with the same keys."""
+    keys = tree.split_path(pattern)
+    texts = [re.escape(key).replace(r"\*", "(.*)").replace(r"\{\}", "([0-9]+)") for key in keys]
+    regexes = [re.compile(text, re.DOTALL) for text in texts]
     groups: dict[Path, dict[int, dict[Path, Path]]] = {}
     problems = []
     for path in ckpt:
-        hit = _match(pattern, path)
-        if hit is not None and (indices is None or hit[1] in indices):
-            stars, number, rest = hit
-            other = groups.setdefault(stars, {}).setdefault(number, {}).setdefault(rest, path)
+        hits = [regex.fullmatch(str(key)) for regex, key in zip(regexes, path, strict=False)]
+        if len(hits) < len(keys) or None in hits:
+            continue
+        stars, number = [], 0
+        for key, given, hit in zip(keys, path, hits, strict=False):
+            found = iter(hit.groups() if hit else ())
+            for place in re.findall(r"\*|\{\}", key):
+                if place == "*":
+                    stars.append(given if key == "*" else next(found))
+                else:
+                    number = int(next(found))
+        if indices is None or number in indices:
+            group = groups.setdefault(tuple(stars), {}).setdefault(number, {})
+            other = group.setdefault(path[len(keys) :], path)
             if other != path:
                 problems.append(f"{format_path(other)} and {format_path(path)} are both {number}")
     return groups, problems
@@ -228,39 +232,18 @@ def _kind(leaf: Leaf) -> str:
     return f"{kind} {leaf.dtype.name}{list(leaf.shape)}"
 
 
-def _match(pattern: str, path: Path) -> tuple[Path, int, Path] | None:
-    """The texts of a pattern's stars, its number (or 0), and the keys after the pattern."""
-    keys = tree.split_path(pattern)
-    if len(path) < len(keys):
-        return None
-    stars: Path = ()
-    number = 0
-    for key, given in zip(keys, path, strict=False):
-        regex = re.escape(key).replace(r"\*", "(.*)").replace(r"\{\}", "(?P<number>[0-9]+)")
-        hit = re.fullmatch(regex, str(given), re.DOTALL)
-        if hit is None:
-            return None
-        named = hit.groupdict().get("number")
-        groups = list(hit.groups())
-        if named is not None:
-            number = int(named)
-            groups.pop(hit.re.groupindex["number"] - 1)
-        stars += (given,) if key == "*" else tuple(groups)
-    return stars, number, path[len(keys) :]
-
-
-def _filled(pattern: str, stars: Path, number: int | None = None) -> Path:
+def _filled(pattern: str, stars: Path, number: int) -> Path:
     """The path of a pattern, its stars and its number filled in. A key that is a star may become a
     list position."""
-    left = list(stars)
-    keys: Path = ()
-    for key in tree.split_path(pattern):
-        if key == "*":
-            keys += (left.pop(0),)
-            continue
-        text = re.sub(r"\*", lambda _: str(left.pop(0)), key)
-        keys += (text if number is None else text.replace("{}", str(number)),)
-    return keys
+    left = iter(stars)
+
+    def filled(place: re.Match[str]) -> str:
+        return str(next(left) if place[0] == "*" else number)
+
+    return tuple(
+        next(left) if key == "*" else re.sub(r"\*|\{\}", filled, key)
+        for key in tree.split_path(pattern)
+    )
 
 
 def _like(path: Path, other: Path) -> Path:
@@ -270,24 +253,28 @@ def _like(path: Path, other: Path) -> Path:
     return other[:same] + path[same:]
 
 
-def _applied(
-    ckpt: Checkpoint, rows: Sequence[Row], small: Mapping[Path, Sequence[Path]]
-) -> Checkpoint:
-    """The checkpoint after operations on parameters. Its optimizer state follows them."""
+def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
+    """The checkpoint after operations on parameters. Its optimizer state follows them. Leaves that
+    are no arrays only change their paths."""
     arrays = {leaf.path: leaf for leaf in ckpt.arrays}
-    taken = {path for row in rows for path in row.inputs}
-    model = from_rows(rows, {path: arrays[path].shape for path in arrays if path in taken})
+    large = [row for row in rows if row.inputs[0] in arrays]
+    small = [row for row in rows if row.inputs[0] not in arrays]
+    taken = {path for row in large for path in row.inputs}
+    model = from_rows(large, {path: arrays[path].shape for path in arrays if path in taken})
     parts = list(_followed(ckpt, model, arrays))
-    problems = [problem for part in parts for problem in part.problems]
+    problems = [problem for part, _ in parts for problem in part.problems]
     if problems:
         raise TreeMismatchError(
             "optimizer state that cannot follow its parameters",
             problems,
             ["reshard.select(ckpt, drop=[...]) leaves it out"],
         )
-    without = dict(small)
+    without = {path: row.inputs for row in small for path in row.outputs}
     values, must_be_zero = dict(model.values), {}
-    for part in parts:
+    copies: collections.Counter[Path] = collections.Counter()
+    for part, depth in parts:
+        state = (*part.map.values, *part.placeholders)
+        copies.update(p[: depth + 1] for p in state if {*OPTIMIZERS}.isdisjoint(map(str, p)))
         without |= part.placeholders
         values |= part.map.values
         must_be_zero |= part.map.must_be_zero
@@ -309,30 +296,19 @@ def _applied(
         raise TreeMismatchError("leaves exist at these paths already", collisions)
     leaves = kept | made
     tree.check_lists(leaves, ckpt)
-    own = {*model.values}
-    copies = collections.Counter(
-        _beside(path, next(iter(own)))
-        for path in made
-        if path not in own and path not in small and {*OPTIMIZERS}.isdisjoint(map(str, path))
-    )
     notes = [follows_note(root, count) for root, count in copies.items()]
     return ckpt.replace(leaves, notes=notes, retyped=True)
 
 
-def _beside(path: Path, other: Path) -> Path:
-    """The part of a path down to where it differs from another."""
-    same = next(i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b)
-    return path[: same + 1]
-
-
 def _followed(
     ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle]
-) -> Iterator[Followed]:
-    """What becomes of the optimizer state next to each collection of parameters."""
+) -> Iterator[tuple[Followed, int]]:
+    """What becomes of the optimizer state next to each collection of parameters, and the depth of
+    the keys of both."""
     taken = model.sources()
     parts: dict[Path, dict[Path, Value]] = {}
     for path, value in model.values.items():
-        root = _collection(LeafMap({path: value}).sources())
+        root = _collection(sources_of(value))
         parts.setdefault(root, {})[path] = value
     if len(parts) > 1:  # without statistics, which have no optimizer state
         parts.pop((), None)
@@ -349,7 +325,7 @@ def _followed(
                     others[path] = None
         depth = max(len(root) - 1, 0)
         beside = {path for path in others if str(path[depth]) not in OPTIMIZERS}
-        yield followed(LeafMap(own), parameters, others, beside=beside)
+        yield followed(LeafMap(own), parameters, others, beside=beside), depth
 
 
 def _collection(inputs: Collection[Path]) -> Path:

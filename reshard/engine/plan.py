@@ -47,8 +47,8 @@ _Split = tuple[Shape, Shape, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ArrayLayout:
-    """What the planner needs to know of one array.
+class ArrayPlan:
+    """The facts about one array, and its plan.
 
     Attributes:
       handle: the array.
@@ -61,10 +61,15 @@ class ArrayLayout:
       largest_stored: stored bytes of the largest one.
       same_bytes: stored chunks can be copied verbatim (same dtype and codec).
       encoded_ratio: estimated encoded bytes for each decoded byte of the target.
-      amplification: elements decoded for each of its own, when it is read alone.
       group: the number of its co-read group.
       co_read: how many arrays are in it.
-      group_bytes: bytes that decoding a box of each of them takes, all at once.
+      group_bytes: bytes that decoding a box of `source_chunk` of each of them takes, all at once,
+        encoded and decoded.
+      chunk: shape of a chunk of the destination.
+      box: shape of a box, which is read and written at once; None if chunks are copied verbatim.
+      passes: how often each stored byte is read, at most; 1.0 if one pass fits.
+      split: chunks for each shard; more than 1 if a shard was split.
+      linked: its stored chunks are in data files that are shared with the source.
     """
 
     handle: ArrayHandle
@@ -79,16 +84,25 @@ class ArrayLayout:
     largest_stored: int
     same_bytes: bool
     encoded_ratio: float
-    amplification: float
     group: int
     co_read: int
     group_bytes: int
+    chunk: Shape = ()
+    box: Shape | None = None
+    passes: float = 1.0
+    split: int = 1
+    linked: bool = False
 
     @property
     def path(self) -> Path:
         return self.handle.path
 
-    def box_bytes(self, box: Shape) -> int:
+    @property
+    def verbatim(self) -> bool:
+        """Whether stored chunks are copied or shared without decoding."""
+        return self.box is None
+
+    def bytes_of(self, box: Shape) -> int:
         """Bytes of memory to rewrite one box, together with the boxes that are read with it: while
         it is read, its chunks and a buffer; while it is written, the buffer and the encoded
         chunks."""
@@ -103,69 +117,39 @@ class ArrayLayout:
         read or as they are encoded."""
         return elements * (self.target_itemsize + max(self.read_itemsize, self.target_itemsize))
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArrayPlan:
-    """The plan of one array.
-
-    Attributes:
-      layout: the array.
-      chunk: shape of a chunk of the destination.
-      box: shape of a box, which is read and written at once; None if chunks are copied verbatim.
-      passes: how often each stored byte is read, at most; 1.0 if one pass fits.
-      split: chunks for each shard; more than 1 if a shard was split.
-      linked: its stored chunks are in data files that are shared with the source.
-    """
-
-    layout: ArrayLayout
-    chunk: Shape
-    box: Shape | None
-    passes: float
-    split: int
-    linked: bool = False
-
-    @property
-    def handle(self) -> ArrayHandle:
-        return self.layout.handle
-
-    @property
-    def verbatim(self) -> bool:
-        """Whether stored chunks are copied or shared without decoding."""
-        return self.box is None
-
     @property
     def amplification(self) -> tuple[float, float]:
         """Decoded bytes for each byte that a restore on the target mesh needs, before and after."""
-        array = self.layout
-        before = read_amplification(array.shape, array.source_chunk, array.target_shard)
-        return before, read_amplification(array.shape, self.chunk, array.target_shard)
+        chunks = self.source_chunk, self.chunk
+        before, after = (read_amplification(self.shape, c, self.target_shard) for c in chunks)
+        return before, after
 
     @property
     def box_bytes(self) -> int:
         """Bytes in flight to rewrite one box; 0 if none is rewritten."""
-        return 0 if self.box is None else self.layout.box_bytes(self.box)
+        return 0 if self.box is None else self.bytes_of(self.box)
 
     @property
     def decoded_bytes(self) -> int:
-        return math.prod(self.layout.shape) * self.layout.target_itemsize
+        return math.prod(self.shape) * self.target_itemsize
 
     @property
     def bytes_read(self) -> int:
         """Stored bytes fetched."""
-        return 0 if self.linked else round(self.layout.stored_bytes * self.passes)
+        return 0 if self.linked else round(self.stored_bytes * self.passes)
 
     @property
     def bytes_written(self) -> int:
         """Stored bytes written: exact if chunks are copied verbatim, otherwise an estimate."""
         if self.verbatim:
-            return 0 if self.linked else self.layout.stored_bytes
-        return round(self.decoded_bytes * self.layout.encoded_ratio)
+            return 0 if self.linked else self.stored_bytes
+        return round(self.decoded_bytes * self.encoded_ratio)
 
     def with_larger_boxes(self, nbytes: int) -> "ArrayPlan":
         """The plan with boxes of several chunks, of about `nbytes` in flight."""
         if self.box is None:
             return self
-        shape, count = self.layout.shape, nbytes // max(self.box_bytes, 1)
+        shape, count = self.shape, nbytes // max(self.box_bytes, 1)
         cell = tuple(max(size, 1) for size in self.box)  # an array may have no elements
         box = chunks_together(shape, cell, max(count, 1))
         return dataclasses.replace(
@@ -176,7 +160,7 @@ class ArrayPlan:
         """Its boxes in row-major order, from one number to another."""
         if self.box is None:
             return iter(())
-        return itertools.islice(grid_boxes(self.layout.shape, self.box), start, stop)
+        return itertools.islice(grid_boxes(self.shape, self.box), start, stop)
 
 
 def co_read(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
@@ -186,8 +170,8 @@ def co_read(arrays: Sequence[ArrayPlan]) -> list[list[ArrayPlan]]:
     groups: dict[Hashable, list[ArrayPlan]] = {}
     for number, array in enumerate(arrays):
         if not array.verbatim:
-            alone = array.layout.co_read == 1
-            key = number if alone else (array.layout.group, array.box)
+            alone = array.co_read == 1
+            key = number if alone else (array.group, array.box)
             groups.setdefault(key, []).append(array)
     return list(groups.values())
 
@@ -207,8 +191,8 @@ def read_amplification(shape: Shape, chunk: Shape, shard: Shape) -> float:
     )
 
 
-def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayPlan:
-    """The plan of one array. Raises MemoryLimitError if a target chunk and a source chunk do not
+def plan_array(array: ArrayPlan, chunks: int | str, max_memory: int) -> ArrayPlan:
+    """An array with its plan. Raises MemoryLimitError if a target chunk and a source chunk do not
     fit into memory together, or there are too many chunks.
 
     Args:
@@ -218,7 +202,7 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
     most = None if isinstance(chunks, str) else chunks
     keeps = chunks == "keep" or 0 in array.shape or _grid_fits(array, most)
     if keeps and array.same_bytes:
-        return ArrayPlan(array, array.source_chunk, None, 1.0, 1)
+        return dataclasses.replace(array, chunk=array.source_chunk)
     shape, source = array.shape, array.source_chunk
     if keeps:
         splits = ((source, common_multiple((source,), shape), 1),)
@@ -230,17 +214,17 @@ def plan_array(array: ArrayLayout, chunks: int | str, max_memory: int) -> ArrayP
         splits = (*splits, *_splits_read_again(array, most))
         plan = _first_fit(array, splits, max_memory)
     if plan is None:
-        raise too_large(array, min(array.box_bytes(box) for _, box, _ in splits), max_memory)
+        raise too_large(array, min(array.bytes_of(box) for _, box, _ in splits), max_memory)
     count = grid_size(shape, plan.chunk)
     if count > _MAX_CHUNKS:
         found = f"{format_path(array.path)}: it would have {count} chunks of {list(plan.chunk)}"
         raise MemoryLimitError(f"{found}, more than {_MAX_CHUNKS}", hints=[_KEEP])
     if array.same_bytes and plan.chunk == source:
-        return ArrayPlan(array, plan.chunk, None, 1.0, plan.split)
+        return dataclasses.replace(plan, box=None, passes=1.0)
     return plan
 
 
-def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
+def _grid_fits(array: ArrayPlan, most: int | None) -> bool:
     """Whether shards already consist of whole source chunks, not too large and not too many."""
     if most is not None and math.prod(array.source_chunk) * array.target_itemsize > most:
         return False
@@ -251,13 +235,14 @@ def _grid_fits(array: ArrayLayout, most: int | None) -> bool:
     return count <= MAX_KEPT_CHUNKS or array.source_shard == array.target_shard
 
 
-def _first_fit(array: ArrayLayout, splits: Iterable[_Split], limit: int) -> ArrayPlan | None:
+def _first_fit(array: ArrayPlan, splits: Iterable[_Split], limit: int) -> ArrayPlan | None:
     """The first split whose box takes at most `limit` bytes."""
     for chunk, box, split in splits:
-        if array.box_bytes(box) <= limit:
-            if array.box_bytes(array.shape) <= min(WHOLE_ARRAY, limit):
+        if array.bytes_of(box) <= limit:
+            if array.bytes_of(array.shape) <= min(WHOLE_ARRAY, limit):
                 box = array.shape
-            return ArrayPlan(array, chunk, box, _passes(array, box), split)
+            passes = _passes(array, box)
+            return dataclasses.replace(array, chunk=chunk, box=box, passes=passes, split=split)
     return None
 
 
@@ -287,7 +272,7 @@ def _even_splits(
     return tuple(sorted(found, key=lambda s: (s[2], math.prod(s[1]), max(s[1], default=1))))
 
 
-def _splits_read_again(array: ArrayLayout, most: int | None) -> Iterator[_Split]:
+def _splits_read_again(array: ArrayPlan, most: int | None) -> Iterator[_Split]:
     """Even splits whose boxes are single chunks, the largest first. Several boxes may read the same
     source chunks."""
     size = math.prod(array.target_shard) * array.target_itemsize
@@ -312,7 +297,7 @@ def _parts(size: int, source: int, shard: int, fewest: int | None) -> Sequence[i
     return [k for k, box, less in zip(divisors, boxes, smallest, strict=False) if box < less]
 
 
-def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitError:
+def too_large(array: ArrayPlan, needed: int, max_memory: int) -> MemoryLimitError:
     """The error for an array if it takes `needed` bytes to rewrite one stored chunk."""
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     return MemoryLimitError(
@@ -324,15 +309,18 @@ def too_large(array: ArrayLayout, needed: int, max_memory: int) -> MemoryLimitEr
     )
 
 
-def _passes(array: ArrayLayout, box: Shape) -> float:
+def _passes(array: ArrayPlan, box: Shape) -> float:
     """How often a source chunk is read, on average, when each box reads all it touches."""
     if 0 in array.shape:
         return 1.0
     dims = zip(array.shape, array.source_chunk, box, strict=True)
-    return math.prod(
-        sum(math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b))
-        / math.ceil(size / a)
-        for size, a, b in dims
+    return (
+        math.prod(
+            sum(math.ceil(min(start + b, size) / a) - start // a for start in range(0, size, b))
+            / math.ceil(size / a)
+            for size, a, b in dims
+        )
+        * 1.0
     )
 
 

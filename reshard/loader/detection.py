@@ -113,8 +113,9 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
 def _chosen_step(text: str, steps: Collection[int], step: int | None) -> int:
     number = max(steps) if step is None else step
     if number not in steps:
-        hint = f"its steps: {', '.join(map(str, sorted(steps)))}"
-        raise CheckpointNotFoundError(f"`{text}` has no step {number}", hints=[hint])
+        near = min(sorted(steps), key=lambda one: abs(one - number))
+        lines = [f"its steps: {', '.join(map(str, sorted(steps)))}"]
+        raise CheckpointNotFoundError(f"`{text}` has no step {number}", lines, [f"step={near}"])
     return number
 
 

@@ -115,7 +115,7 @@ def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Pat
     file = directory / detection.TREE_FILE
     parsed = _entries(document, file)
     if problems := tree_problems([path for path, _, _ in parsed]):
-        raise CorruptCheckpointError(f"`{file}` describes no tree", problems)
+        raise CorruptCheckpointError(f"`{file}` does not describe a tree", problems)
     values = document.get("value_metadata_tree")  # a JSON document inside a string
     try:
         if values is not None:
@@ -192,7 +192,9 @@ def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
                         raise TypeError(impl)
                     impls[metadata["param_name"]] = impl
         except (TypeError, KeyError, AttributeError) as error:
-            raise CorruptCheckpointError(f"`{folder / name}` describes no arrays") from error
+            raise CorruptCheckpointError(
+                f"`{folder / name}` is damaged: its entries do not describe arrays"
+            ) from error
     return bool(names), impls
 
 

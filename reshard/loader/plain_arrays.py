@@ -20,6 +20,7 @@ from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, format_path
+from reshard.units import count_of
 
 # The most bytes of a chunk, unless a single row has more. The same for an array in several runs of
 # bytes: its chunks that cross two runs are kept in memory. The most chunks along an axis.
@@ -96,11 +97,17 @@ def index_problems(index: Location, files: Mapping[str, str]) -> Iterator[str]:
     if not isinstance(named, dict):
         yield f"`{index}` has no `weight_map`"
         return
-    for name in {**named, **files}:
-        expected, actual = named.get(name), files.get(name)
-        if actual is None:
-            yield f"`{name:.80}`: the index names it in `{expected}`, and no file has it"
-        elif actual != expected:
+    lost: dict[str, list[str]] = {}
+    for name, expected in named.items():
+        if name not in files:
+            lost.setdefault(f"{expected!s:.80}", []).append(f"`{name:.80}`")
+    for file, names in lost.items():
+        text = f"{count_of(len(names), 'tensor')} that the index names in it: {names[0]}"
+        text += ", ..." * (len(names) > 1)
+        yield f"`{file}` {'lacks' if file in files.values() else 'is missing, with'} {text}"
+    for name, actual in files.items():
+        expected = named.get(name)
+        if actual != expected:
             where = f"in `{expected}`" if expected else "nowhere"
             yield f"`{name:.80}`: it is in `{actual}`, and the index names it {where}"
 

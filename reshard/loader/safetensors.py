@@ -119,6 +119,10 @@ def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[s
         else:
             ends.append((begin, end, name))
             yield name, tensor
+    last = max((end for _, end, _ in ends), default=0)
+    if start + last > size:
+        problems.append(f"`{place}` is truncated: {size} bytes, expected {start + last}")
+        return
     ends = [(0, 0, ""), *sorted(ends), (size - start, size - start, "the end of the file")]
     for (_, end, one), (begin, _, other) in itertools.pairwise(ends):
         if begin != end:

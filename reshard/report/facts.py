@@ -136,21 +136,23 @@ def _held(before: int | None, *job: int | None) -> Fact:
 
 def _load(document: Document, mesh: str) -> Fact:
     """Bytes that a restore reads, before and after the job."""
-    known = [array for array in document["arrays"] if array["mesh"] is not None]
-    total = sum(array["bytes"] for array in known)
+    sharded = [array for array in document["arrays"] if array["mesh"] is not None]
+    total = sum(array["bytes"] for array in sharded)
     if not total:
-        no_mesh = document["arrays"] and not known
+        no_mesh = document["arrays"] and not sharded
         why = _NO_MESH if no_mesh else "There is no byte to read."
         return Fact(_READS, _UNKNOWN, (why,), "", _NAME)
     before, after = (
-        sum(array["read_amplification"][side] * array["bytes"] for array in known) / total
+        sum(array["read_amplification"][side] * array["bytes"] for array in sharded) / total
         for side in ("before", "after")
     )
     saved = before - after
     much = f"{format_bytes(abs(saved) * total)} {'less' if saved > 0 else 'more'} than before"
     details = [f"On {mesh}, a restore reads {'as much as before' if abs(saved) < 0.005 else much}."]
-    if len(known) < (arrays := len(document["arrays"])):
-        details.append(f"The {count_of(arrays - len(known), 'array')} without a mesh: {_UNKNOWN}.")
+    if len(sharded) < (arrays := len(document["arrays"])):
+        details.append(
+            f"The {count_of(arrays - len(sharded), 'array')} without a mesh: {_UNKNOWN}."
+        )
     tone = "good" if saved >= 0.005 else "bad" if saved <= -0.005 else ""
     return Fact(
         "Is it worth it? A restore reads", format_load(before, after), (*details,), tone, _NAME
@@ -184,8 +186,8 @@ def _coverage_page(document: Document) -> Page:
 
 
 def _diff_page(document: Document) -> Page:
-    found, left_out = document["differences"], document["not_compared"]
-    counts = collections.Counter(each["what"] for each in found)
+    differences, left_out = document["differences"], document["not_compared"]
+    counts = collections.Counter(each["what"] for each in differences)
     kinds = ", ".join(map(_counted, counts, counts.values()))
     how, within = "by recorded digests", ""
     if document["values"]:
@@ -235,19 +237,21 @@ def _difference(document: Document) -> str:
 
 def _differences(document: Document) -> dict[str, Any]:
     """The leaves of a diff, a row for each difference, and the histograms of all."""
-    found = document["differences"]
+    differences = document["differences"]
     rest = "equal" if not document["not_compared"] else "no difference found"
     rest = _UNKNOWN if not document["compared"] and document["not_compared"] else rest
-    kinds = {tuple(each["keys"]): _difference(each) for each in found}
+    kinds = {tuple(each["keys"]): _difference(each) for each in differences}
     leaves = Leaves([], [], [])
     for array in document["arrays"]:
         kind = kinds.get(tuple(array["keys"]), rest)
         leaves.add(array["keys"], array | {"source": kind}, [])
-    measured = [each for each in found if "abs_histogram" in each]
+    measured = [each for each in differences if "abs_histogram" in each]
     measured.sort(key=lambda each: -_magnitude(each["max_abs"]))
     shown = {id(each) for each in measured[:_MAX_HISTOGRAMS]}
     names = ("abs_histogram", "rel_histogram")
-    found = sorted(found, key=lambda each: natural(tuple(map(format_key, each["keys"]))))
+    differences = sorted(
+        differences, key=lambda each: natural(tuple(map(format_key, each["keys"])))
+    )
     rows = [
         [
             each["what"],
@@ -259,7 +263,7 @@ def _differences(document: Document) -> dict[str, Any]:
             each.get("non_finite"),
             _equal_as_numbers(each),
         ]
-        for each in found
+        for each in differences
     ]
     histograms = [_bins(measured, name) for name in names] if document["values"] else None
     return leaves.data() | {"differences": rows, "histograms": histograms}
@@ -274,10 +278,10 @@ def _equal_as_numbers(difference: Document) -> int | None:
     return difference["count"] - difference["non_finite"] - sizes
 
 
-def _bins(found: Sequence[Document], name: str) -> list[list[int]]:
+def _bins(differences: Sequence[Document], name: str) -> list[list[int]]:
     """The sum of histograms: pairs of k and the number of elements from 2^k to 2^(k + 1)."""
     total: collections.Counter[int] = collections.Counter()
-    for each in found:
+    for each in differences:
         total.update({int(k): count for k, count in each[name].items()})
     return [[k, total[k]] for k in sorted(total)]
 
@@ -296,13 +300,13 @@ def _text(value: Any) -> str | None:
 
 
 def _rows(leaves: Leaves, document: Document) -> dict[str, Any]:
-    """The rows of a conversion. Texts that many rows share are in `told` once."""
+    """The rows of a conversion. Texts that many rows share are in `verdicts` once."""
     if "rows" not in document:
         return {}
-    told: dict[Any, int] = {}
+    verdicts: dict[Any, int] = {}
     rows = [
         [
-            told.setdefault((row["origin"], row["operation"], row["problem"]), len(told)),
+            verdicts.setdefault((row["origin"], row["operation"], row["problem"]), len(verdicts)),
             *(
                 [leaves.place([*map(format_key, split_path(path))]) for path in row[side]]
                 for side in ("from", "to")
@@ -318,7 +322,7 @@ def _rows(leaves: Leaves, document: Document) -> dict[str, Any]:
         )
         for place, side in ((1, "from"), (2, "to"))
     }
-    return {"rows": rows, "told": list(told), "row_folds": folds}
+    return {"rows": rows, "verdicts": list(verdicts), "row_folds": folds}
 
 
 def _replicated(leaves: Leaves) -> Fact:

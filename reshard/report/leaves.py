@@ -22,40 +22,32 @@ _MAX_IDS = 4096  # devices of a mesh whose ids are written
 
 
 class Leaves:
-    """The leaves of a page.
-
-    Attributes:
-      sides: names of the layouts of each leaf, such as before and after; the page is about the
-        last one.
-      replicated: bytes of each leaf that every device holds in full.
-      without_mesh: number of arrays without a mesh.
-    """
+    """The leaves of a page."""
 
     def __init__(self, sides: Sequence[str], meshes: Sequence[Document], ids: Sequence[Any]):
+        # Names of the layouts of each leaf, such as before and after. The page is about the last.
         self.sides = list(sides)
-        self.arrays = self.nbytes = self.without_mesh = 0
-        self.replicated: list[int] = []
+        self.arrays = self.nbytes = self.without_mesh = 0  # `without_mesh`: a number of arrays
+        self.replicated: list[int] = []  # bytes of each leaf that every device holds in full
         self._meshes: dict[str, dict[str, Any]] = {}
         for mesh, devices in zip(meshes, ids, strict=True):
             if devices is not None and len(devices) > _MAX_IDS:
                 devices = False
             elif devices == list(range(math.prod(mesh.values()))):
                 devices = None
-            known = self._meshes.setdefault(_name(mesh), {"axes": [*mesh.items()], "ids": devices})
-            if known["ids"] != devices:  # two meshes of one shape: ids are ambiguous
-                known["ids"] = False
+            entry = self._meshes.setdefault(_name(mesh), {"axes": [*mesh.items()], "ids": devices})
+            if entry["ids"] != devices:  # two meshes of one shape: ids are ambiguous
+                entry["ids"] = False
         self._folders: dict[tuple[str, ...], int] = {(): 0}
         self._layouts: dict[Any, int] = {}
         self._leaves: list[list[Any]] = []
-        self._held: list[collections.Counter[tuple[str, str]]] = [
-            collections.Counter() for _ in sides
-        ]
+        self._held = [collections.Counter[tuple[str, str]]() for _ in sides]
 
     def add(self, keys: Sequence[Any], leaf: Document, sides: Sequence[Document]) -> None:
         """Adds a leaf with its layout on each side."""
         # Without a mesh, the part that a device reads is unknown.
-        known = leaf.get("mesh") is not None
-        amplification = leaf.get("read_amplification") if known else None
+        has_mesh = leaf.get("mesh") is not None
+        amplification = leaf.get("read_amplification") if has_mesh else None
         layout = [
             *(leaf.get("shape"), leaf.get("bytes"), leaf.get("dtype") or leaf.get("type")),
             [*amplification.values()] if amplification else None,
@@ -118,17 +110,13 @@ class Leaves:
 
     def folds(self, leaves: Iterable[tuple[int, str, Any]]) -> list[list[Any]]:
         """Levels that differ only in the number at the end of their names, folded as by
-        `inspect --tree`: the common name, and the folders' numbers.
-
-        Args:
-          leaves: for each leaf the number of its folder, its last key, and a kind, which is equal
-            for leaves that are alike.
-        """
+        `inspect --tree`: the common name, and the folders' numbers. `leaves`: for each the number
+        of its folder, its last key, and a kind, which is equal for leaves that are alike."""
         inside = collections.defaultdict[int, list[tuple[str, str]]](list)
         for level, key, kind in leaves:
             inside[level].append((key, str(kind)))
         kinds: dict[Any, int] = {}
-        found: dict[Any, list[tuple[int, int]]] = {}
+        groups: dict[Any, list[tuple[int, int]]] = {}
         for keys, level in reversed(self._folders.items()):
             if not keys or level not in inside:
                 continue
@@ -136,8 +124,8 @@ class Leaves:
             above = self._folders[keys[:-1]]
             inside[above].append((keys[-1], f"/{kind}"))
             if match := NUMBERED.fullmatch(keys[-1]):
-                found.setdefault((above, match[1], kind), []).append((int(match[2]), level))
-        several = ((key[1], sorted(each)) for key, each in found.items() if len(each) > 1)
+                groups.setdefault((above, match[1], kind), []).append((int(match[2]), level))
+        several = ((key[1], sorted(each)) for key, each in groups.items() if len(each) > 1)
         return [[folded_name(name, [n for n, _ in e]), [at for _, at in e]] for name, e in several]
 
     def data(self) -> dict[str, Any]:
@@ -152,10 +140,7 @@ class Leaves:
             "folders": [[self._folders[keys[:-1]], keys[-1]] for keys in self._folders if keys],
             "leaves": sorted(self._leaves, key=lambda leaf: natural((*names[leaf[0]], leaf[1]))),
             "held": [
-                [
-                    [name, [held[name, part] for part in PARTS]]
-                    for name in dict.fromkeys(name for name, _ in held)
-                ]
+                [[n, [held[n, part] for part in PARTS]] for n in dict.fromkeys(n for n, _ in held)]
                 for held in self._held
             ],
         }

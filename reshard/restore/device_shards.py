@@ -66,12 +66,12 @@ class Shards:
         nbytes = self.elements * dtype.itemsize
         memory = _uninitialised(nbytes + ALIGNMENT * (len(self.boxes) + 1))
         address, end = memory.ctypes.data, 0
-        found = {}
+        buffers = {}
         for start, box in self.boxes.items():
             position = end + -(address + end) % ALIGNMENT
             end = position + math.prod(boxes.shape_of(box)) * dtype.itemsize
-            found[start] = memory[position:end].view(dtype).reshape(boxes.shape_of(box))
-        return found
+            buffers[start] = memory[position:end].view(dtype).reshape(boxes.shape_of(box))
+        return buffers
 
 
 def _uninitialised(nbytes: int) -> np.ndarray:

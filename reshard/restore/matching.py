@@ -80,7 +80,7 @@ def match(
     `cast` is the argument of `reshard.restore`. `ignore` leaves out unexpected leaves."""
     find = _finder(targets, ckpt)
     taken: set[Path] = set()
-    found: list[Path | None] = []
+    saved_paths: list[Path | None] = []
     problems: list[Mismatch] = []
     for leaf in targets:
         hits = [find(path) for path in (leaf.path, *leaf.aliases)]
@@ -90,11 +90,11 @@ def match(
             names = " and ".join(map(format_path, present))
             text = f"{format_path(leaf.path)}: one leaf of the target, saved as {names}"
             problems.append(Mismatch("tied", text, leaf.path, present[-1]))
-        found.append(present[0] if present else None)
+        saved_paths.append(present[0] if present else None)
     containers = set()
-    if None in found:
+    if None in saved_paths:
         containers = {_texts(path[:end]) for path in ckpt for end in range(len(path))}
-    for leaf, path in zip(targets, found, strict=True):
+    for leaf, path in zip(targets, saved_paths, strict=True):
         if path is None:
             inside = _texts(leaf.path) in containers
             text = "the checkpoint has a container there" if inside else "missing"
@@ -103,12 +103,12 @@ def match(
         elif what := _differing_in(leaf, ckpt[path], cast):
             sides = f"the target has {leaf}, the checkpoint {_describe(ckpt[path])}"
             problems.append(Mismatch(what, f"{format_path(leaf.path)}: {sides}", leaf.path))
-    explained = {*found, *(problem.copy for problem in problems)}
+    explained = {*saved_paths, *(problem.copy for problem in problems)}
     for path, value in ckpt.items():
         if not (ignore or path in explained or _is_empty(value)):
             text = f"{format_path(path)}  {_describe(value)}: not in the target"
             problems.append(Mismatch("unexpected", text, path))
-    return found, problems
+    return saved_paths, problems
 
 
 def _canonical(paths: Iterable[Path]) -> dict[Path, Path]:
@@ -307,8 +307,8 @@ def _stacking_hints(
         for module in {path[:end]: None for path in together for end in range(1, len(path) + 1)}:
             near[module].append(module)
             near[module[:-1]].append(module)
-        found = stacks_in(apart, together, lambda layer, near=near: near[layer[:-1]], _texts, 1)
-        for layer, module, axes in found:
+        stacks = stacks_in(apart, together, lambda layer, near=near: near[layer[:-1]], _texts, 1)
+        for layer, module, axes in stacks:
             before, into = (module, layer) if name == "unstack" else (layer, module)
             calls += [(name, before, into, axis) for axis in axes]
     main = [call for call in calls if not {"params", "model"}.isdisjoint(call[1])] or calls

@@ -72,9 +72,12 @@ class State:
 
 
 def check_state(target: Any) -> None:
-    """Raises ArgumentError if a target is a class, a function or text."""
-    name = getattr(target, "__name__", None)
-    if isinstance(target, str):
+    """Raises ArgumentError if a target is a Linen module, a class, a function or text."""
+    name, call = getattr(target, "__name__", None), "model, mesh=mesh"
+    linen, kind = imported("flax.linen"), target if isinstance(target, type) else type(target)
+    if linen is not None and issubclass(kind, linen.Module):
+        what, call = "a Linen module", f"{kind.__name__}(...), mesh=mesh, inputs=(x,)"
+    elif isinstance(target, str):
         what = f"the text {target!r}"
     elif callable(target) and name is not None:
         what = f"a {'class' if isinstance(target, type) else 'function'}, `{name}`"
@@ -82,7 +85,7 @@ def check_state(target: Any) -> None:
         return
     raise ArgumentError(
         f"the target is {what}, not a state or a `jax.sharding.Mesh`",
-        hints=["reshard.target(model, mesh=mesh)", MESH_HINT],
+        hints=[f"reshard.target({call})", MESH_HINT],
     )
 
 
@@ -108,13 +111,13 @@ def flatten_state(state: Any) -> State:
     masked: list[Path] = []
 
     def add(path: Path, value: Any, others: Sequence[Path] = ()) -> None:
-        found, _ = jax.tree_util.tree_flatten_with_path(value)
+        keyed, _ = jax.tree_util.tree_flatten_with_path(value)
         wrapper = value if is_wrapper(value) else None
-        for keys, leaf in found:
+        for keys, leaf in keyed:
             below = key_path(keys[1:] if wrapper is not None else keys)
             also = tuple((*other, *below) for other in others)
             leaves.append(StateLeaf((*path, *below), leaf, wrapper, also))
-        if wrapper is not None and not found:
+        if wrapper is not None and not keyed:
             masked.append(path)
 
     for path, value in plain:
@@ -142,14 +145,14 @@ def flatten_state(state: Any) -> State:
     return State(tuple(leaves), tuple(masked), unflatten)
 
 
-def _bare(modules: tuple[Any, ...], known: Collection[Path]) -> list[tuple[tuple, Any]]:
+def _bare(modules: tuple[Any, ...], others: Collection[Path]) -> list[tuple[tuple, Any]]:
     """Abstract arrays that flax treats as structure of a module, with their paths in the graph:
     those in a container and in no variable, such as the scales of an `nnx.WeightNorm`; before flax
     0.12.5, all arrays in no variable."""
     return [
         (path, value)
         for path, value in (imported("flax.nnx").iter_graph(modules) if modules else ())
-        if isinstance(value, jax.ShapeDtypeStruct) and tuple(map(str, path)) not in known
+        if isinstance(value, jax.ShapeDtypeStruct) and tuple(map(str, path)) not in others
     ]
 
 
@@ -172,10 +175,10 @@ def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]
     lists and tuples stay as they are; namedtuples without fields (`EmptyState`) become None.
     """
     apart = flatten_state(state)
-    found: dict[Path, Any] = {(*path, "value"): None for path in apart.masked}
+    tree: dict[Path, Any] = {(*path, "value"): None for path in apart.masked}
     for leaf in apart.leaves:
         level = () if leaf.wrapper is None else ("value",)
-        found[leaf.path + level] = leaf
+        tree[leaf.path + level] = leaf
 
     def is_empty(node: Any) -> bool:
         return not jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
@@ -187,14 +190,14 @@ def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]
         if _is_wrapper_or_module(node) or not is_empty(node):
             continue
         mapping = {} if isinstance(node, Mapping) else None
-        found[key_path(keys)] = type(node)() if type(node) in (list, tuple) else mapping
+        tree[key_path(keys)] = type(node)() if type(node) in (list, tuple) else mapping
     places = {key_path(keys): place for place, (keys, _) in enumerate(nodes)}
 
     def order(path: Path) -> tuple:
         place = next(places[path[:end]] for end in range(len(path) + 1) if path[:end] in places)
         return place, [(isinstance(key, str), key) for key in path]  # modules list theirs sorted
 
-    return {path: found[path] for path in sorted(found, key=order)}
+    return {path: tree[path] for path in sorted(tree, key=order)}
 
 
 def imported(name: str) -> Any:
@@ -244,17 +247,17 @@ def _aliases(duplicates: Sequence[Sequence[Sequence[Any]]]) -> dict[Path, list[P
 
 def _other_paths(aliases: dict[Path, list[Path]], path: Path) -> list[Path]:
     """All other paths of a leaf, through shared nodes."""
-    found, todo = {path}, [path]
+    paths, todo = {path}, [path]
     while todo:
         current = todo.pop()
         for end in range(1, len(current) + 1):
             for other in aliases.get(current[:end], ()):
                 new = (*other, *current[end:])
                 around = other[:end] == current[:end]  # a cycle of the graph
-                if new not in found and not around:
-                    found.add(new)
+                if new not in paths and not around:
+                    paths.add(new)
                     todo.append(new)
-    return sorted(found - {path})
+    return sorted(paths - {path})
 
 
 def annotation(leaf: StateLeaf) -> tuple[Names | None, str, Any]:
@@ -264,8 +267,8 @@ def annotation(leaf: StateLeaf) -> tuple[Names | None, str, Any]:
     names, kind, rules = None, "mesh", getattr(wrapper, "rules", None)
     if is_variable(wrapper):
         metadata = wrapper.get_metadata()
-        found = [metadata.get(key) for key in ("out_sharding", "sharding_names", "sharding")]
-        names = next((names for names in found if names is not None), None)
+        values = [metadata.get(key) for key in ("out_sharding", "sharding_names", "sharding")]
+        names = next((names for names in values if names is not None), None)
         names = getattr(names, "spec", names)
         kind, rules = "nnx", metadata.get("sharding_rules")
     elif wrapper is not None and isinstance(wrapper, imported("flax.core.meta").Partitioned):

@@ -96,9 +96,9 @@ def _gathered(row: np.ndarray) -> np.ndarray:
 
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len({*counts.values()}) > 1 or len(counts) < jax.process_count():
-        found = [f"process {n}: {counts[n]}" for n in range(jax.process_count())]
+        lines = [f"process {n}: {counts[n]}" for n in range(jax.process_count())]
         text = "the processes have unequal numbers of devices"
-        raise ReshardError(text, found, ['replicas="read" reads in each process'])
+        raise ReshardError(text, lines, ['replicas="read" reads in each process'])
     _wait_for_all()
     return process_allgather(row)
 
@@ -159,7 +159,7 @@ def read_together(
     agree(_described(requests, spreads, max_memory))
     own = [n for n in range(len(requests)) if n not in spreads]
     alone = read_arrays([requests[n] for n in own], max_memory, progress)
-    found = dict(zip(own, alone, strict=True))
+    arrays = dict(zip(own, alone, strict=True))
     shared = list(spreads)
     groups = co_read_groups([requests[n].handle for n in shared])
     turns = {shared[place]: turn for turn, group in enumerate(groups) for place in group}
@@ -175,11 +175,11 @@ def read_together(
         read = dict(zip(mine, read_arrays(parts, left), strict=True))
         agree("")
         for n in wave:
-            found[n] = _exchanged(requests[n], spreads[n], rows[n], read.pop(n, None))
+            arrays[n] = _exchanged(requests[n], spreads[n], rows[n], read.pop(n, None))
             shards = local_shards(requests[n].handle.shape, requests[n].sharding)
             progress(shards.elements * requests[n].dtype.itemsize)
     agree("")
-    return [found[n] for n in range(len(requests))]
+    return [arrays[n] for n in range(len(requests))]
 
 
 def _described(

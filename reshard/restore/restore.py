@@ -120,7 +120,7 @@ def restore(
         names = {name: leaf.path for leaf in leaves for name in (leaf.path, *leaf.aliases)}
         kept = {names[name] for name in match_globs(names, parse_globs("keep", keep), ())}
         targets = [leaf.target for leaf in leaves]
-        found, problems = match(targets, ckpt, cast=cast, ignore=unexpected == "ignore")
+        saved_paths, problems = match(targets, ckpt, cast=cast, ignore=unexpected == "ignore")
         problems = [problem for problem in problems if problem.path not in kept]
         parsed = functools.cache(parse_mesh)
         for leaf in leaves:
@@ -134,7 +134,7 @@ def restore(
 
         values: list[Any] = [
             leaf.value if path is None or leaf.path in kept else ckpt[path]
-            for leaf, path in zip(leaves, found, strict=True)
+            for leaf, path in zip(leaves, saved_paths, strict=True)
         ]
         arrays = {i: handle for i, handle in enumerate(values) if isinstance(handle, ArrayHandle)}
         check_names(arrays.values())

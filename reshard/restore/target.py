@@ -85,21 +85,21 @@ def target(
       >>> tuple(model.layer_0.kernel.sharding.spec)
       (None, 'model')
     """
-    made, found = target_and_coverage(mesh, model, rules, specs, semantics, inputs)
-    if found.unmatched or not any(found.reached):  # other rules may be for activations
-        for note in found.notes:
+    made, covered = target_and_coverage(mesh, model, rules, specs, semantics, inputs)
+    if covered.unmatched or not any(covered.reached):  # other rules may be for activations
+        for note in covered.notes:
             warnings.warn(note, stacklevel=2)
     return made
 
 
 def target_and_coverage(mesh: Any, *arguments: Any) -> tuple[Any, Coverage]:
     """The results of `target` and `coverage`, without warnings."""
-    state, found = _covered(mesh, *arguments)
-    if found.problems:
+    state, covered = _covered(mesh, *arguments)
+    if covered.problems:
         raise ShardingError(
-            f"the model does not fit the mesh `{found.mesh}`", found.problems, found.hints
+            f"the model does not fit the mesh `{covered.mesh}`", covered.problems, covered.hints
         )
-    specs = iter(found.leaves)
+    specs = iter(covered.leaves)
     values = [
         jax.ShapeDtypeStruct(
             leaf.value.shape,
@@ -111,7 +111,7 @@ def target_and_coverage(mesh: Any, *arguments: Any) -> tuple[Any, Coverage]:
         else leaf.value
         for leaf in state.leaves
     ]
-    return state.unflatten(values), found
+    return state.unflatten(values), covered
 
 
 def coverage(
@@ -168,14 +168,14 @@ def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
     """
     nnx = imported("flax.nnx")
     held = [leaf for leaf in leaves if is_variable(leaf.wrapper)]
-    found = {leaf.path for leaf in held if isinstance(leaf.wrapper, nnx.Param)}
-    if not found and any(isinstance(leaf.wrapper, nnx.OptState) for leaf in held):
+    parameters = {leaf.path for leaf in held if isinstance(leaf.wrapper, nnx.Param)}
+    if not parameters and any(isinstance(leaf.wrapper, nnx.OptState) for leaf in held):
         kinds = (nnx.OptState, nnx.RngState)
-        found = {leaf.path for leaf in held if not isinstance(leaf.wrapper, kinds)}
+        parameters = {leaf.path for leaf in held if not isinstance(leaf.wrapper, kinds)}
     rest = [leaf.path for leaf in leaves if not is_variable(leaf.wrapper)]
-    found |= below_params(rest)
-    if found:
-        return found
+    parameters |= below_params(rest)
+    if parameters:
+        return parameters
 
     def is_named(node: Any) -> bool:
         return isinstance(node, tuple) and hasattr(node, "_fields")
@@ -188,10 +188,10 @@ def _parameters(state: Any, leaves: Sequence[StateLeaf]) -> set[Path]:
 def _spec_tree(specs: Any, paths: set[Path]) -> dict[Path, Spec]:
     """`specs` by path if it is a pytree with specs for leaves; empty if it is pairs."""
     kinds = (jax.sharding.PartitionSpec, jax.sharding.NamedSharding)
-    found, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, kinds))
-    if not all(isinstance(leaf, kinds) for _, leaf in found):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, kinds))
+    if not all(isinstance(leaf, kinds) for _, leaf in leaves):
         return {}
-    tree = {key_path(keys): normalize_spec(getattr(leaf, "spec", leaf)) for keys, leaf in found}
+    tree = {key_path(keys): normalize_spec(getattr(leaf, "spec", leaf)) for keys, leaf in leaves}
     # Flax keeps the variables around the specs of an NNX state.
     tree = {p[:-1] if p[-1:] == ("value",) and p not in paths else p: x for p, x in tree.items()}
     if isinstance(specs, Mapping) and all(len(path) == 1 for path in tree) and set(tree) != paths:

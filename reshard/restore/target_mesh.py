@@ -60,13 +60,13 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     check_state(target)
     leaves = flatten_state(target).leaves
     targets = [leaf.target for leaf in leaves]
-    found, problems = match(targets, ckpt)
+    saved_paths, problems = match(targets, ckpt)
     if problems:
         of_nnx = any(is_variable(leaf.wrapper) for leaf in leaves)
         raise mismatch_error(problems, targets, ckpt, of_nnx, _hints(problems, targets))
     parsed = functools.cache(parse_mesh)
     specs: dict[Path, Spec] = {}
-    for leaf, path in zip(leaves, found, strict=True):
+    for leaf, path in zip(leaves, saved_paths, strict=True):
         sharding: Any = getattr(leaf.value, "sharding", None)
         handle = None if path is None else ckpt[path]
         if not isinstance(handle, ArrayHandle) or not hasattr(sharding, "spec"):

@@ -132,8 +132,8 @@ class Coverage:
     @property
     def replicated(self) -> tuple[LeafCoverage, ...]:
         """Leaves that every device holds in full, largest first."""
-        found = [leaf for leaf in self.leaves if leaf.replicated]
-        return tuple(sorted(found, key=lambda leaf: -leaf.device_bytes))
+        leaves = [leaf for leaf in self.leaves if leaf.replicated]
+        return tuple(sorted(leaves, key=lambda leaf: -leaf.device_bytes))
 
     @property
     def replicated_bytes(self) -> int:
@@ -231,23 +231,23 @@ def cover(
     matched = match_specs(paths, spec_pairs(specs), {leaf.path for leaf in leaves if leaf.variable})
     names = (n for leaf in leaves for n in leaf.names or () if isinstance(n, str))
     parsed = () if rules is None else parse_rules(rules, dict.fromkeys(names))
-    found = _Cover(mesh, parsed, rules is None, semantics, leaves)
+    work = _Cover(mesh, parsed, rules is None, semantics, leaves)
     # Optimizer state needs the specs of parameters.
     for leaf in sorted(leaves, key=lambda leaf: not leaf.parameter):
         spec = matched.get(leaf.path)
-        decided = ("specs", spec, ()) if spec is not None else found.by_parameter(leaf)
+        decided = ("specs", spec, ()) if spec is not None else work.by_parameter(leaf)
         if decided is None and leaf.names is not None:
-            decided = "names", *found.by_names(leaf, leaf.names)
+            decided = "names", *work.by_names(leaf, leaf.names)
         if decided is None:
             decided = ("none", (), ()) if leaf.saved is None else ("sharding", leaf.saved, ())
-        found.add(leaf, *decided)
+        work.add(leaf, *decided)
     return Coverage(
         mesh,
         parsed,
-        tuple(found.done[path] for path in paths),
-        {name: tuple(paths) for name, paths in found.unmatched.items()},
-        tuple(dict.fromkeys(itertools.chain(*found.problems.values()))),
-        tuple(dict.fromkeys(found.hints)),
+        tuple(work.done[path] for path in paths),
+        {name: tuple(paths) for name, paths in work.unmatched.items()},
+        tuple(dict.fromkeys(itertools.chain(*work.problems.values()))),
+        tuple(dict.fromkeys(work.hints)),
     )
 
 
@@ -276,13 +276,13 @@ class _Cover:
         """The part of its parameter's spec, for optimizer state without another annotation."""
         if leaf.parameter:
             return None
-        found = [self.done[path] for path in self._parameters.followed_by(leaf.path)]
-        if len({(owner.shape, owner.spec) for owner in found}) != 1:
-            if found and leaf.names is None and all(owner.shape == leaf.shape for owner in found):
-                names = " or ".join(format_path(owner.path) for owner in found)
+        owners = [self.done[path] for path in self._parameters.followed_by(leaf.path)]
+        if len({(owner.shape, owner.spec) for owner in owners}) != 1:
+            if owners and leaf.names is None and all(owner.shape == leaf.shape for owner in owners):
+                names = " or ".join(format_path(owner.path) for owner in owners)
                 self._ambiguous(leaf, f"it may belong to {names}, which have different specs")
             return None
-        owner, parameter = found[0], self._marked[found[0].path]
+        owner, parameter = owners[0], self._marked[owners[0].path]
         if leaf.names is not None:  # optimizers copy the annotations of parameters
             follows = leaf.names == parameter.names or len(leaf.names) > len(leaf.shape)
         else:
@@ -308,17 +308,19 @@ class _Cover:
         semantics = self._semantics or ("nnx" if leaf.kind == "nnx" else "linen")
         passes = leaf.kind == "mesh" or semantics == "nnx"
         rules = self._rules
-        known = {name for name, _ in rules}
+        with_rule = {name for name, _ in rules}
         if leaf.own_rules:
-            rules += tuple(rule for rule in parse_rules(leaf.own_rules, ()) if rule[0] not in known)
-            known = {name for name, _ in rules}
-        found = resolve_names(names, rules, semantics, passes)
+            rules += tuple(
+                rule for rule in parse_rules(leaf.own_rules, ()) if rule[0] not in with_rule
+            )
+            with_rule = {name for name, _ in rules}
+        resolved = resolve_names(names, rules, semantics, passes)
         text, problems = format_path(leaf.path), self.problems[leaf.path]
         for name, count in collections.Counter(names).items():
-            ruled = isinstance(name, str) and (not passes or name in known)
+            ruled = isinstance(name, str) and (not passes or name in with_rule)
             if semantics == "linen" and count > 1 and ruled:
                 problems.append(f"{text}: its names {names} have '{name}' twice")
-        for name in found.unmatched:
+        for name in resolved.unmatched:
             on_mesh = name in self._mesh.axis_names
             if on_mesh and passes:
                 continue
@@ -338,15 +340,15 @@ class _Cover:
                 problems.append(f"{text}: its axes have logical names {names}, and no rules")
                 self.hints.append('rules=[("embed", "data"), ...] gives them, rules=[] replicates')
             self.unmatched.setdefault(name, []).append(leaf.path)
-        return found.spec, tuple(place for place in found.used if place < len(self._rules))
+        return resolved.spec, tuple(place for place in resolved.used if place < len(self._rules))
 
     def add(self, leaf: AnnotatedLeaf, source: str, spec: Spec, used: tuple[int, ...]) -> None:
         """Adds a leaf with its spec, and why the spec does not fit it."""
         text = f"{format_path(leaf.path)}  {list(leaf.shape)}"
         if source == "names":
             text += f" {leaf.names}"
-        found = spec_problems(leaf.shape, self._mesh, spec)
-        self.problems[leaf.path] += [f"{text}: {problem}" for problem in found]
+        problems = spec_problems(leaf.shape, self._mesh, spec)
+        self.problems[leaf.path] += [f"{text}: {problem}" for problem in problems]
         parts = math.prod(self._mesh.shape.get(axis, 1) for entry in spec for axis in entry)
         nbytes = math.prod(leaf.shape) * leaf.itemsize
         sizes = nbytes, nbytes // parts, parts == 1 < self._mesh.size

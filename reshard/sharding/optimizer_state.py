@@ -34,11 +34,11 @@ class Parameters:
         for path in paths:
             keys = tuple(map(str, path))
             for start in range(len(keys)):
-                found = self._by_ending.setdefault(keys[start:], [])
-                if found and len(path) < len(found[0]):
-                    found.clear()
-                if not found or (len(path) == len(found[0]) and len(found) <= _MAX_OWNERS):
-                    found.append(path)
+                owners = self._by_ending.setdefault(keys[start:], [])
+                if owners and len(path) < len(owners[0]):
+                    owners.clear()
+                if not owners or (len(path) == len(owners[0]) and len(owners) <= _MAX_OWNERS):
+                    owners.append(path)
         self._below: collections.Counter[tuple[str, ...]] = collections.Counter()
         for path in others:
             keys = tuple(map(str, path))
@@ -52,8 +52,8 @@ class Parameters:
         if not starts:
             return []
         start = max(starts, key=lambda start: (self._below[keys[:start]], -start))
-        found = self._by_ending[keys[start:]]
-        return found if len(found) <= _MAX_OWNERS else []
+        owners = self._by_ending[keys[start:]]
+        return owners if len(owners) <= _MAX_OWNERS else []
 
 
 def matching_part(path: Path, shape: Shape, parameter: Shape, spec: Spec) -> Spec | str:
@@ -102,7 +102,7 @@ def _factor_dims(path: Path, parameter: Shape) -> tuple[int, ...] | None:
         return None  # optax's sort is not stable then, on some processors
     second, largest = sorted(range(len(parameter)), key=lambda dim: parameter[dim])[-2:]
     dropped = {"v_row": largest, "v_col": second}
-    found = [dropped[key] for key in path if key in dropped]
-    if len(found) != 1:
+    dims = [dropped[key] for key in path if key in dropped]
+    if len(dims) != 1:
         return None
-    return tuple(dim for dim in range(len(parameter)) if dim != found[0])
+    return tuple(dim for dim in range(len(parameter)) if dim != dims[0])

@@ -171,15 +171,17 @@ class ArrayStore(ZarrVersion):
         return lambda: checked(read, f"the metadata of `{name}`").value or None
 
     def truncated_file(self, name: str) -> str | None:
-        """The first truncated file of an array, in words; None if all are long enough. Reads
-        nothing."""
+        """The first missing or truncated file of an array, in words; None if all are long enough.
+        Reads nothing."""
         values = (value for value in self.values[name].values() if value.truncated is not None)
         first = min(values, key=lambda value: (value.file or "", -value.offset), default=None)
         if first is None:
             return None
-        nbytes, needed = first.truncated or (0, 0)
+        file, (nbytes, needed) = self.directory / (first.file or ""), first.truncated or (0, 0)
+        if nbytes is None:
+            return f"`{file}` is missing"
         expected = f"at least {needed}" if nbytes < needed else str(needed)
-        return f"`{self.directory / (first.file or '')}` has {nbytes} bytes, expected {expected}"
+        return f"`{file}` has {nbytes} bytes, expected {expected}"
 
     def check_blosc(self, name: str, nbytes: int) -> None:
         """Raises CorruptCheckpointError unless the headers of all blosc chunks of an array say that

@@ -204,8 +204,8 @@ class StoredValue(NamedTuple):
       part: the OCDBT database that lists it, as in `ArrayStore.parts`; "" for plain files.
       file: the file that holds it, relative to the item's directory; None if the B-tree holds it.
       inline: its bytes, for zarr metadata in the B-tree.
-      truncated: bytes of the file, and bytes that the file needs to hold this value, if it is too
-        short.
+      truncated: bytes of the file, None if it is missing, and bytes that the file needs to hold
+        this value; None if the file is long enough.
       offset: where it begins in the file.
     """
 
@@ -213,7 +213,7 @@ class StoredValue(NamedTuple):
     part: str = ""
     file: str | None = None
     inline: bytes | None = None
-    truncated: tuple[int, int] | None = None
+    truncated: tuple[int | None, int] | None = None
     offset: int = 0
 
 
@@ -232,9 +232,8 @@ def stored_values(
                 continue
             file, offset, size = _split_location(entry["indirect_value"])
             nbytes, needed = file_bytes(file), offset + size
-            truncated = None
-            if nbytes is not None and disk.UNKNOWN < nbytes < needed:
-                truncated = (nbytes, needed)
+            whole = nbytes is not None and (nbytes == disk.UNKNOWN or nbytes >= needed)
+            truncated = None if whole else (nbytes, needed)
             path = f"{part}/{file}" if part else file
             yield key, StoredValue(size, part, path, None, truncated, offset)
 

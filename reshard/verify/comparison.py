@@ -87,9 +87,9 @@ def diff(
     one, other = (c if isinstance(c, Checkpoint) else open_checkpoint(c) for c in (a, b))
     in_a, in_b = _selected(one, other, select, drop)
     same = partners(in_a, in_b)
-    here = set(same.values())
+    in_both = set(same.values())
     removed = {path: leaf for path, leaf in in_a.items() if path not in same}
-    added = {path: leaf for path, leaf in in_b.items() if path not in here}
+    added = {path: leaf for path, leaf in in_b.items() if path not in in_both}
     pairs = {
         path: (left, right)
         for path, partner in same.items()
@@ -99,35 +99,35 @@ def diff(
     }
     alone = _alike(removed, added)
     contents, digests = ({}, {}) if values else _recorded(pairs, alone)
-    rest = {path: pair for path, pair in pairs.items() if path not in contents}
+    unknown = {path: pair for path, pair in pairs.items() if path not in contents}
     unread = {path: handle for path, handle in alone.items() if path not in digests}
     names = _name(one), _name(other)
-    reads = values is not False and bool(values or rest or unread)
+    reads = values is not False and bool(values or unknown or unread)
     if reads:
         how = parse_bytes(max_memory), workers, executor, progress
-        differing, more = _read(rest, unread, in_a, names, (rtol, atol), *how)
+        differing, more = _read(unknown, unread, in_a, names, (rtol, atol), *how)
         contents, digests = contents | differing, digests | more
     kinds = {path: (digest, _kind(alone[path])) for path, digest in digests.items()}
     moved = _moves(*({p: kinds[p] for p in side if p in kinds} for side in (removed, added)))
-    found: list[Difference] = []
+    rows: list[Difference] = []
     if layout and one.source.format != other.source.format:
-        found.append(Difference("format", (), one.source.format, other.source.format))
+        rows.append(Difference("format", (), one.source.format, other.source.format))
     for path, leaf in in_a.items():
         if path in same:
-            found += _differences(path, same[path], leaf, in_b[same[path]], layout)
-            found += [each] if (each := contents.get(path)) else []
+            rows += _differences(path, same[path], leaf, in_b[same[path]], layout)
+            rows += [each] if (each := contents.get(path)) else []
         elif path in moved:
-            found.append(Difference("moved", path, format_path(path), format_path(moved[path])))
+            rows.append(Difference("moved", path, format_path(path), format_path(moved[path])))
         else:
-            found.append(Difference("removed", path, kind_text(leaf), None))
+            rows.append(Difference("removed", path, kind_text(leaf), None))
     for path in moved.values():
         del added[path]
-    found += [Difference("added", path, None, kind_text(leaf)) for path, leaf in added.items()]
+    rows += [Difference("added", path, None, kind_text(leaf)) for path, leaf in added.items()]
     nbytes = {p: a.nbytes for p, a in (in_a | added).items() if isinstance(a, ArrayHandle)}
-    not_compared = len(rest) if values is False else 0
+    not_compared = len(unknown) if values is False else 0
     counts = len(pairs) - not_compared, not_compared
-    by_digests = len(pairs) - len(rest)
-    return Diff(*names, tuple(found), reads, float(rtol), float(atol), *counts, nbytes, by_digests)
+    by_digests = len(pairs) - len(unknown)
+    return Diff(*names, tuple(rows), reads, float(rtol), float(atol), *counts, nbytes, by_digests)
 
 
 def _check_tolerances(values: bool | None, **tolerances: Any) -> None:

@@ -55,21 +55,21 @@ class Difference:
     def document(self) -> dict[str, Any]:
         """What `reshard diff --json` has of it."""
         document = {"what": self.what, "path": format_path(self.path), "keys": list(self.path)}
-        found = self.elements
-        if found is None:
+        elements = self.elements
+        if elements is None:
             return document | {"a": self.a, "b": self.b}
         a, b = self.texts()
         return document | {
             "a": _number(self.a.item(), a),
             "b": _number(self.b.item(), b),
-            "index": list(found.index),
-            "count": found.count,
-            "size": found.size,
-            "non_finite": found.non_finite,
-            "max_abs": _number(found.max_abs, str(found.max_abs)),
-            "max_rel": _number(found.max_rel, str(found.max_rel)),
-            "abs_histogram": {str(k): count for k, count in found.abs_histogram.items()},
-            "rel_histogram": {str(k): count for k, count in found.rel_histogram.items()},
+            "index": list(elements.index),
+            "count": elements.count,
+            "size": elements.size,
+            "non_finite": elements.non_finite,
+            "max_abs": _number(elements.max_abs, str(elements.max_abs)),
+            "max_rel": _number(elements.max_rel, str(elements.max_rel)),
+            "abs_histogram": {str(k): count for k, count in elements.abs_histogram.items()},
+            "rel_histogram": {str(k): count for k, count in elements.rel_histogram.items()},
         }
 
 
@@ -113,14 +113,14 @@ class Diff:
 
     def of(self, *what: str) -> tuple[Difference, ...]:
         """The differences of some kinds."""
-        return tuple(found for found in self.differences if found.what in what)
+        return tuple(each for each in self.differences if each.what in what)
 
     def document(self) -> dict[str, Any]:
         """What `reshard diff --json` prints."""
         fields = ("a", "b", "equal", "values", "by_digests", "rtol", "atol")
         fields += ("compared", "not_compared")
         document = {name: getattr(self, name) for name in fields}
-        document["differences"] = [found.document() for found in self.differences]
+        document["differences"] = [each.document() for each in self.differences]
         document["arrays"] = [
             {"path": format_path(path), "keys": list(path), "bytes": nbytes}
             for path, nbytes in self.nbytes.items()
@@ -130,16 +130,16 @@ class Diff:
     def report(self, limit: int | None = None, phrase: Callable[[str], str] = str) -> str:
         """The differences, a line a leaf, of at most `limit` leaves, and how contents were
         compared. `phrase` rewrites hints, which are calls."""
-        by_leaf = itertools.groupby(self.differences, key=lambda found: found.path)
-        leaves = [(path, list(found)) for path, found in by_leaf]
-        rows = [_row(path, found) for path, found in leaves[:limit]]
+        by_leaf = itertools.groupby(self.differences, key=lambda each: each.path)
+        leaves = [(path, list(each)) for path, each in by_leaf]
+        rows = [_row(path, each) for path, each in leaves[:limit]]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"A: {self.a}", f"B: {self.b}"]
         for what, path, sides in rows:
             lines.append(f"{what.ljust(widths[0])}  {path.ljust(widths[1])}  {sides}")
         if len(leaves) > len(rows):
             lines.append(f"... and {len(leaves) - len(rows)} more leaves")
-        counts = collections.Counter(found.what for found in self.differences)
+        counts = collections.Counter(each.what for each in self.differences)
         kinds = ", ".join(f"{count} {what}" for what, count in counts.items())
         total = _counted(len(self.differences), "difference") + f": {kinds}" * bool(kinds)
         if self.equal is None:
@@ -179,25 +179,29 @@ class Diff:
         return self.report(_SHOWN)
 
 
-def _row(path: Path, found: Sequence[Difference]) -> tuple[str, str, str]:
+def _row(path: Path, differences: Sequence[Difference]) -> tuple[str, str, str]:
     """How a leaf differs, its path, and both sides."""
-    pairs = [difference.texts() for difference in found]
+    pairs = [difference.texts() for difference in differences]
     sides = []
-    if found[0].what not in ("added", "moved"):
+    if differences[0].what not in ("added", "moved"):
         sides.append("A: " + ", ".join(a for a, _ in pairs))
-    if found[0].what != "removed":
+    if differences[0].what != "removed":
         sides.append("B: " + ", ".join(b for _, b in pairs))
-    sides += [_measured(d.elements) for d in found if d.elements is not None]
-    return ", ".join(d.what for d in found), format_path(path), "  ".join(sides)
+    sides += [_measured(d.elements) for d in differences if d.elements is not None]
+    return ", ".join(d.what for d in differences), format_path(path), "  ".join(sides)
 
 
-def _measured(found: ElementDifference) -> str:
+def _measured(elements: ElementDifference) -> str:
     """`2 of 32 elements, the first at [0,3]; max abs 0.5, max rel 0.25`."""
-    text = f"{found.count} of {found.size} elements, the first at {_text(list(found.index))}"
-    if found.max_abs is not None and found.max_rel is not None:
-        largest = found.max_abs if isinstance(found.max_abs, int) else f"{found.max_abs:.6g}"
-        text += f"; max abs {largest}, max rel {found.max_rel:.6g}"
-    return text + (f"; {found.non_finite} NaN or infinite" if found.non_finite else "")
+    text = (
+        f"{elements.count} of {elements.size} elements, the first at {_text(list(elements.index))}"
+    )
+    if elements.max_abs is not None and elements.max_rel is not None:
+        largest = (
+            elements.max_abs if isinstance(elements.max_abs, int) else f"{elements.max_abs:.6g}"
+        )
+        text += f"; max abs {largest}, max rel {elements.max_rel:.6g}"
+    return text + (f"; {elements.non_finite} NaN or infinite" if elements.non_finite else "")
 
 
 def _counted(count: int, noun: str) -> str:

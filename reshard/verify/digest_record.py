@@ -111,10 +111,10 @@ class Record:
                 return "has no digest of it"
         return None
 
-    def gone_arrays(self, source: Source, where: str) -> list[str]:
+    def missing_arrays(self, source: Source, where: str) -> list[str]:
         """The recorded arrays that are not stored, a line each."""
-        gone = [name for name in self.arrays if name not in source.store.values]
-        return [f"the array `{name}`: {where}, but missing" for name in gone]
+        missing = [name for name in self.arrays if name not in source.store.values]
+        return [f"the array `{name}`: {where}, but missing" for name in missing]
 
     def changed_files(
         self, source: Source, hash_of: Callable[[Location], str | None] = Location.sha256

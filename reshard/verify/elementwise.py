@@ -94,16 +94,16 @@ class ElementComparison:
         if self.state is None or state is None:
             self.state = self.state or state
             return
-        found = self.state, state
-        first = min(found, key=lambda each: each.index)
+        both = self.state, state
+        first = min(both, key=lambda each: each.index)
         self.state = dataclasses.replace(
             first,
             count=self.state.count + state.count,
             non_finite=self.state.non_finite + state.non_finite,
-            max_abs=max((x.max_abs for x in found if x.max_abs is not None), default=None),
-            max_rel=max((x.max_rel for x in found if x.max_rel is not None), default=None),
-            abs_histogram=_sum(x.abs_histogram for x in found),
-            rel_histogram=_sum(x.rel_histogram for x in found),
+            max_abs=max((x.max_abs for x in both if x.max_abs is not None), default=None),
+            max_rel=max((x.max_rel for x in both if x.max_rel is not None), default=None),
+            abs_histogram=_sum(x.abs_histogram for x in both),
+            rel_histogram=_sum(x.rel_histogram for x in both),
         )
 
     def _differing(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -123,7 +123,7 @@ class ReadTask:
     def run(self, report: Report) -> tuple[dict[int, Any], Failed]:
         largest = max(map(least_memory, self.groups.values()), default=0)
         limit = limiter_bytes(self.max_memory, cores(), largest)
-        failed: Failed = {}
+        failed = {n: errors for n, group in self.groups.items() if (errors := _unreadable(group))}
         units = self._units(failed)
         with MemoryLimiter(limit) as limiter:
             for filled in read(in_batches(units, limit // WINDOW, self.max_memory), limiter):
@@ -155,6 +155,18 @@ class ReadTask:
                         group = self.groups[number]
                         reads = [Read(handle, box, number) for handle in group]
                         yield Unit(reads, *_buffers(group, math.prod(shape_of(box))))
+
+
+def _unreadable(group: Group) -> dict[int, ReshardError]:
+    """The errors of arrays whose data is missing, truncated, or saved under a shared name."""
+    errors: dict[int, ReshardError] = {}
+    for place, handle in enumerate(group):
+        try:
+            handle.stored_sizes()
+            handle.view()
+        except ReshardError as error:
+            errors[place] = error
+    return errors
 
 
 def _turns(groups: Sequence[Group], limit: int, max_memory: int) -> Iterator[_Turn]:
@@ -229,19 +241,10 @@ def read_digests(
 ) -> tuple[dict[Path, str], dict[Path, ReshardError]]:
     """Path -> digest of each array that can be read, and path -> error of each other array. Raises
     as `read_values` does."""
-    failed: dict[Path, ReshardError] = {}
-    readable: list[ArrayHandle] = []
-    for leaf in leaves:
-        try:
-            leaf.stored_sizes()  # says so if chunks are missing
-            leaf.view()
-        except ReshardError as error:
-            failed[leaf.path] = error
-        else:
-            readable.append(leaf)
-    made = [Digest(leaf.shape, leaf.dtype) for leaf in readable]
-    groups = [(leaf,) for leaf in readable]
+    leaves = list(leaves)
+    made = [Digest(leaf.shape, leaf.dtype) for leaf in leaves]
+    groups = [(leaf,) for leaf in leaves]
     errors = read_values(groups, made, max_memory, progress, workers, executor)
-    failed |= {readable[number].path: found[0] for number, found in errors.items()}
-    pairs = zip(readable, made, strict=True)
+    failed = {leaves[number].path: found[0] for number, found in errors.items()}
+    pairs = zip(leaves, made, strict=True)
     return {leaf.path: found.text() for leaf, found in pairs if leaf.path not in failed}, failed

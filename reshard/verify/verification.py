@@ -109,8 +109,8 @@ def verify(
         file = parse_location(against)
         hint = "reshard.digest(path, write=True)"
         other = read_record(file, hint) if is_record_file(file) else open_checkpoint(against)
-    whole = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
-    how = parse_bytes(max_memory), counted(whole, progress), workers, executor
+    total = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
+    how = parse_bytes(max_memory), counted(total, progress), workers, executor
     wrong: _Texts = defaultdict(list)
     expected: _Expected = defaultdict(list)
     files: list[str] = []
@@ -128,14 +128,7 @@ def verify(
             if lacking := other.lacks(path, leaf):
                 wrong[path].append(f"`{against}` {lacking}")
     elif other is not None:
-        name = f"`{other.source.path}`"
-        here = {there: path for path, there in partners(ckpt, other).items()}
-        comparable = _compare_trees(ckpt, other, here, name, wrong)
-        digests, failed = read_digests(other.arrays, *how)
-        for there in comparable.intersection(digests):
-            expected[here[there]].append((digests[there], f"of {name}"))
-        for there, error in failed.items():
-            wrong[here.get(there, there)].append(f"in {name}, {reason(error, there)}")
+        _expect_equal(other, ckpt, how, wrong, expected)
     digests, failed = read_digests(ckpt.arrays, *how)
     for path, error in failed.items():
         wrong[path].append(reason(error, path))
@@ -158,28 +151,32 @@ def _expect(
             wrong[leaf.path].append(f"{other_kind} {where}")
         elif recorded := record.digest(leaf):
             expected[leaf.path].append((recorded, where))
-    return record.gone_arrays(ckpt.source, where)
+    return record.missing_arrays(ckpt.source, where)
 
 
-def _compare_trees(
-    ckpt: Checkpoint, other: Checkpoint, here: Mapping[Path, Path], name: str, wrong: _Texts
-) -> set[Path]:
-    """Adds leaves of one side, and those that differ in path or kind. Returns the other side's
-    leaves whose values can be compared. `here` maps the other side's paths of common leaves."""
-    for path in ckpt.keys() - here.values():
+def _expect_equal(
+    other: Checkpoint, ckpt: Checkpoint, how: Any, wrong: _Texts, expected: _Expected
+) -> None:
+    """Adds the digests of another checkpoint's arrays, and all other differences of the leaves."""
+    name, same = f"`{other.source.path}`", partners(ckpt, other)
+    own_paths = {other_path: path for path, other_path in same.items()}
+    digests, failed = read_digests(other.arrays, *how)
+    for path in ckpt.keys() - same.keys():
         wrong[path].append(f"{name} does not have it")
-    wrong |= {path: [f"only {name} has it"] for path in other if path not in here}
-    comparable = set()
-    for there, path in here.items():
-        if path != there:  # Orbax restores a list on one side and a dict on the other.
-            paths = f"{marked_positions(path)}, in {name} {marked_positions(there)}"
+    wrong |= {path: [f"only {name} has it"] for path in other if path not in own_paths}
+    for path, other_path in same.items():
+        if path != other_path:  # Orbax restores a list on one side and a dict on the other.
+            paths = f"{marked_positions(path)}, in {name} {marked_positions(other_path)}"
             wrong[path].append(f"its path is {paths}")
-        kind, its = kind_text(ckpt[path]), kind_text(other[there])
-        if kind == its:
-            comparable.add(there)
-        else:
+        kind, its = kind_text(ckpt[path]), kind_text(other[other_path])
+        if kind != its:
             wrong[path].append(f"it is {kind}, in {name} {its}")
-    return comparable
+        elif other_path in digests:
+            expected[path].append((digests[other_path], f"of {name}"))
+    for other_path, error in failed.items():
+        wrong[own_paths.get(other_path, other_path)].append(
+            f"in {name}, {reason(error, other_path)}"
+        )
 
 
 def reason(error: ReshardError, path: Path) -> str:

@@ -165,8 +165,8 @@ def _write_files(
         def write_boxes(boxes: Sequence[_Filled]) -> None:
             done = set()
             for array, box, values in boxes:
-                file, begin = places[array.layout.path]
-                shape = array.layout.shape
+                file, begin = places[array.path]
+                shape = array.shape
                 disk.write_box(file, begin, shape, box, values)
                 if all(part.stop == size for part, size in zip(box[1:], shape[1:], strict=True)):
                     done.add(file)  # its rows are complete: their pages are not written again
@@ -275,12 +275,12 @@ class Target:
         """Encodes and writes boxes in one transaction. Its commit frees their memory."""
         transaction, store = self._begin(number)
         which = number % len(self._stores)
-        paths = {array.layout.path for array, _, _ in boxes}
+        paths = {array.path for array, _, _ in boxes}
         for key in [key for key in self._arrays if key[0] not in paths]:
             del self._arrays[key]
         copies = []
         for array, box, values in boxes:
-            key = array.layout.path, which
+            key = array.path, which
             if key not in self._arrays:
                 self._arrays[key] = self._open(store, array)
             target = self._arrays[key].with_transaction(transaction)[box]
@@ -329,7 +329,7 @@ class Target:
         metadata = self._format.metadata(array.handle, array.chunk)
         options = {"store_data_equal_to_fill_value": not self._format.omits_fill}
         spec = array_spec(self._format.driver, metadata, **options)
-        below = store / f"{stored_name(array.layout.path)}/"
+        below = store / f"{stored_name(array.path)}/"
         return ts.open(spec, kvstore=below, context=self._context).result()
 
 
@@ -358,7 +358,7 @@ def write_chunks(
         boxes = [(read.owner, read.box, values) for read, values in pairs if values is not None]
         write(number, boxes, filled.reservation)
         for array, box, values in boxes:  # while other threads encode what is committed
-            digests[array.layout.path].add(box, values)
+            digests[array.path].add(box, values)
         report(sum(read.nbytes for read in reads))
         boxes, values = [], None  # only the transaction holds the buffers until it is committed
 
@@ -366,13 +366,12 @@ def write_chunks(
 def units(pieces: Sequence[Piece]) -> Iterator[Unit]:
     """Boxes in order. Boxes of arrays that share stored chunks are read together."""
     for group, start, stop, *_ in pieces:
-        layouts = [array.layout for array in group]
         for boxes in zip(*(array.boxes(start, stop) for array in group), strict=True):
             elements = math.prod(shape_of(boxes[0]))
             yield Unit(
                 [Read(a.handle, box, a) for a, box in zip(group, boxes, strict=True)],
-                elements * sum(layout.read_itemsize for layout in layouts),
-                sum(layout.consumer_bytes(elements) for layout in layouts),
+                elements * sum(array.read_itemsize for array in group),
+                sum(array.consumer_bytes(elements) for array in group),
             )
 
 

@@ -40,7 +40,7 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
     """File name -> content of an item's documents."""
     if files := item.format.files:
         return {INDEX: index(files)} if len(files) > 1 else {}
-    ckpt, chunks = item.ckpt, {array.layout.path: array.chunk for array in item.arrays}
+    ckpt, chunks = item.ckpt, {array.path: array.chunk for array in item.arrays}
     strings = nested(  # Orbax nests their names at each slash
         (tuple(stored_name(path).split("/")), leaf)
         for path, leaf in ckpt.items()
@@ -167,7 +167,7 @@ def source_record(ckpt: Checkpoint, handles: Sequence[ArrayHandle]) -> digest_re
         return NO_RECORD
     kinds = [(root.path, record.other_kind(root)) for root in _stored(handles).values()]
     problems = [f"{format_path(path)}: {text} on record" for path, text in kinds if text]
-    problems += record.gone_arrays(source, "on record")
+    problems += record.missing_arrays(source, "on record")
     source.store.directory.prefetch(record.files)
     files = record.changed_files(
         source, lambda file: None if is_sibling(ckpt, file) else file.sha256()

@@ -48,8 +48,8 @@ def files_to_link(
     bytes stay, and less than the source itself uses. Raises CorruptCheckpointError if a file is
     missing."""
     directory = store.directory
-    every = sum(array.layout.stored_bytes for array in arrays)
-    verbatim = sum(array.layout.stored_bytes for array in arrays if array.verbatim)
+    every = sum(array.stored_bytes for array in arrays)
+    verbatim = sum(array.stored_bytes for array in arrays if array.verbatim)
     if not (form.linkable and directory.is_local and verbatim and verbatim >= _MOST * every):
         return None
     if destination is not None and not (

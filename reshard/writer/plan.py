@@ -71,8 +71,8 @@ class _Work(NamedTuple):
 
 def _boxes(item: int, group: Sequence[ArrayPlan]) -> _Work:
     """All boxes of arrays that are read together."""
-    sizes = [grid_sums(a.layout.shape, a.box or (), a.chunk) for a in group]
-    itemsize = sum(array.layout.target_itemsize for array in group)
+    sizes = [grid_sums(a.shape, a.box or (), a.chunk) for a in group]
+    itemsize = sum(array.target_itemsize for array in group)
     return _Work(item, group, sizes[0][0] * itemsize, np.sum([n for _, n in sizes], axis=0))
 
 
@@ -143,7 +143,7 @@ class ItemPlan:
             return ItemShare(number, self.format, metadata, pieces)
         files = [f for piece in pieces for f in self.format.files[piece.start : piece.stop]]
         paths = {path for file in files for path in file.offsets}
-        groups = [[array for array in g if array.layout.path in paths] for g in self.groups]
+        groups = [[array for array in g if array.path in paths] for g in self.groups]
         boxes = [_boxes(number, group).piece() for group in groups if group]
         return ItemShare(number, self.format, metadata, boxes, files)
 
@@ -151,7 +151,7 @@ class ItemPlan:
     def reads_twice(self) -> bool:
         """Whether several shares would decode the same chunks: those of arrays in several files."""
         numbers = {path: n for n, file in enumerate(self.format.files) for path in file.offsets}
-        return any(len({numbers[array.layout.path] for array in g}) > 1 for g in self.groups)
+        return any(len({numbers[array.path] for array in g}) > 1 for g in self.groups)
 
     def metadata(self) -> dict[str, bytes]:
         """Metadata of arrays, by their keys, unless they are copied from the source."""
@@ -180,7 +180,7 @@ class ItemPlan:
         for array in self.arrays:
             handle = array.handle
             saved = sharding_document(handle.saved_sharding)
-            nbytes = handle.nbytes // handle.dtype.itemsize * array.layout.source_itemsize
+            nbytes = handle.nbytes // handle.dtype.itemsize * array.source_itemsize
             yield {
                 **({"step": self.ckpt.source.number} if steps else {}),
                 "path": format_path(handle.path),
@@ -309,13 +309,12 @@ class Plan:
         """The most bytes in flight."""
         costs = []  # bytes of one step of rewriting or copying an array, and the number of steps
         for array in self.arrays:
-            layout = array.layout
             if array.box is not None:
-                steps = grid_size(layout.shape, array.box) / layout.co_read
+                steps = grid_size(array.shape, array.box) / array.co_read
                 costs.append((array.box_bytes, math.ceil(steps)))
             elif not array.linked:
-                steps = grid_size(layout.shape, array.chunk)
-                costs.append((copy_bytes(layout.largest_stored), steps))
+                steps = grid_size(array.shape, array.chunk)
+                costs.append((copy_bytes(array.largest_stored), steps))
         largest = max((cost for cost, _ in costs), default=0)
         limit = max(limiter_bytes(self.max_memory, cores(), largest, _is_remote(self)), largest)
         return min(sum(cost * count for cost, count in costs), limit)
@@ -344,7 +343,7 @@ class Plan:
     def chunks_read(self) -> int:
         """Stored chunks decoded or copied; each pass over a chunk counts. Linked ones do not."""
         return sum(
-            round(grid_size(a.layout.shape, a.layout.source_chunk) * a.passes)
+            round(grid_size(a.shape, a.source_chunk) * a.passes)
             for a in self.arrays
             if not a.linked
         )
@@ -352,7 +351,7 @@ class Plan:
     @property
     def chunks_written(self) -> int:
         """Chunks that will be written."""
-        return sum(grid_size(a.layout.shape, a.chunk) for a in self.arrays if not a.linked)
+        return sum(grid_size(a.shape, a.chunk) for a in self.arrays if not a.linked)
 
     @property
     def amplification(self) -> tuple[float, float]:
@@ -368,9 +367,10 @@ class Plan:
         meshes, and on the new one. None if no array has a mesh."""
         before, after = [], []
         for item in self.items:
-            layouts = [array.layout for array in item.arrays]
-            old = [(a.handle.saved_sharding, a.source_shard, a.source_itemsize) for a in layouts]
-            new = [(a.handle.sharding, a.target_shard, a.target_itemsize) for a in layouts]
+            old = (
+                (a.handle.saved_sharding, a.source_shard, a.source_itemsize) for a in item.arrays
+            )
+            new = ((a.handle.sharding, a.target_shard, a.target_itemsize) for a in item.arrays)
             before.append(most_held(old))
             after.append(most_held(new))
         return max(filter(None, before), default=None), max(filter(None, after), default=None)
@@ -378,7 +378,7 @@ class Plan:
     @property
     def passes(self) -> float:
         """How often each stored byte of rewritten arrays is fetched, on average."""
-        stored = sum(a.layout.stored_bytes for a in self.arrays if not a.verbatim)
+        stored = sum(a.stored_bytes for a in self.arrays if not a.verbatim)
         return sum(a.bytes_read for a in self.arrays if not a.verbatim) / stored if stored else 1.0
 
     def document(self, phrase: Callable[[str], str] = str) -> dict[str, Any]:
@@ -412,20 +412,6 @@ class Plan:
 
         return framed(self) if len(self.items) == 1 else None  # a page shows one step
 
-    def _per_step(self) -> Iterator[str]:
-        """Bytes per device, and bytes that a restore reads: for each step, equal steps once."""
-        steps: dict[tuple[str, str], list[int | None]] = {}
-        for item in self.items:
-            one = dataclasses.replace(self, items=(item,))
-            held = ["not known" if n is None else format_bytes(n) for n in one.bytes_per_device]
-            texts = f"{held[0]} before, {held[1]} after", format_load(*one.amplification)
-            steps.setdefault(texts, []).append(item.ckpt.source.number)
-        for (held, load), numbers in steps.items():
-            which = f"step{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-            of = f" ({which})" if len(self.items) > 1 else ""
-            yield f"device   {held}{of}"
-            yield f"load     a restore reads {load}{of}"
-
     def __repr__(self) -> str:
         verbatim = sum(a.verbatim for a in self.arrays)
         counts = len(self.arrays), self.chunks_read, self.chunks_written
@@ -433,6 +419,7 @@ class Plan:
             f"{count} {noun}{'s' * (count != 1)}"
             for count, noun in zip(counts, ("array", "chunk", "chunk"), strict=True)
         )
+        held = ["not known" if n is None else format_bytes(n) for n in self.bytes_per_device]
         lines = [
             f"{arrays}, {format_bytes(self.decoded_bytes)}: "
             f"{len(self.arrays) - verbatim} rewritten, {verbatim} copied verbatim",
@@ -441,13 +428,14 @@ class Plan:
             f"write    {format_bytes(self.bytes_written)} in {written}"
             + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
-            *self._per_step(),
+            f"device   {held[0]} before, {held[1]} after",
+            f"load     a restore reads {format_load(*self.amplification)}",
             *([f"rounded  {self.rounded}"] if self.rounded.arrays else []),
         ]
         split = [a for a in self.arrays if not a.verbatim and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
             lines.append(
-                f"split    {format_path(a.layout.path)}: {a.split} chunks a shard, "
+                f"split    {format_path(a.path)}: {a.split} chunks a shard, "
                 f"{list(a.chunk)} each" + (f", read {a.passes:.2f} times" if a.passes > 1 else "")
             )
         if len(split) > _SHOWN_SPLITS:

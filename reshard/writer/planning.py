@@ -12,9 +12,9 @@ from reshard.arrays.boxes import shape_of
 from reshard.arrays.derived import stored_share
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint, Source
-from reshard.engine.cost import Decoded, co_read_groups, decoded_together, first_cell
+from reshard.engine.cost import co_read_groups, decoded_together, first_cell
 from reshard.engine.memory import check_fits, copy_bytes
-from reshard.engine.plan import ArrayLayout, ArrayPlan, co_read, plan_array, too_large
+from reshard.engine.plan import ArrayPlan, co_read, plan_array, too_large
 from reshard.loader.detection import MARKER, TREE_FILE, manager_steps, why_not_replaceable
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
@@ -119,65 +119,45 @@ def plan(
 
 
 def with_cost_errors(plan: P, problems: Sequence[errors.ReshardError]) -> P:
-    """The plan with these errors, and with those about memory and the disk. Too little room for
-    bytes that are only a bound is a note."""
-    found, notes = [*problems, *_cost_errors(plan)], plan.notes
-    place, most = plan.destination, plan.bytes_written
+    """The plan with these errors, and with those about memory and the disk."""
+    found = [*problems, *_cost_errors(plan)]
+    place = plan.destination
     if place is not None and place.is_local:
         free, needed = _free_bytes(place), _least_written(plan)
         if free < needed:
             text = f"not enough disk space for `{place}`"
             line = f"needed {format_bytes(needed)}, free {format_bytes(free)}"
             found.append(errors.DestinationError(text, [line]))
-        elif free < most:
-            written = f"up to {format_bytes(most)} are written, before compression"
-            notes = (*notes, f"{written}, and the disk has {format_bytes(free)} free")
-    return dataclasses.replace(plan, errors=tuple(_one_memory_error(found)), notes=notes)
+    return dataclasses.replace(plan, errors=tuple(_one_memory_error(found)))
 
 
-def _least_written(plan: Plan) -> int:
-    """The fewest bytes that a job writes: less than planned where only decoded sizes are known."""
-    if all(item.format.files for item in plan.items):
-        return plan.bytes_written
-    bounds = (
-        array.bytes_written
-        for item in plan.items
-        for array in item.arrays
-        if not array.verbatim and array.layout.encoded_ratio == 1
-        if item.format.encoding(array.handle).compressors
-    )
-    saved = sum(bounds) * (1 - 1 / _MOST_COMPRESSION)
-    return int((plan.bytes_written - saved) * _ESTIMATE_ERROR)
+def _least_written(plan: Plan) -> float:
+    """The fewest bytes that a job writes: less than planned if only decoded sizes are known."""
+    least = plan.other_bytes
+    for item in plan.items:
+        for array in item.arrays:
+            raw = item.format.files or not item.format.encoding(array.handle).compressors
+            exact = array.verbatim or array.encoded_ratio < 1 or raw
+            least += array.bytes_written / (1 if exact else _MOST_COMPRESSION)
+    return least if plan.items and plan.items[0].format.files else least * _ESTIMATE_ERROR
 
 
 def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
     """Copies and reads that do not fit into memory, and what a bucket cannot do."""
     place, limit = plan.destination, plan.max_memory
     for array in plan.arrays:
-        needed = copy_bytes(array.layout.largest_stored)
+        needed = copy_bytes(array.largest_stored)
         if array.verbatim and not array.linked and needed > limit:
-            yield too_large(array.layout, needed, limit)
+            yield too_large(array, needed, limit)
     if place is not None and not place.is_local:
         large = [sibling for sibling in plan.siblings if copy_bytes(sibling.nbytes) > limit]
-        least = max((copy_bytes(sibling.nbytes) for sibling in large), default=0)
         if large:
+            least = max(copy_bytes(sibling.nbytes) for sibling in large)
             yield errors.MemoryLimitError(
                 f"files that are copied do not fit in {format_bytes(limit)}",
-                [
-                    f"`{s.source}` has {format_bytes(s.nbytes)}, and is written in one piece"
-                    for s in large
-                ],
+                [f"`{s.source}` has {format_bytes(s.nbytes)}, in one piece" for s in large],
                 [f'max_memory="{whole_kib(least)}" is the least that copies it'],
                 least,
-            )
-        exported = any(item.format.files for item in plan.items)
-        shares = plan.shares(plan.share_count()) if exported else []
-        needed = max((share.nbytes for share in shares), default=0)
-        if needed > (free := disk.temporary_free_bytes()):
-            yield errors.DestinationError(
-                f"not enough disk space for temporary files of the export to `{place}`",
-                [f"needed {format_bytes(needed)}, free {format_bytes(free)}"],
-                ["TMPDIR names another directory for them"],
             )
         if plan.verify and not all(item.format.ocdbt for item in plan.items):
             yield errors.ArgumentError(
@@ -245,13 +225,16 @@ def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
     written = [f"step {s.number} of `{s.root}` -> `{destination / s.step}`" for s in steps]
     name, digits = destination.name, "0123456789"
     prefixes = {"", *(source.step.rstrip(digits) for source in steps)}
-    if not (steps and name[-1:].isdecimal() and name.rstrip(digits) in prefixes):
-        return written
-    root = steps[0].root
-    one = [f"to write one step as `{destination}`, open it alone: {root / steps[0].step}"]
-    other = f"to write a root, give it another name: {destination.parent / f'root-{name}'}"
-    summary = f"`{destination}` is the name of a step, and `{root}` is a manager's root"
-    raise errors.DestinationError(summary, written, [*one[: len(steps) == 1], other])
+    if steps and name[-1:].isdecimal() and name.rstrip(digits) in prefixes:
+        raise errors.DestinationError(
+            f"`{destination}` is the name of a step, and `{steps[0].root}` is a manager's root",
+            written,
+            [
+                f"to write one step there, open it alone: {steps[0].root / steps[0].step}",
+                f"to write a root, give it another name: {destination.parent / f'root-{name}'}",
+            ],
+        )
+    return written
 
 
 def _check_directory(destination: Location, steps: Sequence[Source], overwrite: bool) -> list[str]:
@@ -359,8 +342,7 @@ def plan_item(
     problems: list[errors.ReshardError],
 ) -> ItemPlan:
     """The plan of one item. Errors of its leaves are added to `problems`."""
-    collided = [handle for handle in ckpt.arrays if handle.same_name is not None]
-    if collided:
+    if collided := [handle for handle in ckpt.arrays if handle.same_name is not None]:
         problems.append(collision_error(collided))
     problems += [] if form.files else name_errors(ckpt, form)
     whole, sizes = [], []
@@ -371,22 +353,21 @@ def plan_item(
             whole.append(handle)
         except errors.ReshardError as error:
             problems.append(error)
-    groups: dict[int, tuple[int, int, Decoded]] = {}
-    for group, numbers in enumerate(co_read_groups(whole)):
-        decoded = decoded_together([whole[number] for number in numbers])
-        groups |= dict.fromkeys(numbers, (group, len(numbers), decoded))
     arrays: list[ArrayPlan] = []
-    for number, handle in enumerate(whole):
-        try:
-            layout = _layout(handle, form, sizes[number], *groups[number])
-            array = plan_array(layout, chunks, max_memory)
-            form.check_chunk(handle, array.chunk)
-            if form.files:
-                array = array.with_larger_boxes(min(_LARGE_BOX, max_memory // 4))
-            arrays.append(array)
-        except errors.ReshardError as error:
-            problems.append(error)
-    arrays = with_passes(arrays)
+    for group, numbers in enumerate(co_read_groups(whole)):
+        nbytes = decoded_together([whole[number] for number in numbers]).nbytes
+        for number in numbers:
+            try:
+                facts = _facts(whole[number], form, sizes[number], group, len(numbers), nbytes)
+                array = plan_array(facts, chunks, max_memory)
+                form.check_chunk(array.handle, array.chunk)
+                if form.files:
+                    array = array.with_larger_boxes(min(_LARGE_BOX, max_memory // 4))
+                arrays.append(array)
+            except errors.ReshardError as error:
+                problems.append(error)
+    places = {handle.path: number for number, handle in enumerate(whole)}
+    arrays = with_passes(sorted(arrays, key=lambda array: places[array.path]))
     files = files_to_link(ckpt.source.store, destination, form, arrays) if link else None
     if files is not None:
         arrays = [dataclasses.replace(array, linked=array.verbatim) for array in arrays]
@@ -399,15 +380,15 @@ def plan_item(
     return ItemPlan(ckpt, form, tuple(arrays), files, record, sources, verbatim)
 
 
-def _layout(
+def _facts(
     handle: ArrayHandle,
     form: TargetFormat,
     sizes: Sequence[int],
     group: int,
     co_read: int,
-    together: Decoded,
-) -> ArrayLayout:
-    """The planner's facts about an array, with stored bytes of each chunk and its co-read group."""
+    group_bytes: int,
+) -> ArrayPlan:
+    """The facts about an array, with stored bytes of each chunk and its co-read group."""
     verbatim = form.verbatim(handle)
     if not isinstance(handle.data, Derived):
         stored = sum(sizes)
@@ -416,15 +397,13 @@ def _layout(
     else:
         stored = stored_share(handle)
     decoded = math.prod(handle.shape) * handle.stored_dtype.itemsize
-    cell = math.prod(shape_of(first_cell(handle)))
-    alone = together if co_read == 1 else decoded_together([handle])
     compressed = verbatim is not None or (
         not form.files
         and handle.dtype == handle.stored_dtype
         and all(data.encoding.compressors for _, data in handle.roots())
         and form.encoding(handle).compressors
     )
-    return ArrayLayout(
+    return ArrayPlan(
         handle=handle,
         shape=handle.shape,
         source_itemsize=handle.stored_dtype.itemsize,
@@ -437,31 +416,25 @@ def _layout(
         largest_stored=max(sizes, default=0),
         same_bytes=verbatim is not None,
         encoded_ratio=stored / decoded if compressed and decoded and sizes else 1.0,  # at most
-        amplification=_amplification(alone, cell),
         group=group,
         co_read=co_read,
-        group_bytes=together.nbytes,
+        group_bytes=group_bytes,
     )
 
 
-def _amplification(decoded: Decoded, elements: int) -> float:
-    """Elements decoded for each of `elements`. For values in memory, none are decoded."""
-    return max(decoded.elements / elements, 1.0) if elements else 1.0
-
-
 def with_passes(plans: Sequence[ArrayPlan]) -> list[ArrayPlan]:
-    """The plans with their passes: arrays of a co-read group share the cost of their chunks."""
+    """The plans with their passes: boxes of derived arrays, which are read together, decode chunks
+    that hold more than these boxes."""
     factors: dict[Path, float] = {}
     for group in co_read(plans):
         handles = [array.handle for array in group]
-        factor = group[0].layout.amplification
-        if len(group) > 1:
-            elements = math.prod(shape_of(first_cell(handles[0]))) * len(group)
-            factor = _amplification(decoded_together(handles), elements)
-        factors |= {handle.path: factor for handle in handles}
+        elements = math.prod(shape_of(first_cell(handles[0]))) * len(group)
+        if elements and isinstance(handles[0].data, Derived):
+            factor = max(decoded_together(handles).elements / elements, 1.0)
+            factors |= {handle.path: factor for handle in handles}
     return [
-        dataclasses.replace(array, passes=array.passes * factors.get(array.layout.path, 1.0))
-        for array in plans
+        dataclasses.replace(a, passes=a.passes * factors[a.path]) if a.path in factors else a
+        for a in plans
     ]
 
 

@@ -93,8 +93,8 @@ function badge(origin, count) {
 
 function drawConversion() {
   if (!data.rows) return;
-  const rows = data.rows.map(([told, from, to]) => {
-    const [origin, operation, problem] = data.told[told];
+  const rows = data.rows.map(([verdict, from, to]) => {
+    const [origin, operation, problem] = data.verdicts[verdict];
     return { from, to, origin, operation, problem };
   });
   const open = rows.filter(({ origin }) => UNDECIDED.includes(origin)).length;

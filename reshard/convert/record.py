@@ -22,7 +22,6 @@ from reshard.arrays.boxes import MOST_AXES, Shape
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Leaf, empty_name
-from reshard.convert.by_order import ByOrder, order_in, order_json, order_of, with_order
 from reshard.convert.layout import KINDS
 from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, from_rows, renaming
 from reshard.errors import CorruptCheckpointError, ReshardError, TreeMismatchError
@@ -98,9 +97,7 @@ def map_of(document: Mapping[str, Any], shapes: Mapping[Path, Shape]) -> LeafMap
 
 def _zeros(entries: list[Any]) -> dict[Path, Filled]:
     return {
-        path_of(path): Filled(
-            shape_of(shape), dtype_of(dtype), *(_field("fill", value, float) for value in fill)
-        )
+        path_of(path): Filled(shape_of(shape), dtype_of(dtype), *(_typed(x, float) for x in fill))
         for path, shape, dtype, *fill in entries
     }
 
@@ -120,36 +117,34 @@ def _row(document: Mapping[str, Any]) -> Row:
         raise ValueError(f"maps have no operation {name}")
     operation = getattr(ops, name)
     types = typing.get_type_hints(operation)
-    given = {key: _field(key, value, types[key]) for key, value in fields.items()}
+    given = {key: _typed(value, types[key]) for key, value in fields.items()}
     return Row(inputs, outputs, operation(**given))
 
 
-def _field(name: str, value: Any, kind: Any) -> Any:
-    """The value of a field of an operation, which has this type. JSON has lists for tuples."""
+def _typed(value: Any, kind: Any) -> Any:
+    """A value of a type, from JSON, which has lists for tuples."""
     inner, is_tuple = typing.get_args(kind), typing.get_origin(kind) is tuple
     if is_tuple and isinstance(value, list):
         kinds = inner[:1] * len(value) if inner[-1] is ... else inner
-        return tuple(_field(name, *pair) for pair in zip(value, kinds, strict=True))
+        return tuple(_typed(*pair) for pair in zip(value, kinds, strict=True))
     kinds = () if is_tuple else (int, float) if kind is float else inner or (kind,)
     if type(value) not in kinds:
-        raise ValueError(f"`{name}` of an operation is {value!r:.80}")
+        raise ValueError(f"unexpected value: {value!r:.80}")
     return value
 
 
 def path_of(keys: Any) -> Path:
-    if not isinstance(keys, list) or not all(
-        isinstance(key, str) or (type(key) is int and key >= 0) for key in keys
-    ):
+    path = _typed(keys, Path)
+    if any(isinstance(key, int) and key < 0 for key in path):
         raise ValueError(f"not a path: {keys!r:.80}")
-    return tuple(keys)
+    return path
 
 
 def shape_of(sizes: Any) -> Shape:
-    if not isinstance(sizes, list) or not all(type(s) is int and s >= 0 for s in sizes):
+    shape = _typed(sizes, Shape)
+    if len(shape) > MOST_AXES or min(shape, default=0) < 0:
         raise ValueError(f"not a shape: {sizes!r:.80}")
-    if len(sizes) > MOST_AXES:
-        raise ValueError(f"an array has at most {MOST_AXES} axes, not {len(sizes)}")
-    return tuple(sizes)
+    return shape
 
 
 def dtype_of(name: Any) -> np.dtype:
@@ -162,7 +157,131 @@ def dtype_of(name: Any) -> np.dtype:
 
 
 KEY = "reshard.linen"
+ORDER_KEY = "reshard.order"
 _VERSION = 1
+
+
+def _custom(ckpt: Checkpoint) -> dict[str, Any]:
+    """A checkpoint's custom metadata; empty if they are not a JSON object."""
+    custom = ckpt.source.metadata.get("custom_metadata")
+    return custom if isinstance(custom, dict) else {}
+
+
+def _with_custom(ckpt: Checkpoint, key: str, document: dict[str, Any] | None) -> Checkpoint:
+    """A checkpoint with a document in its custom metadata, or without it if it is None. Raises
+    CorruptCheckpointError if they are not a JSON object."""
+    custom = ckpt.source.metadata.get("custom_metadata")
+    if not isinstance(custom, dict | None):
+        raise CorruptCheckpointError(
+            f"`{ckpt.source.root}`: its custom metadata are not a JSON object, but {custom!r:.80}"
+        )
+    kept = {name: value for name, value in (custom or {}).items() if name != key}
+    whole = kept if document is None else kept | {key: document}
+    return ckpt.with_metadata({"custom_metadata": whole or None})
+
+
+# What only the order of modules of one class has matched, until the outputs of both models were
+# compared: a warning, and a record in the result and in all checkpoints that are made of it.
+
+# Why `--check` does not say that an order is right.
+NOT_SEEN = "not seen: exchanging them does not change the outputs"
+NOT_TRIED = "not tried: at most 32 groups are exchanged"
+# Modules of one class, each with its counterpart: paths in Linen, without a collection, and in NNX.
+Modules = tuple[tuple[Path, Path], ...]
+_SHOWN = 3
+
+
+class ByOrder(NamedTuple):
+    """How many leaves went by the order of modules, and which module each of these was taken for:
+    printed paths before and after, Linen's without a collection."""
+
+    leaves: int
+    modules: tuple[tuple[str, str], ...]
+
+
+def by_order(model: LeafMap, to: str) -> ByOrder | None:
+    """What went by order in the map of a model's leaves; None if nothing did."""
+    paths = _by_structure(model)
+    if not paths:
+        return None
+    made, pairs = model.made_of(), {}
+    for path in paths:
+        for before in made[path]:
+            one, other = (before[1:], path) if to == "nnx" else (before, path[1:])
+            while one[1:] and other[1:] and one[-1] == other[-1]:  # to the outermost modules
+                one, other = one[:-1], other[:-1]
+            pairs[format_path(one), format_path(other)] = None
+    return ByOrder(len(paths), tuple(pairs))
+
+
+def _by_structure(model: LeafMap) -> list[Path]:
+    return [path for path, origin in model.origin.items() if "structure" in origin]
+
+
+def leaves_in(groups: Collection[Modules], leaves: Iterable[Path], api: str) -> dict[Path, Path]:
+    """Of a model's leaves in an API those in some modules -> their paths in these."""
+    side, found = ("linen", "nnx").index(api), {}
+    modules = {pair[side] for group in groups for pair in group}
+    for leaf in leaves:
+        path = tuple(map(str, leaf))
+        above, below = ((), path) if api == "nnx" else (path[:1], path[1:])
+        for end in range(len(below)):
+            if below[:end] in modules:
+                found[leaf] = above + below[end:]
+    return found
+
+
+def by_order_in(groups: Collection[Modules], model: LeafMap, to: str) -> ByOrder | None:
+    """What went by order in some groups of modules; arguments as for `by_order`."""
+    pairs = [pair if to == "nnx" else pair[::-1] for group in groups for pair in group]
+    modules = tuple((format_path(one), format_path(other)) for one, other in pairs)
+    leaves = leaves_in(groups, _by_structure(model), to)
+    return ByOrder(len(leaves), modules) if groups else None
+
+
+def both(one: ByOrder | None, other: ByOrder | None) -> ByOrder | None:
+    """What went by order in a conversion, and in another one before it."""
+    if one is None or other is None:
+        return one or other
+    modules = tuple(dict.fromkeys((*one.modules, *other.modules)))
+    return ByOrder(one.leaves + other.leaves, modules)
+
+
+def order_text(order: ByOrder) -> str:
+    """What went by order in words, with some of the pairs."""
+    leaves = "1 leaf was" if order.leaves == 1 else f"{order.leaves} leaves were"
+    pairs = ", ".join(f"{one} -> {other}" for one, other in order.modules[:_SHOWN])
+    more = len(order.modules) - _SHOWN
+    pairs += f" and {more} more" if more > 0 else ""
+    return f"{leaves} matched only by the order of modules of one class: {pairs}"
+
+
+def order_warning(order: ByOrder, why: str = "") -> str:
+    """The warning of what went by order; `why`: the reason why equal outputs do not clear it."""
+    return f"{order_text(order)}; {why or 'check=True compares outputs'}"
+
+
+def with_order(ckpt: Checkpoint, order: ByOrder | None) -> Checkpoint:
+    """A checkpoint with this record of what went by order, or without one."""
+    if order is None and not order_of(ckpt):
+        return ckpt
+    return _with_custom(ckpt, ORDER_KEY, None if order is None else order._asdict())
+
+
+def order_of(ckpt: Checkpoint) -> ByOrder | None:
+    """What went by order, as a checkpoint records it; None if that is nothing or unreadable."""
+    return _order_in(_custom(ckpt).get(ORDER_KEY))
+
+
+def _order_in(found: Any) -> ByOrder | None:
+    try:
+        modules = tuple((str(one), str(other)) for one, other in found["modules"])
+        return ByOrder(int(found["leaves"]), modules)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+
+
+# The record of a conversion from Linen.
 
 
 class _Array(NamedTuple):
@@ -215,29 +334,18 @@ def recorded(
     }
     before = order_of(ckpt)  # that of the Linen one, until this conversion's is added
     if before is not None:
-        document["order"] = order_json(before)
-    return ckpt.with_metadata({"custom_metadata": _custom(ckpt) | {KEY: document}})
-
-
-def _custom(ckpt: Checkpoint) -> dict[str, Any]:
-    """A checkpoint's custom metadata. Raises CorruptCheckpointError if they are no JSON object."""
-    custom = ckpt.source.metadata.get("custom_metadata")
-    if custom is not None and not isinstance(custom, dict):
-        raise CorruptCheckpointError(
-            f"`{ckpt.source.root}`: its custom metadata are not a JSON object, but {custom!r:.80}"
-        )
-    return custom or {}
+        document["order"] = before._asdict()
+    return _with_custom(ckpt, KEY, document)
 
 
 def has_record(ckpt: Checkpoint) -> bool:
     """Whether a checkpoint has a record of its conversion."""
-    custom = ckpt.source.metadata.get("custom_metadata")
-    return isinstance(custom, dict) and KEY in custom
+    return KEY in _custom(ckpt)
 
 
 def recorded_kind(ckpt: Checkpoint) -> str | None:
     """The layout of a checkpoint with a record, which its paths may not show."""
-    document = _custom(ckpt)[KEY] if has_record(ckpt) else None
+    document = _custom(ckpt).get(KEY)
     kind = document.get("layout") if isinstance(document, dict) else None
     return kind if isinstance(kind, str) and kind in KINDS else None
 
@@ -245,16 +353,13 @@ def recorded_kind(ckpt: Checkpoint) -> str | None:
 def recorded_drop(ckpt: Checkpoint) -> list[Path]:
     """The leaves of the Linen checkpoint that were dropped; none if they are not recorded."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        return list(map(path_of, ckpt.source.metadata["custom_metadata"][KEY]["dropped"]))
+        return list(map(path_of, _custom(ckpt)[KEY]["dropped"]))
     return []
 
 
 def without_record(ckpt: Checkpoint) -> Checkpoint:
     """A checkpoint without its record, for a changed tree."""
-    if not has_record(ckpt):
-        return ckpt
-    custom = {key: value for key, value in _custom(ckpt).items() if key != KEY}
-    return ckpt.with_metadata({"custom_metadata": custom or None})
+    return _with_custom(ckpt, KEY, None) if has_record(ckpt) else ckpt
 
 
 def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
@@ -344,7 +449,7 @@ def _read(ckpt: Checkpoint) -> _Record:
             parse_json(containers)
         except (TypeError, ValueError) as error:
             raise ValueError(f"its containers are not JSON: {containers!r:.80}") from error
-    own, order = list(map(path_of, document["own"])), order_in(document.get("order"))
+    own, order = list(map(path_of, document["own"])), _order_in(document.get("order"))
     return _Record(found, own, leaves, containers, order)
 
 
@@ -397,7 +502,9 @@ def _readable(hint: str) -> Iterator[None]:
         OverflowError,
     ) as error:
         raise TreeMismatchError(
-            "the record of the conversion from Linen cannot be read", [str(error)], [hint]
+            "the record of the conversion from Linen cannot be read",
+            [str(error)],
+            [hint],
         ) from error
 
 

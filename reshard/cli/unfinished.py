@@ -1,0 +1,70 @@
+"""Unfinished jobs of a path, and the commands that finish them."""
+
+import contextlib
+import re
+import shlex
+from collections.abc import Iterator
+
+from reshard.errors import (
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UncommittedCheckpointError,
+)
+from reshard.loader.detection import manager_steps
+from reshard.storage.location import parse_location
+from reshard.storage.machine import has_ended
+from reshard.writer import commit, job
+
+
+@contextlib.contextmanager
+def explained(path: str, step: int | None) -> Iterator[None]:
+    """For errors of the checkpoint at a path: names the unfinished jobs that write it. If the
+    latest step of a root is damaged, and no other `step` was asked for, names the step before."""
+    try:
+        yield
+    except (CheckpointNotFoundError, CheckpointFormatError) as error:
+        place = parse_location(path)
+        if isinstance(error, CheckpointNotFoundError) and place.exists():  # it lacks a step or item
+            raise
+        problems, hints = _unfinished(path)
+        if not problems:
+            raise
+        problems = [*error.problems, *problems]
+        raise UncommittedCheckpointError(error.summary, problems, hints) from error
+    except CorruptCheckpointError as error:
+        if step is None:
+            earlier = sorted(manager_steps(parse_location(path), committed=True))[-2:-1]
+            error.hints += tuple(f"--step {number} is the step before it" for number in earlier)
+        raise
+
+
+def _unfinished(path: str) -> tuple[list[str], list[str]]:
+    """The unfinished jobs that write to a path, and the commands that finish them."""
+    problems, hints = [], []
+    for directory, found in commit.jobs(parse_location(path)).items():
+        if found.documents:
+            done = sum(part != job.UNSHARED for part in found.parts)
+            text = f"{done} of {found.count} shares of an unfinished job are complete"
+            running = [d for d in found.begun if has_ended(d["owner"]) is False]
+            lines = [f"{line} (still running)" for line in job.writers(running)]
+            lines = lines or job.writers(found.begun or found.documents)
+            problems += [f"{text}, in `{directory}`", *lines]
+            hints += [] if running else _ways_to_finish(shlex.quote(path), found)
+    return problems, hints
+
+
+def _ways_to_finish(path: str, found: job.Found) -> list[str]:
+    """The commands that finish a job."""
+    commands = {document["command"] for document in found.documents}
+    count = found.count or 0
+    if len(found.parts) > count:  # all shares, and the unshared part
+        return [f"reshard commit {path}"]
+    parted = min((command for command in commands if "--shard" in command), default=None)
+    if parted is not None:
+        missing = [n for n in range(count) if str(n) not in found.parts] or [0]
+        return [re.sub(r"--shard[ =]\S+", f"--shard {n}/{count}", parted) for n in missing]
+    return [
+        commit.continued(c) if c.startswith("reshard ") else f"{c}, with resume=True"
+        for c in commands
+    ]
