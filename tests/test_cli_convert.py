@@ -571,7 +571,8 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
     options = ("--to", "linen", "--model", "models:linen", "--drop", "model/**/rngs/**")
     assert refusal(run("convert", "trained", "back", *options)) == (
         f"Error: `{folder}/trained` does not become the Linen model\n"
-        "  Dense_0 and Dense_1, perhaps inner and outer: ambiguous by name and class\n"
+        "  Dense_0 and Dense_1, perhaps inner and outer: "
+        "ambiguous: neither names nor classes decide\n"
         "\n"
         "hint: --source-model MODULE:NAME, the NNX model, supplies the classes\n"
         "hint: --emit-map FILE writes a draft of a map: each open leaf with its candidates\n"

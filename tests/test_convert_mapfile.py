@@ -695,9 +695,9 @@ def test_rules_that_have_no_opposite_direction():
     )
     message = r"""
 map.toml: the map cannot be used in the opposite direction
-  rule 1, `^[a-z]+/`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
+  rule 1, `^[a-z]+/`: it must be `^...$` or `^.../`, with no wildcard except `(\d+)`
   rule 3, `^a$`: `\g<0>/b` contains more than text and `\1`
-  rule 4, `^cache/.*$`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
+  rule 4, `^cache/.*$`: it must be `^...$` or `^.../`, with no wildcard except `(\d+)`
   rule 5, `^a$`: `reshape` lacks `from`, the shape before it
   rule 6, `^a$`: a crop cannot be inverted: the cut elements are lost
   rule 7, `^a$`: axes [1, 1] are not a permutation of the axes
@@ -744,7 +744,7 @@ def test_leaves_that_would_not_come_back_from_the_opposite_direction():
     assert printed(apply_inverse(read(text), tree(there)).map.shapes) == {"params/a_0/w": (2,)}
     assert without_opposite(text, there | {"params/a_1/w": (3,), "other": ()}) == (
         "map.toml: the map cannot be used in the opposite direction on these leaves\n"
-        "  params/a_1/w would be made of params/a_1/w, but makes layers/1/w"
+        "  params/a_1/w would be made of params/a_1/w, but the map makes layers/1/w of it"
     )
 
 
@@ -755,7 +755,9 @@ def test_literal_rules_of_which_some_may_match_nothing_must_lead_back_too(option
     text = f"rule = [{{ from = '^params/a$', to = 'b'{also} }}, {{ from = '^b$', to = 'c'{also} }}]"
     back = apply_inverse(read(text), tree({"c": (2,)}))
     assert printed(back.map.shapes) == {"params/a": (2,)}
-    told = "params/a would be made of b, but makes c" if optional else "matches no leaf"
+    told = (
+        "params/a would be made of b, but the map makes c of it" if optional else "matches no leaf"
+    )
     assert told in without_opposite(text, {"b": (2,)})
 
 
@@ -772,7 +774,7 @@ def test_which_of_several_rules_has_made_a_leaf_is_not_guessed(one, other, after
     text = f"rule = [{rule.format(one, after)}, {rule.format(other, after)}]"
     assert without_opposite(text, {leaf: (2,)}) == (
         "map.toml: the map cannot be used in the opposite direction on these leaves\n"
-        f"  {leaf}: rule 1 or a later one may have made it\n\n"
+        f"  {leaf}: several rules may have made it: rule 1 or a later one\n\n"
         "hint: model=..., the model to convert to, decides"
     )
 

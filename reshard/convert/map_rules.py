@@ -113,7 +113,7 @@ class Pattern:
             pieces.append(Group(key) if key else "".join(filter(None, texts)))
         template = Template.of(pieces)
         if read + "$" * whole != self.text or template.whole != whole:
-            raise ValueError(r"it is not `^...$` or `^.../` without wildcards but `(\d+)`")
+            raise ValueError(r"it must be `^...$` or `^.../`, with no wildcard except `(\d+)`")
         return template
 
 
@@ -719,7 +719,7 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
         return back
     summary = f"{rules.name}: the map cannot be used in the opposite direction on these leaves"
     problems = [
-        f"{text}: rule {rule.number} or a later one may have made it"
+        f"{text}: several rules may have made it: rule {rule.number} or a later one"
         for rule in back.idle
         for text in map(format_path, leaves)
         if any(pattern.regex.search(text) for pattern in rule.patterns)
@@ -737,7 +737,7 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
         for found in (back.map.made_of(), again.made_of())
     ]
     problems = [
-        f"{format_path(path)} would be made of {one}, but makes {other}"
+        f"{format_path(path)} would be made of {one}, but the map makes {other} of it"
         for (path, value), one, other in zip(back.map.values.items(), *made, strict=True)
         if again.values.get(path) != value
     ]
