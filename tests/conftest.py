@@ -184,12 +184,12 @@ def stores(_stores):
 @pytest.fixture
 def short_tries(monkeypatch):
     """A store that does not answer is asked again twice, and soon."""
-    from reshard.storage import bucket, listing
+    from reshard.storage import bucket
 
     monkeypatch.setitem(bucket.RETRIES, "max_retries", 2)
     monkeypatch.setitem(bucket.RETRIES, "initial_delay", "10ms")
     bucket._opened.cache_clear()
-    listing._opened.cache_clear()
+    bucket._obstore_opened.cache_clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

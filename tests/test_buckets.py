@@ -24,7 +24,7 @@ from sampling import few
 from servers import Fault
 
 import reshard
-from reshard.storage import bucket, disk, listing
+from reshard.storage import bucket, disk
 from reshard.storage.location import Location, parse_location
 from reshard.writer.save import execute
 
@@ -88,9 +88,9 @@ def test_listing_without_obstore(saved, stores, kind, layout, assert_read, monke
     """TensorStore lists keys alone: all of them, and no sizes."""
 
     def refuse(*arguments):
-        raise listing.OnlyTensorStoreError
+        raise bucket.OnlyTensorStoreError
 
-    monkeypatch.setattr(listing, "_store", refuse)
+    monkeypatch.setattr(bucket, "_store", refuse)
     assert_read(put(f"{stores.bucket(kind)}/run", saved(layout).path), layout)
 
 
@@ -204,7 +204,7 @@ def test_a_missing_bucket(stores, kind):
 
 
 def test_slow_requests_are_reported(stores, monkeypatch, caplog):
-    monkeypatch.setattr(listing, "_PATIENCE", 0.01)
+    monkeypatch.setattr(bucket, "_PATIENCE", 0.01)
     url = f"{stores.bucket('conditional')}/run"
     stores.delay = 0.05
     parse_location(url).names()
@@ -465,9 +465,9 @@ def test_credentials_that_obstore_does_not_have(stores, kind, status, monkeypatc
     assert sizes == {"a/b": 1, "d": 1}
     if status != 400:  # a signature for another region
         access = {"s3": "_s3_access", "conditional": "_gs_access"}[kind]
-        config = getattr(listing, access)()[0] | {"skip_signature": True}
-        monkeypatch.setattr(listing, access, lambda: (config, None))
-        listing._opened.cache_clear()
+        config = getattr(bucket, access)()[0] | {"skip_signature": True}
+        monkeypatch.setattr(bucket, access, lambda: (config, None))
+        bucket._obstore_opened.cache_clear()
     stores.faults.append(Fault("list ", status))
     assert place.names() == ["a", "d"]
     stores.faults.append(Fault("list ", status))
@@ -482,25 +482,25 @@ def test_credentials_of_a_profile(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "one")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
-    store = listing._store("s3", "bucket")
+    store = bucket._store("s3", "bucket")
     assert store.credential_provider is None and "skip_signature" not in store.config
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     file = tmp_path / "credentials"
     file.write_text("[mine]\naws_access_key_id = two\naws_secret_access_key = secret\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.setenv("AWS_PROFILE", "mine")
-    store = listing._store("s3", "bucket")
+    store = bucket._store("s3", "bucket")
     assert store.credential_provider()["access_key_id"] == "two"
     monkeypatch.setitem(sys.modules, "boto3", None)
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_REGION", "eu-west-2")
-    store = listing._store("s3", "bucket")
+    store = bucket._store("s3", "bucket")
     assert store.config["skip_signature"]
     monkeypatch.delenv("AWS_REGION")  # the profile has none
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
-    with pytest.raises(listing.OnlyTensorStoreError):
-        listing._store("s3", "bucket")
+    with pytest.raises(bucket.OnlyTensorStoreError):
+        bucket._store("s3", "bucket")
 
 
 def test_credentials_of_google(monkeypatch):
@@ -520,13 +520,13 @@ def test_credentials_of_google(monkeypatch):
     monkeypatch.setattr(google.auth, "default", default)
     monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "given")
-    store = listing._store("gs", "with-a-token")
+    store = bucket._store("gs", "with-a-token")
     assert store.credential_provider()["token"] == "given"
     monkeypatch.delenv("GOOGLE_AUTH_TOKEN_FOR_TESTING")
-    store = listing._store("gs", "without-one")
+    store = bucket._store("gs", "without-one")
     assert store.credential_provider()["token"] == "found" and len(asked) == 1
     monkeypatch.setitem(sys.modules, "google.auth", None)
-    store = listing._store("gs", "without-google-auth")
+    store = bucket._store("gs", "without-google-auth")
     assert store.config["skip_signature"]
 
 
@@ -554,7 +554,7 @@ def test_an_object_is_created_if_it_is_absent(stores, kind, fault, times):
 
 def test_a_copy_on_the_server_may_take_long(stores, monkeypatch):
     """Its answer comes when gigabytes are copied; other requests are repeated after 30 s."""
-    place, stored = parse_location(f"{stores.bucket('s3')}/run/one"), listing._obstore().store
+    place, stored = parse_location(f"{stores.bucket('s3')}/run/one"), bucket._obstore().store
     place.write(b"one")
     make, timeouts = stored.S3Store, []
 
@@ -563,7 +563,7 @@ def test_a_copy_on_the_server_may_take_long(stores, monkeypatch):
         return make(bucket, **options)
 
     monkeypatch.setattr(stored, "S3Store", watched)
-    listing._opened.cache_clear()
+    bucket._obstore_opened.cache_clear()
     place.copy_on_server(place.parent / "two")
     assert timeouts == ["3600s"] and (place.parent / "two").read_whole() == b"one"
     assert place.exists() and timeouts == ["3600s", "30s"]

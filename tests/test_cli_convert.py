@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import reshard
 from reshard.cli.model_argument import build_target
 from reshard.cli.subprocess_model import run_in_subprocess
-from reshard.convert import map_writer
+from reshard.convert import mapfile
 from reshard.tree import format_path
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -226,7 +226,7 @@ device   # before, # after
 load     a restore reads exactly the bytes that it needs, before and after the job
 """
 EMITTED = f"""\
-{map_writer._HEADER}{map_writer._ORIGINS}
+{mapfile._HEADER}{mapfile._ORIGINS}
 to = 'nnx'
 init = ['dropout/rngs/count', 'dropout/rngs/key']
 
@@ -571,7 +571,8 @@ def test_the_model_of_the_source_tells_its_order(run, folder):
     options = ("--to", "linen", "--model", "models:linen", "--drop", "model/**/rngs/**")
     assert refusal(run("convert", "trained", "back", *options)) == (
         f"Error: `{folder}/trained` does not become the Linen model\n"
-        "  Dense_0 and Dense_1, perhaps inner and outer: ambiguous by name and class\n"
+        "  Dense_0 and Dense_1, perhaps inner and outer: "
+        "ambiguous: neither names nor classes decide\n"
         "\n"
         "hint: --source-model MODULE:NAME, the NNX model, supplies the classes\n"
         "hint: --emit-map FILE writes a draft of a map: each open leaf with its candidates\n"

@@ -266,7 +266,7 @@ REFUSED = {
         "Error: 3 problems\n"
         "  no leaf is below `z`\n"
         "  the layers are not alike\n"
-        "  params/x: there is no layer 6, only 0, 1, 2, 3, 4, 5\n"
+        "    params/x: there is no layer 6, only 0, 1, 2, 3, 4, 5\n"
         "  no layer matches `params/m{}`\n\n"
         "hint: --stack 'params/l{0,1,2,3,4,5}=params/x'\n"
         "hint: the nearest leaf is `params/l0/w`\n"

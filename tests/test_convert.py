@@ -294,7 +294,7 @@ def test_all_that_stands_against_nnx_is_told_at_once_and_before_anything_is_read
 `{tmp_path}/linen` does not become the NNX model
   params/c and c: [3, 2] in Linen, [2, 3] in NNX
   params/d and d: params in Linen, BatchStat in NNX
-  params/e, perhaps f: ambiguous by name and class
+  params/e, perhaps f: ambiguous: neither names nor classes decide
   opt_state/0/trace/a/bias  float32[5]: unexpected
   opt_state/0/trace/a/kernel  float32[4,5]: unexpected
   opt_state/0/trace/b/bias  float32[2]: unexpected
@@ -339,7 +339,7 @@ def test_all_that_stands_against_linen_is_told_at_once_and_before_anything_is_re
     message = f"""\
 `{tmp_path}/nnx` does not become the Linen model
   params/a/bias and a/bias: [6] in Linen, [5] in NNX
-  params/e, perhaps d and f: ambiguous by name and class
+  params/e, perhaps d and f: ambiguous: neither names nor classes decide
   drop/rngs/count  uint32[]: unexpected
   drop/rngs/key  uint32[2]: unexpected
   opt_state/0/count  int32[]: unexpected
@@ -1241,7 +1241,8 @@ def test_what_a_map_renames_is_as_open_as_its_new_name(tmp_path):
     rules = map_of(tmp_path, ("^params/old_(.)$", r"params/new_\1"))
     model = functools.partial(named, x=(3,), y=(3,))
     told = refused(reshard.to_nnx, source, model, map_file=rules)
-    text = "params/new_a and params/new_b, perhaps x and y: ambiguous by name and class"
+    text = "params/new_a and params/new_b, perhaps x and y: "
+    text += "ambiguous: neither names nor classes decide"
     assert told.problems == (text,)
     assert {(row.before, row.after): (row.origin, row.problem) for row in told.outcomes} == {
         ((("params", "old_a"),), None): ("ambiguous", text),

@@ -677,11 +677,11 @@ UNDECIDED = {
     "flattened": (
         dense("MlpBlock_0__Dense_0") | dense("MlpBlock_0__Dense_1"),
         {"linear1": square, "linear2": square},
-        "MlpBlock_0, perhaps linear1 and linear2: ambiguous by name and class",
+        "MlpBlock_0, perhaps linear1 and linear2: ambiguous: neither names nor classes decide",
     ),
     "classes of other names": (
         *(dense("Block_0__Dense_0"), {"a": named("Layer", b=square)}),
-        "Block_0, perhaps a: ambiguous by name and class",
+        "Block_0, perhaps a: ambiguous: neither names nor classes decide",
     ),
     "a class that holds something else": (
         dense("Mlp_0__gate") | dense("Mlp_0__up"),
@@ -696,7 +696,7 @@ UNDECIDED = {
     ),
     "a leaf of another name": (
         *({"pos_embedding": (3, 4)}, {"pos_embeddings": lambda: nnx.Param(jnp.zeros((3, 4)))}),
-        "params/pos_embedding, perhaps pos_embeddings: ambiguous by name and class",
+        "params/pos_embedding, perhaps pos_embeddings: ambiguous: neither names nor classes decide",
     ),
     "the same name twice": (
         *(dense("a_0"), {"a": lambda: nnx.List([square()]), "a_0": square}),
@@ -714,8 +714,8 @@ UNDECIDED = {
         "params/Block_0/LayerNorm_0/scale -> blocks/0/ln/scale\n"
         "params/Block_1/LayerNorm_0/bias -> blocks/1/ln/bias\n"
         "params/Block_1/LayerNorm_0/scale -> blocks/1/ln/scale\n"
-        "Block_0/Mlp_0, perhaps blocks/0/linear: ambiguous by name and class\n"
-        "Block_1/Mlp_0, perhaps blocks/1/linear: ambiguous by name and class",
+        "Block_0/Mlp_0, perhaps blocks/0/linear: ambiguous: neither names nor classes decide\n"
+        "Block_1/Mlp_0, perhaps blocks/1/linear: ambiguous: neither names nor classes decide",
     ),
     "an axis that shapes do not tell, of a scan": (
         {"ScanDense_0__kernel": (3, 3, 3), "ScanDense_0__bias": (3, 3)},

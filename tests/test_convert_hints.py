@@ -21,7 +21,7 @@ import reshard
 from reshard.convert.suggestions import covering_globs
 
 WIDTH, HIDDEN, TOKENS, HEADS = 8, 12, 5, 2
-NONE = "ambiguous by name and class"
+NONE = "ambiguous: neither names nor classes decide"
 
 
 class Block(nn.Module):

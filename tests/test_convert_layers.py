@@ -231,7 +231,7 @@ def test_a_simple_cell_is_not_taken_for_one_by_its_names_alone():
     found = align(linen_outline(leaves), path_outline(others))
     assert found.map.rows() == []
     assert list(map(str, found.abstentions)) == [
-        "h and i, perhaps dense_h and dense_i: ambiguous by name and class"
+        "h and i, perhaps dense_h and dense_i: ambiguous: neither names nor classes decide"
     ]
 
 
@@ -334,7 +334,8 @@ def test_gates_of_nnx_that_are_arrays_are_refused(tmp_path):
         return nn.SimpleCell(4).init(jax.random.key(0), some(2, 4), some(2, 8))
 
     error = converted.refused(reshard.to_linen, tmp_path / "nnx", linen)
-    assert error.problems == ("h and i, perhaps dense_h and dense_i: ambiguous by name and class",)
+    text = "ambiguous: neither names nor classes decide"
+    assert error.problems == (f"h and i, perhaps dense_h and dense_i: {text}",)
 
 
 @pytest.mark.parametrize(

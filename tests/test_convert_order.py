@@ -430,7 +430,7 @@ def test_a_cell_of_the_users_has_no_gate_order_of_flax(name, tmp_path):
 
 def test_a_layer_of_the_users_is_no_layer_of_flax(tmp_path):
     linen = random_tree({"params/Dense_0": DENSE})
-    told = "Dense_0, perhaps layer: ambiguous by name and class"
+    told = "Dense_0, perhaps layer: ambiguous: neither names nor classes decide"
     assert told in forth(tmp_path, linen, made(layer=Linear))
     assert told in back(tmp_path, random_tree({"layer": DENSE}), linen, made(layer=Linear))
 
@@ -459,7 +459,7 @@ def test_a_layer_of_the_users_in_linen_is_no_layer_of_flax(name, tmp_path):
     known = initialized(lambda x: Dense()(x)) if name == "Dense_0" else None
     linen = random_tree({f"params/{name}": DENSE})
     text = forth(tmp_path, linen, made(layer=linear), source=known)
-    assert f"{name}, perhaps layer: ambiguous by name and class" in text
+    assert f"{name}, perhaps layer: ambiguous: neither names nor classes decide" in text
 
 
 # What a model of the source tells, where a map renames
@@ -495,7 +495,7 @@ def test_a_name_like_one_of_linens_own_is_none_where_a_map_renames(backwards, tm
     else:
         linen = random_tree({"params/Dense_0": DENSE, "params/inner": NORM})
         text = forth(tmp_path, linen, model, RULES, source=named)
-    assert "Dense_0, perhaps proj: ambiguous by name and class" in text
+    assert "Dense_0, perhaps proj: ambiguous: neither names nor classes decide" in text
 
 
 def test_the_source_model_tells_classes_where_a_map_renames_on_the_way_back(tmp_path):

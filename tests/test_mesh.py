@@ -167,7 +167,7 @@ def test_normalize_spec(spec, expected):
     ("spec", "message"),
     [
         ([1], "not a partition spec: [1]"),
-        ("PartitionSpec(data)", "not a partition spec: PartitionSpec(data)"),
+        ("PartitionSpec(data)", "not a partition spec: 'PartitionSpec(data)'"),
         ([("data", 1)], "not a partition spec: [('data', 1)]"),
         (["data", {"model": 1}], "not a partition spec: ['data', {'model': 1}]"),
         (P(P.UNCONSTRAINED, "data"), f"not a partition spec: {P(P.UNCONSTRAINED, 'data')!r}"),

@@ -574,7 +574,7 @@ UNCLEAR = "the path does not name the layers"
 NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers are not alike"
 KEYS = "params/l0/w: PRNG keys can only be moved, stacked or unstacked"
-STEP = "steps that cannot be carried out\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
+STEP = "operations that cannot be applied\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
 TAKEN = "leaves exist at these paths already"
 
 

@@ -38,27 +38,23 @@ def check(document: Document) -> None:
     """Raises ValueError for metadata whose chunks this package cannot read within bounds. The
     document is as TensorStore writes it, which has checked its form."""
     if document["zarr_format"] == 2:
-        _require(isinstance(document["dtype"], str), "its dtype has no name")
+        if not isinstance(document["dtype"], str):
+            raise ValueError("its dtype has no name")
         return
     codecs = document["codecs"]
     names = [codec["name"] for codec in codecs]
     sharded = "sharding_indexed" in names
     if sharded:
-        _require(len(names) == 1, "its sharding codec is not the only codec")
+        if len(names) > 1:
+            raise ValueError("its sharding codec is not the only codec")
         names = [codec["name"] for codec in codecs[0]["configuration"]["codecs"]]
-        _require("sharding_indexed" not in names, "its inner chunks have inner chunks")
+        if "sharding_indexed" in names:
+            raise ValueError("its inner chunks have inner chunks")
     outer = [name for name in names if name not in ("transpose", "bytes")]
-    if outer in (["blosc"], ["blosc", "crc32c"]) and not sharded:
-        return  # the header of a blosc chunk declares its decoded size
-    _require(
-        "blosc" not in names,
-        "it is compressed with blosc inside another codec, so a chunk may decode to 2 GiB",
-    )
-
-
-def _require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ValueError(problem)
+    # The header of a blosc chunk declares its decoded size.
+    if "blosc" in names and (sharded or outer not in (["blosc"], ["blosc", "crc32c"])):
+        text = "it is compressed with blosc inside another codec, so a chunk may decode to 2 GiB"
+        raise ValueError(text)
 
 
 def check_size(shape: Shape, chunk: Shape, itemsize: int) -> None:

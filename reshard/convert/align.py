@@ -600,7 +600,9 @@ class _Level:
                 self._made.abstentions.append(entry)
         if linen:
             others = [module for module in remaining if id(module) not in grouped]
-            why = "ambiguous by name and class" if spare or others else "NNX has no counterpart"
+            why = "NNX has no counterpart"
+            if spare or others:
+                why = "ambiguous: neither names nor classes decide"
             self._abstain(linen, [*others, *spare], why)
 
 

@@ -23,7 +23,7 @@ from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
 from reshard.convert.layout import API_NAMES, Layout
 from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, Value, renaming
-from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
+from reshard.convert.mapfile import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
 from reshard.convert.module_tree import Module
@@ -37,8 +37,8 @@ from reshard.convert.optimizer import (
     parameters_of,
     random_state,
 )
-from reshard.convert.ready_maps import find_map
 from reshard.convert.record import Modules
+from reshard.convert.remap import find_map
 from reshard.convert.suggestions import (
     covering_globs,
     hints_for,

@@ -198,7 +198,7 @@ def normalize_spec(spec: Any) -> Spec:
             try:
                 spec = ast.literal_eval(f"[{printed[1]}]")
             except (ValueError, SyntaxError) as error:
-                raise ShardingError(f"not a partition spec: {given}") from error
+                raise ShardingError(f"not a partition spec: {given!r}") from error
         else:
             dims = [dim.strip() for dim in spec.split(",")] if spec else []
             names = [[axis.strip() for axis in dim.split("+")] for dim in dims]

@@ -1,28 +1,47 @@
 """Objects of buckets on gs and s3, with the interface of a disk's files.
 
 A directory is the part of an object's key before a slash. It exists as long as an object is below
-it. TensorStore reads and writes objects. obstore lists them: see `listing`.
+it. TensorStore reads and writes objects. It lists all keys below a prefix, without sizes: to find
+the steps of a training, a billion chunks. So obstore lists objects, with the credentials of the
+environment, or those that an installed `boto3` or `google-auth` finds.
 """
 
 import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
+import datetime
 import functools
+import importlib
 import json
+import logging
+import os
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import tensorstore as ts
 
-from reshard.errors import CorruptCheckpointError, StoreError
-from reshard.storage import listing
-from reshard.storage.disk import UNKNOWN, Entry, Location
-from reshard.storage.listing import RETRIES, OnlyTensorStoreError
-from reshard.storage.store_errors import translated_errors
+from reshard.errors import CheckpointFormatError, CorruptCheckpointError, StoreError
+from reshard.storage.disk import UNKNOWN, Entry, Location, is_file
+from reshard.storage.store_errors import status, translated_errors
 
 # Requests at once, by default.
 REQUESTS = 128
+# Retries of failed requests, and the delays between them: 429, 503, broken connections.
+RETRIES: dict[str, Any] = {"max_retries": 5, "initial_delay": "300ms", "max_delay": "5000ms"}
+# The longest time that a request may take.
+_ANSWER = "30s"
+# Seconds without an answer until a warning is logged.
+_PATIENCE = 1.8
+# The answer to a request to create an object that exists.
+_EXISTS = object()
+_log = logging.getLogger("reshard")
+_importing = threading.Lock()
+# Statuses for unknown credentials, and for a signature for another region.
+_UNKNOWN, _OTHER_REGION = {"401", "403"}, {"301", "307", "400"}
+# Prefixes of the environment variables that configure requests.
+_VARIABLES = ("AWS_", "GOOGLE_", "TENSORSTORE_GCS_", "HOME")
 # Bytes of a document whose contents are cached, and of one that is read before it is needed.
 _SMALL, _PREFETCHED = 1 << 16, 1 << 26
 # Directories that are listed at once.
@@ -33,6 +52,20 @@ _BLOCK = 1 << 24
 _PART, _PARTS, _AT_ONCE = 8 << 20, 5000, 4
 # The longest time for a copy on the server, which answers when gigabytes are copied.
 _COPIED = "3600s"
+
+
+class OnlyTensorStoreError(Exception):
+    """obstore cannot answer: it has no credentials, or does not support the name of an object."""
+
+
+def _obstore() -> Any:
+    """The library. Only one thread imports it: its modules import each other, and a second thread
+    would see a part of them."""
+    with _importing:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    return obstore
 
 
 def resources(concurrency: int = REQUESTS) -> dict[str, Any]:
@@ -131,7 +164,7 @@ class BucketLocation(Location):
     @property
     def spec(self) -> dict[str, Any]:
         scheme, bucket, key = self._parts
-        driver = {"driver": "gcs"} if scheme == "gs" else {"driver": "s3"} | listing.s3_options()
+        driver = {"driver": "gcs"} if scheme == "gs" else {"driver": "s3"} | s3_options()
         return driver | {"bucket": bucket, "path": f"{key}/" if key else ""}
 
     @property
@@ -198,8 +231,28 @@ class BucketLocation(Location):
             _add(children, Entry(name, False, True) if slash else entry)
         return children
 
-    def _ask(self, request: Callable[[Any, Any], Any], **options: str) -> Any:
-        return listing.ask(*self._parts, request, **options)
+    def _ask(self, request: Callable[[Any, Any], Any], timeout: str = _ANSWER) -> Any:
+        """The answer to a request, a function of `obstore` and a store; or `_EXISTS`. Raises
+        ValueError or FileNotFoundError for an error."""
+        obstore = _obstore()
+        for tries_left in reversed(range(RETRIES["max_retries"] + 1)):
+            store = _store(*self._parts[:2], timeout)
+            try:
+                with patience(f"`{self}`"):
+                    return request(obstore, store)
+            except obstore.exceptions.AlreadyExistsError:
+                return _EXISTS
+            except (obstore.exceptions.InvalidPathError, ValueError) as error:
+                raise OnlyTensorStoreError from error
+            except obstore.exceptions.BaseError as error:
+                text = str(error)
+                if "response body" in text and tries_left:  # obstore retries all others
+                    continue
+                code = status(text) or ("301" if "redirect" in text else "")
+                if code in _OTHER_REGION or (code in _UNKNOWN and "skip_signature" in store.config):
+                    raise OnlyTensorStoreError from error
+                raise ValueError(text) from error
+        raise AssertionError
 
     def _below(self, shallow: bool = False) -> list[Entry]:
         """All objects below a directory, or if `shallow`, the objects and directories directly
@@ -285,7 +338,7 @@ class BucketLocation(Location):
         cache = self._cache
         documents = {} if cache is None else cache.documents
         read = documents.pop(self.path, None) or self._store.read(self._key)
-        with translated_errors(f"`{self}`"), listing.patience(f"`{self}`"):
+        with translated_errors(f"`{self}`"), patience(f"`{self}`"):
             result = read.result()
         if len(result.value) <= _SMALL:
             documents[self.path] = read
@@ -331,7 +384,7 @@ class BucketLocation(Location):
             if scheme == "s3":  # TensorStore sends another request first, and obstore does not
                 with contextlib.suppress(OnlyTensorStoreError):
                     put = self._ask(lambda obs, store: obs.put(store, key, data, mode="create"))
-                    return put is not listing.EXISTS
+                    return put is not _EXISTS
             return bool(self._store.write(key, data, if_equal=_absent()).result().generation)
 
     def upload(self, file: Location) -> None:
@@ -351,12 +404,12 @@ class BucketLocation(Location):
                 lambda obs, store: obs.copy(store, one, other, overwrite=replaces), timeout=_COPIED
             )
         except FileNotFoundError as error:
-            raise StoreError(f"`{self}` cannot be read", ["it was removed"]) from error
+            raise StoreError(f"`{self}` cannot be read", ["it was removed meanwhile"]) from error
 
     def _write_large(self, request: Callable[[Any, Any], Any], **options: str) -> bool:
         with translated_errors(f"`{self}`", "written"):
             try:
-                return self._ask(request, **options) is not listing.EXISTS
+                return self._ask(request, **options) is not _EXISTS
             except OnlyTensorStoreError as error:
                 hint = "pip install google-auth, or boto3 for s3, which find credentials"
                 text = "uploads in parts need credentials that obstore accepts"
@@ -379,3 +432,136 @@ class BucketLocation(Location):
 
     def remove_empty(self) -> None:
         pass
+
+
+@contextlib.contextmanager
+def patience(what: str) -> Iterator[None]:
+    """Logs a warning if the block takes long, for example because failed requests are repeated."""
+    text = "waiting for %s: failed requests are repeated for some seconds"
+    timer = threading.Timer(_PATIENCE, _log.warning, (text, what))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _store(scheme: str, bucket: str, timeout: str = _ANSWER) -> Any:
+    variables = [pair for pair in os.environ.items() if pair[0].startswith(_VARIABLES)]
+    return _obstore_opened(scheme, bucket, timeout, tuple(variables))
+
+
+@functools.lru_cache(maxsize=64)
+def _obstore_opened(scheme: str, bucket: str, timeout: str, variables: object) -> Any:
+    obstore = _obstore()
+    config, provider = _gs_access() if scheme == "gs" else _s3_access()
+    delays = (int(RETRIES[name].removesuffix("ms")) for name in ("initial_delay", "max_delay"))
+    first, last = (datetime.timedelta(milliseconds=delay) for delay in delays)
+    try:
+        return (obstore.store.GCSStore if scheme == "gs" else obstore.store.S3Store)(
+            bucket,
+            config=config,
+            client_options={"allow_http": True, "timeout": timeout},
+            credential_provider=provider,
+            retry_config={
+                "max_retries": RETRIES["max_retries"],
+                "backoff": {"init_backoff": first, "max_backoff": last, "base": 2},
+                "retry_timeout": datetime.timedelta(minutes=3),
+            },
+        )
+    except obstore.exceptions.BaseError as error:
+        raise OnlyTensorStoreError from error
+
+
+def _gs_access() -> tuple[dict[str, Any], Any]:
+    """Configuration and credential provider."""
+    config: dict[str, Any] = {}
+    if url := os.environ.get("TENSORSTORE_GCS_HTTP_URL"):
+        server = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        server |= {"gcs_base_url": url, "disable_oauth": True}
+        config["service_account_key"] = json.dumps(server)
+    if token := os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING"):
+        return config, lambda: {"token": token, "expires_at": None}
+    provider = None if url else _google_credentials()
+    return config if provider else config | {"skip_signature": True}, provider
+
+
+def _google_credentials() -> Any:
+    """The application default credentials; None if `google-auth` finds none."""
+    try:
+        auth = importlib.import_module("google.auth")
+        provider = importlib.import_module("obstore.auth.google").GoogleCredentialProvider
+        scopes = ["https://www.googleapis.com/auth/devstorage.read_write"]
+        return provider(auth.default(scopes=scopes)[0])
+    except ImportError:
+        return None
+    except importlib.import_module("google.auth.exceptions").DefaultCredentialsError:
+        return None
+
+
+def _s3_access() -> tuple[dict[str, Any], Any]:
+    """Configuration and credential provider: None for the keys of the environment."""
+    config = {"region": s3_region(), "endpoint": s3_endpoint()}
+    config = {name: value for name, value in config.items() if value}
+    if s3_has_keys() and "region" in config:
+        return config, None
+    provider = _boto3_credentials()
+    if "region" not in config | getattr(provider, "config", {}):
+        raise OnlyTensorStoreError
+    return config if provider else config | {"skip_signature": True}, provider
+
+
+def _boto3_credentials() -> Any:
+    """The credentials of a profile or of the role of a machine; None if `boto3` finds none."""
+    try:
+        session = importlib.import_module("boto3").Session()
+        provider = importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider
+        return provider(session) if session.get_credentials() else None
+    except ImportError:
+        return None
+    except importlib.import_module("botocore.exceptions").BotoCoreError as error:
+        raise ValueError(str(error)) from error
+
+
+def s3_options() -> dict[str, Any]:
+    """TensorStore's options for the server and the credentials of s3."""
+    options: dict[str, Any] = {"endpoint": s3_endpoint(), "aws_region": s3_region()}
+    options = {name: value for name, value in options.items() if value}
+    home = f"{os.environ.get('HOME', '')}/.aws"
+    credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or f"{home}/credentials"
+    config = os.environ.get("AWS_CONFIG_FILE") or f"{home}/config"
+    # TensorStore's own search logs an error for each place without credentials.
+    if s3_has_keys():
+        options["aws_credentials"] = {"type": "environment"}
+    elif is_file(credentials):
+        options["aws_credentials"] = {
+            "type": "profile",
+            "profile": os.environ.get("AWS_PROFILE") or "default",
+            "credentials_file": credentials,
+            "config_file": config if is_file(config) else credentials,
+        }
+    return options
+
+
+def s3_endpoint() -> str:
+    """The URL of the s3 server, empty for Amazon's. Raises CheckpointFormatError if the environment
+    gives something else than a URL."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    name = next((name for name in names if os.environ.get(name)), "")
+    url = os.environ.get(name, "")
+    if url and not url.startswith(("http://", "https://")):
+        raise CheckpointFormatError(
+            f"{name} is `{url}`, which is not a URL", hints=[f"export {name}=http://{url}"]
+        )
+    return url.rstrip("/")
+
+
+def s3_region() -> str:
+    """The region of the environment; without one, any region for a server that is not Amazon's."""
+    given = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return given or ("us-east-1" if s3_endpoint() else "")
+
+
+def s3_has_keys() -> bool:
+    """Whether the environment has credentials."""
+    return bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))

@@ -271,7 +271,7 @@ class Location:
             return None
         if size > MAX_DOCUMENT:
             raise CorruptCheckpointError(
-                f"`{self}` has {format_bytes(size)}, more than any checkpoint's file"
+                f"`{self}` has {format_bytes(size)}, too much for such a file"
             )
         try:
             data = self.read_whole()
@@ -373,10 +373,8 @@ class Location:
 
     def remove_empty(self) -> None:
         """Deletes empty directories below it, and itself if it is empty then."""
-        for entry in reversed([*self.walk()]):
-            if entry.is_dir:
-                remove_empty(self / entry.path)
-        remove_empty(self)
+        for directory, _, _ in os.walk(self, topdown=False):
+            remove_empty(directory)
 
 
 def write_box(
@@ -567,13 +565,12 @@ def write_back(path: AnyPath) -> None:
 def kernel_text(name: str) -> str:
     """The text of a file, or the target of a link, below Linux's `/proc`; empty without it."""
     path = f"/proc/{name}"
-    try:
+    with contextlib.suppress(OSError):
         if os.path.islink(path):
             return os.readlink(path)
         with open(path, errors="replace") as file:
             return file.read()
-    except OSError:
-        return ""
+    return ""
 
 
 def own_stderr() -> TextIO:

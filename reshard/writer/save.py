@@ -177,31 +177,23 @@ def execute(
     whole = sum(each.nbytes for each in shares) + unshared * unshared_bytes(plan)
     whole += (share is None and plan.verify) * plan.decoded_bytes
     report = counted(whole, progress)
-    writes_unshared = functools.partial(write_unshared, plan, attempt) if unshared else None
-    tasks = [ShareTask(job, attempt.begun, each) for each in shares]
-    with _source_errors(plan, job, alone=share is None):
+    first = functools.partial(write_unshared, plan, attempt) if unshared else lambda _: None
+    with _source_errors(plan, job):
         check_executor(executor)
         with committing.attempted(attempt, whole=share is None):
             if by_tasks:
-                run_tasks(
-                    tasks,
-                    report,
-                    workers=workers,
-                    executor=executor,
-                    stop=attempt.end,
-                    meanwhile=writes_unshared,
-                )
+                tasks = [ShareTask(job, attempt.begun, each) for each in shares]
+                options = {"workers": workers, "executor": executor, "stop": attempt.end}
+                run_tasks(tasks, report, **options, meanwhile=first)
             else:
-                if writes_unshared is not None:
-                    writes_unshared(report)
+                first(report)
                 for each in shares:
                     write_share(attempt, each, report)
             if share is None:
                 # Digests of an earlier run are of what it read; what it wrote may have changed.
                 written = (each for part in parts.values() for each in written_of(part).values())
                 doubted = {name for each in written for name in each.digests}
-                source = plan.checkpoints
-                complete(attempt, report, plan.overwrite, plan.verify, doubted, source)
+                complete(attempt, report, plan.overwrite, plan.verify, doubted, plan.checkpoints)
     return plan
 
 
@@ -234,17 +226,12 @@ def _begun(
 
 
 @contextlib.contextmanager
-def _source_errors(plan: Plan, job: Job, alone: bool) -> Iterator[None]:
-    """Raises CorruptCheckpointError instead if the source has changed since the plan was made. Then
-    it deletes the directory that a job of this process alone has written on a disk."""
+def _source_errors(plan: Plan, job: Job) -> Iterator[None]:
+    """Raises CorruptCheckpointError instead if the source has changed since the plan was made."""
     try:
         yield
     except (errors.ReshardError, OSError) as error:
-        cause = error.__cause__
-        missing = Location(str(cause.filename)) if isinstance(cause, FileNotFoundError) else None
-        if missing is not None and not missing.below(plan.checkpoints[0].source.root):
-            missing = None
-        check_source(plan.source_state, job, plan.checkpoints, error, missing, alone)
+        check_source(plan.source_state, job, plan.checkpoints, error)
         raise
 
 
@@ -253,21 +240,14 @@ def check_source(
     job: Job,
     checkpoints: Sequence[Checkpoint],
     error: Exception | None = None,
-    missing: Location | None = None,
-    alone: bool = False,
 ) -> None:
-    """Raises CorruptCheckpointError if the source is not as `before`, or a file is `missing`."""
+    """Raises CorruptCheckpointError if the source is not as `before`."""
     now = siblings.source_state(checkpoints, paths=before)
-    changed = [path for path in {**before, **now} if before.get(path) != now.get(path)]
-    if changed or missing is not None:
-        if alone and job.directory.is_local:
-            with contextlib.suppress(OSError):
-                committing.remove_aside(job.destination, job.directory)
-        raise errors.CorruptCheckpointError(
-            "the source changed during the job",
-            [f"`{path}`" for path in changed or [missing]],
-            [committing.restart_hint(job.directory)] if job.directory.exists() else [],
-        ) from error
+    changed = [f"`{path}`" for path in {**before, **now} if before.get(path) != now.get(path)]
+    if changed:
+        hints = [committing.restart_hint(job.directory)] if job.directory.exists() else []
+        text = "the source changed during the job"
+        raise errors.CorruptCheckpointError(text, changed, hints) from error
 
 
 # The parts.
@@ -301,8 +281,7 @@ class ShareTask:
             report(nbytes)
             if time.monotonic() >= next_look:
                 if not self.begun.exists():
-                    text = f"the job that writes `{self.job.destination}` has ended"
-                    raise errors.DestinationError(text)
+                    raise self.job.ended()
                 next_look = time.monotonic() + _LOOK_SECONDS
 
         attempt = Attempt(self.job)
