@@ -897,7 +897,7 @@ def test_leaves_that_would_have_one_path():
 @pytest.mark.parametrize("leaves", ["a/0/w a/#0/w", "a/0 a/#0/w", "a/#0/b/w a/0/b", "#0/w 0"])
 def test_positions_and_keys_of_the_same_name(leaves):
     there = min(leaves.replace("#", "").split(), key=len)
-    text = f"one path stands for both a list position and a key of a dict\n  `{there}`"
+    text = f"the checkpoint has a list element and a dict entry with the same path\n  `{there}`"
     assert refused(made_up(leaves)) == text
 
 

@@ -236,7 +236,7 @@ class _Tree:
         sizes = collections.Counter(keys[:-1] for keys in nodes)
         seen = collections.Counter(texts)
         if twice := [keys for keys in seen if seen[keys] > 1 or keys in sizes]:
-            summary = "one path stands for both a list position and a key of a dict"
+            summary = "the checkpoint has a list element and a dict entry with the same path"
             raise TreeMismatchError(summary, [_named(keys) for keys in twice])
         self.leaves: list[_SavedLeaf] = []
         self.top: _Node = {}
