@@ -249,12 +249,12 @@ SOME = (
 REFUSED = {
     "a cycle that is not whole": (
         ["--stack", "params/l{}=params/x/l{%4}@-1"],
-        "Error: the layers are not alike\n"
+        "Error: the layers cannot be stacked\n"
         f"  params/x/l0: 6 layers are not whole cycles of 4\n\n{SOME}",
     ),
     "numbers that are no cycles": (
         ["--stack", "params/l{0,1,4}=params/x/l{%2}"],
-        "Error: the layers are not alike\n"
+        "Error: the layers cannot be stacked\n"
         f"  params/x/l0: 3 layers are not whole cycles of 2\n\n{SOME}",
     ),
     "several, with a number that is missing": (
@@ -268,11 +268,11 @@ REFUSED = {
         ],
         "Error: 3 problems\n"
         "  no leaf is below `z`\n"
-        "  the layers are not alike\n"
+        "  the layers cannot be stacked\n"
         "    params/x: there is no layer 6, only 0, 1, 2, 3, 4, 5\n"
         "  no layer matches `params/m{}`\n\n"
         f"{SOME}"
-        "hint: the nearest leaf is `params/l0/w`\n"
+        "hint: the leaf nearest to `params/m{}` is `params/l0/w`\n"
         "hint: `params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any "
         "key\n",
     ),

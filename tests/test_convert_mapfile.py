@@ -30,7 +30,7 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.convert import map_writer
+from reshard.convert import mapfile
 from reshard.convert.leafmap import LeafMap, Row, Source, applied, from_rows
 from reshard.convert.map_rules import (
     apply_inverse,
@@ -40,8 +40,7 @@ from reshard.convert.map_rules import (
     parse_template,
     whole_path,
 )
-from reshard.convert.map_writer import write_map
-from reshard.convert.mapfile import read_map
+from reshard.convert.mapfile import read_map, write_map
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import format_path, glob_text, named_by, split_path
 
@@ -857,7 +856,7 @@ def test_rules_for_leaves_alone_say_the_same(data):
     """Which are written where fewer rules would not."""
     found = per_layer(data.draw)(3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(map_writer, "_says", lambda *_: False)
+        patch.setattr(mapfile, "_says", lambda *_: False)
         rules = read(write_map(found, own=[("rngs", "0", "key")]))
     assert all(pattern.literal for rule in rules.rules for pattern in rule.patterns)
     forth = apply_map(rules, {**found.sources(), **dict.fromkeys(found.dropped, ())})
@@ -1009,10 +1008,9 @@ map.toml: its rules cannot be read
   rule 8, `a`: `to`: `\g<x>`: the regex has no group `x`
   rule 9, `a`: `to`: `{x}`: there is no name `x` here
   rule 10, `a`: `to`: `{\1}`: the regex has no group `1`
-  rule 11, `a`: `to`: `{1 ** 2}` is not arithmetic: `+ - * // %` and parentheses are all
-  rule 12, `a`: `to`: `{f(1)}` is not arithmetic: `+ - * // %` and parentheses are all
+  rule 12, `a`: `to`: `{f(1)}` is not arithmetic: `+ - * / ** // %` and parentheses are all
   rule 13, `a`: `to`: `{1 +}` is not arithmetic
-  rule 14, `a`: `to`: `{True}` is not arithmetic: `+ - * // %` and parentheses are all
+  rule 14, `a`: `to`: `{True}` is not arithmetic: `+ - * / ** // %` and parentheses are all
   rule 15, `a`: `to`: `{` has no partner; doubled it is the character
   rule 16, `a`: `to`: `}` has no partner; doubled it is the character
   rule 17, `a`: `drop` is not true: False
@@ -1154,8 +1152,8 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """
   rule 1, `^(a)/`: a/w: `a` is not a number
   rule 2, `^c$`: c: `c{1 - 2}` makes a number below zero, -1
-  rule 3, `(d)`: d: a division by zero
-  rule 4, `(e)`: e: a division by zero
+  rule 3, `(d)`: d: `{1 // 0}` has no value: integer division or modulo by zero
+  rule 4, `(e)`: e: `{1 % (2 - 2)}` has no value: integer modulo by zero
   rule 5, `^(x)?f`: f: `` is not a number
   rule 6, `^g$`: g: `{1 - i}` makes a number below zero, -1
   rule 6, `^g$`: g -> 0: that leaf exists already

@@ -145,7 +145,7 @@ def test_levels_named_value(wanted, present):
 
 def test_a_sibling_keeps_a_level_named_value():
     """A `value` with siblings is not the level of a box."""
-    text = "a  float32[3]: the checkpoint has a container there"
+    text = "a  float32[3]: missing"
     unexpected = [("a", "value"), ("a", "b")]
     assert matched([("a",)], unexpected) == (
         [None],

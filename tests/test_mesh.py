@@ -174,7 +174,8 @@ def test_normalize_spec(spec, expected):
     ],
 )
 def test_what_is_not_a_spec(spec, message):
-    assert refused(ShardingError, mesh_lib.normalize_spec, spec) == message
+    hint = "\n\nhint: a spec is `data,model`, or as JAX prints it: `P('data', 'model')`"
+    assert refused(ShardingError, mesh_lib.normalize_spec, spec) == message + hint
 
 
 @settings(deadline=None)

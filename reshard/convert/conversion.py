@@ -22,7 +22,7 @@ from reshard.convert import map_rules
 from reshard.convert.decision import Ledger, Outcome, outcomes
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
-from reshard.convert.map_writer import write_map
+from reshard.convert.mapfile import write_map
 from reshard.convert.model import TargetTree, target_tree_of
 from reshard.convert.model_run import OutputComparison, RunModel, compare_outputs, run
 from reshard.convert.record import (
