@@ -157,7 +157,7 @@ def source_state(
         for item in known:
             item.prefetch(below=True)
         others: list[Location] = []
-        with contextlib.suppress(OSError):  # it is not there any more, and so counts as changed
+        with contextlib.suppress(OSError):  # it was removed, and counts as changed
             tops = (source.root / top for top in _sibling_roots(checkpoints))
             others = [top for top in tops if source.kind != "manager" or top.parent != source.root]
         tops = [*known, *(path for path in others if not any(map(path.below, known)))]
