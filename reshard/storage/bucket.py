@@ -232,8 +232,7 @@ class BucketLocation(Location):
         return children
 
     def _ask(self, request: Callable[[Any, Any], Any], timeout: str = _ANSWER) -> Any:
-        """The answer to a request, a function of `obstore` and a store; or `_EXISTS`. Raises
-        ValueError or FileNotFoundError for an error."""
+        """The answer, or `_EXISTS`. A request is a function of `obstore` and a store."""
         obstore = _obstore()
         for tries_left in reversed(range(RETRIES["max_retries"] + 1)):
             store = _store(*self._parts[:2], timeout)
@@ -255,8 +254,7 @@ class BucketLocation(Location):
         raise AssertionError
 
     def _below(self, shallow: bool = False) -> list[Entry]:
-        """All objects below a directory, or if `shallow`, the objects and directories directly
-        below it. An object `a/` is listed as `a`."""
+        """All objects below a directory, or if `shallow`, the entries directly below it."""
         key, prefixes = self._key, []
         with translated_errors(f"the list of `{self}`"):
             try:
