@@ -91,7 +91,7 @@ def apply(
 
 
 def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
-    """An array with the dtypes of an operation's result, after a check of the operation's numbers."""
+    """An array with the dtypes of an operation's result. Checks the numbers of the operation."""
     dtype, stored = handle.dtype, handle.stored_dtype
     if isinstance(operation, ops.Pad):
         _check_fill(handle, operation.fill)
