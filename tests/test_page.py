@@ -542,8 +542,7 @@ def test_a_wrong_file_is_an_error_before_the_work(run, tmp_path, monkeypatch, co
         return err.removeprefix(f"Error: --html {file}: ").splitlines()[0]
 
     (tmp_path / "folder").mkdir()
-    for module in ("inspect", "options", "job"):
-        monkeypatch.setattr(f"reshard.cli.{module}.open_checkpoint", None)
+    monkeypatch.setattr("reshard.cli.options.open_checkpoint", None)
     for file in ("", "-", "gs://bucket/page.html"):
         assert told(file) == "a page must be a file on this machine"
     for folder in (tmp_path / "none", pathlib.Path("/proc")):

@@ -570,9 +570,11 @@ PATTERN_HINT = (
     "\n\nhint: `params/layer_{}` stands for params/layer_0, params/layer_1 and so on; "
     "`*` for any key"
 )
+SOME = "\n\nhint: for some of the layers: "
+SOME += "`indices`, or `{0,2}` or `{:24}` in place of `{}` in an option"
 UNCLEAR = "the path does not name the layers"
-NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
-UNLIKE = "the layers are not alike"
+NEAREST = "\n\nhint: the leaf nearest to `@` is `params/l0/w`" + PATTERN_HINT[1:]
+UNLIKE = "the layers cannot be stacked"
 KEYS = "params/l0/w: PRNG keys can only be moved, stacked or unstacked"
 STEP = "operations that cannot be applied\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
 TAKEN = "leaves exist at these paths already"
@@ -601,9 +603,14 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
         stack,
         ALIKE,
         ("params/layer_{}", "params/layers"),
-        "no layer matches `params/layer_{}`" + NEAREST,
+        "no layer matches `params/layer_{}`" + NEAREST.replace("@", "params/layer_{}"),
     ),
-    (stack, ALIKE, (*ALL, 0, [4, 5]), "no layer matches `params/l{}`" + NEAREST),
+    (
+        stack,
+        ALIKE,
+        (*ALL, 0, [4, 5]),
+        "no layer matches `params/l{}`" + NEAREST.replace("@", "params/l{}"),
+    ),
     (stack, ALIKE, ("zzz_{}", "params/l"), "no layer matches `zzz_{}`" + PATTERN_HINT),
     (
         *(stack, ALIKE, ("params/l", "params/*/l{}", 0, [0, 0]), UNCLEAR),
@@ -630,14 +637,11 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
         {"l1": {"w": (2,)}, "l2": {"w": (2,)}, "m0": {"w": (2,)}, "m2": {"w": (3,)}},
         *(("params/*{}", "params/all_*"), UNLIKE),
         "params/all_l: there is no layer 0, only 1, 2",
-        "params/all_m: there is no layer 1, only 0, 2\n\n"
-        'hint: reshard.stack(ckpt, "params/*{}", into="params/all_*", indices=[1, 2])\n'
-        'hint: reshard.stack(ckpt, "params/*{}", into="params/all_*", indices=[0, 2])',
+        "params/all_m: there is no layer 1, only 0, 2" + SOME,
     ),
     (
         *(stack, ALIKE, (*ALL, 0, [1, 0, 7, 3]), UNLIKE),
-        "params/l: there is no layer 7, 3, only 0, 1\n\n"
-        'hint: reshard.stack(ckpt, "params/l{}", into="params/l", indices=[0, 1])',
+        "params/l: there is no layer 7, 3, only 0, 1" + SOME,
     ),
     (
         stack,
@@ -683,7 +687,8 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     ),
     (
         *(unstack, {"layers": {"w": (2,)}}, ("params/layer", "params/layer_{}")),
-        "no leaf is below `params/layer`\n\nhint: the nearest leaf is `params/layers/w`",
+        "no leaf is below `params/layer`\n\n"
+        "hint: the leaf nearest to `params/layer` is `params/layers/w`",
     ),
     (
         unstack,

@@ -26,6 +26,7 @@ from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, Value,
 from reshard.convert.mapfile import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
+from reshard.convert.module_tree import Module
 from reshard.convert.optimizer import (
     Followed,
     Leaves,
@@ -56,6 +57,8 @@ from reshard.units import count_leaves
 
 # The keys of an NNX model and its optimizer if the target has no optimizer.
 _MODEL, _OPTIMIZER = ("model",), ("optimizer",)
+# The target of a conversion by a map alone.
+_NO_MODEL = TargetTree({}, frozenset(), Layout("", "", (), {}, {}, None, (), None), Module(()))
 
 
 class Outcome(NamedTuple):
@@ -146,26 +149,30 @@ class Ledger:
         left_out: Mapping[Path, ArrayHandle],
     ):
         self._ckpt, self._layout, self._to = ckpt, layout, to
-        self._target, self._other, self._left_out = target, other, left_out
+        self._by_map_alone = target is None
+        self._target, self._other, self._left_out = target or _NO_MODEL, other, left_out
         self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self._shapes = layout.shapes(ckpt)
         leaves = {**{path: ckpt[saved] for path, saved in layout.model.items()}, **left_out}
         shapes = self._shapes | {path: leaf.shape for path, leaf in left_out.items()}
         self._parameters = parameters_of(shapes, layout.api)
         self._random = random_state(leaves) | (set() if other is None else other.random_names())
-        # Copies of the parameters beside the model, like an average.
+        # Copies of the parameters next to the model, like an average.
         self._copies = _copies_of_parameters(ckpt, layout, self._parameters)
-        there = None if target is None else target.layout
-        self._leaves_there: Mapping[Path, Any] = {} if target is None else target.leaves
-        # The target has the model below a key if there is optimizer state that it has no place for.
+        target_layout = self._target.layout
+        # The result has the model below a key if the target has no place for optimizer state.
         training = bool(layout.optimizer) or bool(self._copies)  # a step alone is no optimizer
-        alone = there is None or not (there.optimizer or there.step or there.beside)
+        alone = not (target_layout.optimizer or target_layout.step or target_layout.beside)
         self.prefix: Path = _MODEL if to == "nnx" and training and alone else ()
+        # The result has no place of the target's for optimizer state.
+        self._apart = self._by_map_alone or bool(self.prefix)
+        self._target_leaves: Mapping[Path, Any] = self._target.leaves
         # Where the optimizer's state is saved in the target, and copies of the parameters.
-        self._state_there = {} if there is None else there.optimizer
-        self._copies_there = {} if there is None else there.beside
-        self._checked = {path[0] for path in self._copies_there}  # keys of copies in the model
-        self._known = {} if target is None else parameters_of(target.shapes(), to)
+        self._target_state, self._target_copies = target_layout.optimizer, target_layout.beside
+        self._target_copy_keys = {
+            path[0] for path in self._target_copies
+        }  # keys of copies in the model
+        self._target_parameters = parameters_of(self._target.shapes(), to)
         self.notes: list[str] = []
         self.groups: tuple[Modules, ...] = ()
         self._problems: list[str] = []
@@ -174,8 +181,9 @@ class Ledger:
         self._open: dict[Path, _Verdict] = {}
         # What is not decided: leaves of the source by saved path, of the target by place.
         self._verdicts: dict[Path, _Verdict] = {}
-        self._verdicts_there: dict[Path, _Verdict] = {}
-        self._apart: dict[Path, Row] = {}  # those of Linen's that are some of NNX's in one array
+        self._target_verdicts: dict[Path, _Verdict] = {}
+        # The rules for those of Linen's that are some of NNX's in one array.
+        self._rules: dict[Path, Row] = {}
         self._surplus: list[Path] = []  # saved paths of leaves without a place
 
     def decide(
@@ -189,8 +197,9 @@ class Ledger:
         names = self._join(optimizer, copies)
         self._check(names, {*chosen, *reset})
         if self._problems:
-            error = self._error(self._problems, self._hints, self._outcomes())
-            if self._target is not None:
+            summary = f"`{self._ckpt.source.root}` does not become the {API_NAMES[self._to]} model"
+            error = TreeMismatchError(summary, self._problems, self._hints, self._outcomes())
+            if not self._by_map_alone:
                 error.draft = functools.partial(self._draft, chosen)
             raise error
         self._finish(optimizer, copies, chosen, reset)
@@ -205,24 +214,26 @@ class Ledger:
         target, layout = self._target, self._layout
         known = None if self._other is None else self._other.outline
         source_side = side_of(self._ckpt, layout, known)
-        target_side = target and side_of(target.leaves, target.layout, target.outline)
+        target_side = None
+        if not self._by_map_alone:
+            target_side = side_of(target.leaves, target.layout, target.outline)
         rules = None if map_file is None else find_map(map_file, self._ckpt, self._to)
-        said = by_map(rules, source_side, target_side, self._left_out)
-        self._problems += said.problems
-        self._hints += said.hints
-        self._open |= dict.fromkeys(said.unexpected, _UNEXPECTED)
-        self.notes += said.notes
-        initial = self._initial([*said.initial, *init], said.optional)
-        if target_side is None or target is None:
-            self.model = said.map
+        map_result = by_map(rules, source_side, target_side, self._left_out)
+        self._problems += map_result.problems
+        self._hints += map_result.hints
+        self._open |= dict.fromkeys(map_result.unexpected, _UNEXPECTED)
+        self.notes += map_result.notes
+        initial = self._initial([*map_result.initial, *init], map_result.optional)
+        if target_side is None:
+            self.model = map_result.map
             return initial
         own = [path for path, saved in target.layout.model.items() if saved in initial]
-        self.model, found = model_map(said, source_side, target_side, own)
+        self.model, found = model_map(map_result, source_side, target_side, own)
         self.notes += shown_once(
             f"{listed(one)} were matched to {listed(other)} by number"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
         )
-        self._undecided(found, said, source_side, target_side)
+        self._undecided(found, map_result, source_side, target_side)
         self.groups = tuple(group for group in found.groups if group not in found.numbered)
         return initial
 
@@ -231,7 +242,7 @@ class Ledger:
         the whole tree; of those that are optional there may be none."""
         if not globs and not optional:
             return set()
-        if self._target is None:
+        if self._by_map_alone:
             names = [f"`{glob}`" for glob in (*globs, *optional)]
             raise ArgumentError(
                 "without a model, no leaf has an initial value", names, ["model=..."]
@@ -241,22 +252,22 @@ class Ledger:
         namespaces = (names.items(), below, [(path, path) for path in names.values()])
         named = named_in(namespaces, globs)
         if may := named_in(namespaces, (), optional) - named:
-            told = listed(sorted(may))
-            self.notes.append(f"the model's own initial value, as `optional` says: {told}")
+            shown = listed(sorted(may))
+            self.notes.append(f"the model's own initial value, as `optional` says: {shown}")
         return named | may
 
     def _undecided(
-        self, found: Alignment, said: map_rules.MapResult, source: Side, target: Side
+        self, found: Alignment, map_result: map_rules.MapResult, source: Side, target: Side
     ) -> None:
-        """Adds what structure does not decide of leaves beside what a map says, which may be one
-        for the other direction."""
+        """Adds the undecided leaves that the map has no rule for. The map may be one for the other
+        direction."""
         self._problems += shown_once(map(str, found.mismatches))
         self._problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
             if entry.rule is not None:
-                self._apart[entry.rule.inputs[0]] = entry.rule
+                self._rules[entry.rule.inputs[0]] = entry.rule
             kind = "ambiguous"
-            if not (entry.linen and entry.nnx):  # there is nothing that it may be
+            if not (entry.linen and entry.nnx):  # it has no candidates
                 kind = "unexpected" if bool(entry.linen) == (self._to == "nnx") else "missing"
             why = (kind, str(entry))
             self._open |= dict.fromkeys((*entry.linen, *entry.nnx), why)
@@ -265,23 +276,23 @@ class Ledger:
             self._open |= {leaf.path: why for leaf in (*entry.inputs, entry.output)}
         known, saved = self._other is not None, self._layout.model
         if found.abstentions:
-            self._hints += hints_for(found.abstentions, said, source, target, known, saved)
+            self._hints += hints_for(found.abstentions, map_result, source, target, known, saved)
 
     # Optimizer state and copies of the parameters.
 
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """The optimizer state in the target that keeps its initial value because its parameters do:
         saved path -> the parameter."""
-        if not initial or self._target is None:
+        if not initial:
             return {}
         state = {
             path: (leaf.shape, leaf.dtype)
-            for path, saved in self._state_there.items()
-            if isinstance(leaf := self._leaves_there[saved], TargetLeaf) and leaf.dtype is not None
+            for path, saved in self._target_state.items()
+            if isinstance(leaf := self._target_leaves[saved], TargetLeaf) and leaf.dtype is not None
         }
         return {
-            self._state_there[path]: owner
-            for path, owner in followers(self._known, state).items()
+            self._target_state[path]: owner
+            for path, owner in followers(self._target_parameters, state).items()
             if self._target.layout.model[owner] in initial
         }
 
@@ -291,64 +302,57 @@ class Ledger:
             path: (leaf.shape, leaf.dtype) if (leaf := self._arrays.get(saved)) else None
             for path, saved in self._layout.optimizer.items()
         }
-        part = self._following(leaves, self._state_there)
+        part = self._following(leaves, self._target_state)
         if part.problems:
             self._verdicts |= dict.fromkeys(self._layout.optimizer.values(), _STUCK)
-            there = (self.prefix + saved for saved in self._state_there.values())
-            self._verdicts_there |= dict.fromkeys(there, _STUCK)
+            places = (self.prefix + saved for saved in self._target_state.values())
+            self._target_verdicts |= dict.fromkeys(places, _STUCK)
             self._problems += [f"opt_state/{text}" for text in part.problems]
-            self._hints.append(self._start_anew())
+            root = self._target.layout.optimizer_root if self._target_state else None
+            dropped = (self._layout.optimizer_root, None if root else self._layout.step)
+            given = [f"drop={as_python([format_glob(path)])}" for path in dropped if path]
+            given += [f"init={as_python([format_glob(root)])}"] if root else []
+            end = "resets that state" if root else "leaves that state out"
+            self._hints.append(f"{' with '.join(given)} {end}")
         return part
-
-    def _start_anew(self) -> str:
-        """The hint that leaves out or resets optimizer state that cannot be converted."""
-        layout, there = self._layout, None
-        if self._target is not None and self._state_there:
-            there = self._target.layout.optimizer_root
-        gone = (layout.optimizer_root, layout.step if there is None else None)
-        given = [f"drop={as_python([format_glob(path)])}" for path in gone if path]
-        given += [f"init={as_python([format_glob(there)])}"] if there is not None else []
-        end = "leaves that state out" if there is None else "resets that state"
-        return f"{' with '.join(given)} {end}"
 
     def _copied(self) -> Followed:
         """The map of copies of the parameters, which follow the model's leaves."""
         arrays = {path: self._arrays[saved] for path, saved in self._copies.items()}
         leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
-        part = self._following(leaves, self._copies_there, leaves)
+        part = self._following(leaves, self._target_copies, leaves)
         self._problems += part.problems
         return part
 
     def _following(
-        self, leaves: Leaves, there: Mapping[Path, Path], beside: Collection[Path] = ()
+        self, leaves: Leaves, target_paths: Mapping[Path, Path], copies: Collection[Path] = ()
     ) -> Followed:
-        """The map of leaves that follow the model's. `there`: their paths in the target -> saved
-        paths; `leaves` and `beside` as for `followed`."""
-        if not leaves and not there:
+        """The map of leaves that follow the model's: optimizer state or copies of parameters.
+        `target_paths`: their paths in the target -> saved paths."""
+        if not leaves and not target_paths:
             return Followed(LeafMap({}), {}, ())
         model, parameters = self.model, self._parameters
         owners = followers(parameters, leaves)
         unused, zero = {*model.dropped, *self._left_out}, model.must_be_zero.keys()
-        gone = unused | zero
-        rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
-        kept = {path: shape for path, shape in parameters.items() if path not in gone}
-        fewer = bool((gone & parameters.keys()) - self._random)
-        random = set() if self._target is None else self._target.random_names()
-        more = bool(self._known.keys() - _made(model).keys() - random)  # parameters made of none
-        mirrors = mirrored(self._known, there)
-        # The collection of the parameters, if what follows them is without that key in the target.
-        ahead: Path = ("params",) if beside and not mirrors else ()
-        if self._to == "linen" and any(len(p) - len(root) < len(own) for p, own, root in mirrors):
-            ahead = ("params",)
-        ahead = () if self._to == "nnx" else ahead
-        found = followed(model, kept, rest, ahead, fewer or more, beside)
+        unconverted = unused | zero
+        rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in unconverted}
+        kept = {path: shape for path, shape in parameters.items() if path not in unconverted}
+        fewer = bool((unconverted & parameters.keys()) - self._random)
+        random = self._target.random_names()
+        more = bool(self._target_parameters.keys() - _made(model).keys() - random)
+        mirrors = mirrored(self._target_parameters, target_paths)
+        # The collection of the parameters, if the paths in the target lack that key.
+        lacks = any(len(p) - len(root) < len(own) for p, own, root in mirrors)
+        lacks = lacks or (bool(copies) and not mirrors)
+        ahead: Path = ("params",) if self._to == "linen" and lacks else ()
+        found = followed(model, kept, rest, ahead, fewer or more, copies)
         if found.problems:
             return Followed(LeafMap({}), {}, found.problems)
         arrays = {path: leaf[0] for path, leaf in rest.items() if leaf}
         whole = renaming({path: path for path in arrays}, arrays).then(found.map)
         values = dict(whole.values)
         for path, owner, _ in mirrors:
-            leaf, value = self._leaves_there[there[path]], model.values.get(owner)
+            leaf, value = self._target_leaves[target_paths[path]], model.values.get(owner)
             if isinstance(value, Filled) and isinstance(leaf, TargetLeaf) and leaf.dtype:
                 if value.fill is not None:  # by a rule: its state is not known
                     continue
@@ -359,47 +363,46 @@ class Ledger:
             if owner in zero and (leaf := leaves[path]) is not None
         }
         dropped = tuple(path for path, owner in owners.items() if owner in unused)
-        if dropped and not beside:
-            told = listed(list(dict.fromkeys(owners[path] for path in dropped)))
+        if dropped and not copies:
+            shown = listed(list(dict.fromkeys(owners[path] for path in dropped)))
             text = f"{len(dropped)} leaves of optimizer state are dropped with their parameters"
-            self.notes.append(f"{text}: {told}")
+            self.notes.append(f"{text}: {shown}")
         found_map = LeafMap(values, whole.origin, dropped, {**whole.must_be_zero, **zeros})
         return dataclasses.replace(found, map=found_map)
 
-    # The places of leaves in the target: None if there is no place.
+    # The places of leaves in the target: None if a leaf has none.
 
     def _model_place(self, path: Path) -> Path | None:
-        if self._target is not None:
-            saved = self._target.layout.model.get(path)
-            return None if saved is None else self.prefix + saved
-        return (*self.prefix, *path, "value") if self._to == "nnx" else path
+        if self._by_map_alone:
+            return (*self.prefix, *path, "value") if self._to == "nnx" else path
+        saved = self._target.layout.model.get(path)
+        return None if saved is None else self.prefix + saved
 
     def _state_place(self, path: Path) -> Path | None:
-        if self._target is not None and not self.prefix:
-            saved = self._state_there.get(path)
-            return saved if saved and isinstance(self._leaves_there[saved], TargetLeaf) else None
-        return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
+        if self._apart:
+            return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
+        saved = self._target_state.get(path)
+        return saved if saved and isinstance(self._target_leaves[saved], TargetLeaf) else None
 
     def _masked_place(self, path: Path) -> Path | None:
         """The place of optimizer state without a value, which only NNX saves."""
-        root: Path | None = (*_OPTIMIZER, "opt_state")
-        if self._target is not None and not self.prefix:
-            root = None if path in self._state_there else self._target.layout.optimizer_root
-        return None if root is None or self._to == "linen" else (*root, *path, "value")
+        root = (*_OPTIMIZER, "opt_state") if self._apart else self._target.layout.optimizer_root
+        if self._to == "linen" or root is None or path in self._target_state:
+            return None
+        return (*root, *path, "value")
 
     def _copy_place(self, path: Path) -> Path | None:
         """The place of a leaf of a copy of the parameters. If the model has no copy under the same
         key, the leaf keeps its path."""
-        if path[0] in self._checked:
-            return self._copies_there.get(path)
+        if path[0] in self._target_copy_keys:
+            return self._target_copies.get(path)
         return (*path, "value") if self._to == "nnx" else path
 
     def _step_place(self) -> tuple[Path, np.dtype, str] | None:
         """The place of the step counter, with its dtype and how it is saved."""
-        if self._target is None or self.prefix:
-            place = (*_OPTIMIZER, "step", "value")
-            return (place, np.dtype(np.uint32), "jax.Array") if self.prefix else None
         saved = self._target.layout.step
+        if self.prefix:
+            return (*_OPTIMIZER, "step", "value"), np.dtype(np.uint32), "jax.Array"
         if saved is None:
             return None
         dtype = self._target.leaf(saved).dtype
@@ -437,7 +440,7 @@ class Ledger:
                 sources = LeafMap({path: value}).sources()
                 why = next(filter(None, map(self._owners_verdict, sources)), None)
                 if why is not None and at is not None:
-                    self._verdicts_there[at] = _MISSING if why is _UNEXPECTED else why
+                    self._target_verdicts[at] = _MISSING if why is _UNEXPECTED else why
                 elif why is None and at is None:
                     why = self._why_open(path) if found is self.model else None
                     if why is None:
@@ -462,28 +465,21 @@ class Ledger:
 
     # Problems.
 
-    def _error(
-        self, problems: Sequence[str], hints: Sequence[str], found: Sequence[Outcome] = ()
-    ) -> TreeMismatchError:
-        """The error, with the outcomes that are decided."""
-        summary = f"`{self._ckpt.source.root}` does not become the {API_NAMES[self._to]} model"
-        return TreeMismatchError(summary, problems, hints, found)
-
     def _check(self, names: Mapping[Path, Path], initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype."""
         self._check_beside()
-        if self._target is None:
+        if self._by_map_alone:
             return
         self._check_target(initial)
         leaves = {self.prefix + path: leaf for path, leaf in self._target.leaves.items()}
         for place, text, hint in differences(self.map, self._arrays, leaves, names):
             self._problems.append(text)
             if place is not None:
-                self._verdicts_there.setdefault(place, ("mismatch", text))
+                self._target_verdicts.setdefault(place, ("mismatch", text))
             self._hints += [hint] if hint else []
 
     def _check_beside(self) -> None:
-        """Adds the step counter, and other leaves beside the model, if they have no place."""
+        """Adds the step counter, and other leaves next to the model, if they have no place."""
         layout, step = self._layout, self._layout.step
         if step is not None and self._step_place() is None:
             self._unexpected(step, ("step",))
@@ -502,7 +498,7 @@ class Ledger:
         """Adds a leaf of the source, or one that the map made, without a place in the target."""
         leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
         self._problems.append(f"{format_path(path)}{leaf}: unexpected")
-        if self._target is None and path[0] in ("opt_state", "step"):
+        if self._by_map_alone and path[0] in ("opt_state", "step"):
             self._hints.append("model=..., the `TrainState`, has places for an optimizer")
         if saved is not None:
             self._surplus.append(saved)
@@ -512,31 +508,30 @@ class Ledger:
     def _check_target(self, initial: set[Path]) -> None:
         """Adds the leaves of the target without a source. The hint to reset them is shown only if
         no leaf of the model is left to be placed, since that may be their source."""
-        assert self._target is not None
-        there = self._target.layout
+        target_layout = self._target.layout
         lacking = [
             saved
             for saved, leaf in self._target.leaves.items()
             if isinstance(leaf, TargetLeaf) and self.prefix + saved not in self.map.values
         ]
-        names = {saved: path for path, saved in there.model.items()}
+        names = {saved: path for path, saved in target_layout.model.items()}
         missing = {*lacking} - initial
-        owners = _owners_of(there, self._target.shapes()) if missing else {}
+        owners = _owners_of(target_layout, self._target.shapes()) if missing else {}
         spare = self._open or not self._verdicts.keys().isdisjoint(self._layout.model.values())
-        anew = []
+        resettable = []
         for saved in lacking:
             leaf, random = self._target.leaf(saved), saved in self._target.random
             owner, place = owners.get(saved), self.prefix + saved
-            why = self._verdicts_there.get(place) or self._why_open(names.get(saved, owner))
+            why = self._target_verdicts.get(place) or self._why_open(names.get(saved, owner))
             if saved in initial:
                 why = ("initial", "")
-            elif random or not (why or (owner and there.model[owner] in missing)):
+            elif random or not (why or (owner and target_layout.model[owner] in missing)):
                 self._problems.append(
                     f"{format_path(names.get(saved, leaf.path))}  {leaf}: missing"
                 )
-                anew += [saved] if random or not spare else []
-            self._verdicts_there[place] = why or _MISSING
-        for glob, count in covering_globs(anew, self._target.names()):
+                resettable += [saved] if random or not spare else []
+            self._target_verdicts[place] = why or _MISSING
+        for glob, count in covering_globs(resettable, self._target.names()):
             text = f"keeps the model's own initial value: {count_leaves(count)}"
             self._hints.append(f"init={as_python([glob])} {text}")
         for saved in initial - {*lacking}:
@@ -554,25 +549,24 @@ class Ledger:
         found = []
         for row in outcomes(self.map):
             if self._verdicts.keys().isdisjoint(row.before):
-                why = None if row.after is None else self._verdicts_there.get(row.after)
+                why = None if row.after is None else self._target_verdicts.get(row.after)
                 found.append(row._replace(origin=why[0], problem=why[1]) if why else row)
         for saved, leaf in self._ckpt.items():
             why = self._verdicts.get(saved)
             if why is not None and isinstance(leaf, ArrayHandle | str):
                 found.append(Outcome((saved,), None, why[0], "", why[1]))
         made = {row.after for row in found}
-        for saved, leaf in self._leaves_there.items():
+        for saved, leaf in self._target_leaves.items():
             place = self.prefix + saved
             if place not in made and isinstance(leaf, TargetLeaf):
-                why = self._verdicts_there.get(place, _MISSING)
+                why = self._target_verdicts.get(place, _MISSING)
                 found.append(Outcome((), place, why[0], "", why[1]))
         return found
 
     def _draft(self, initial: set[Path]) -> str:
         """The text of a map of the model's decided leaves, with a `TODO` for each open leaf."""
-        assert self._target is not None
-        model, there, names = self.model, self._target.shapes(), self._target.layout.model
-        made = [path for path in model.values if path in model.origin and path in there]
+        model, shapes, names = self.model, self._target.shapes(), self._target.layout.model
+        made = [path for path in model.values if path in model.origin and path in shapes]
         decided = dataclasses.replace(
             model,
             values={path: model.values[path] for path in made},
@@ -580,16 +574,16 @@ class Ledger:
         )
         used = {*decided.sources(), *decided.dropped, *decided.must_be_zero}
         own = [path for path, saved in names.items() if saved in initial]
-        taken = {*made, *own}.union(*(row.outputs for row in self._apart.values()))
+        taken = {*made, *own}.union(*(row.outputs for row in self._rules.values()))
         # By shape, and by what is open: None is anything.
         fits: dict[tuple[Shape, _Verdict | None], list[Path]] = {}
-        for path, shape in there.items():
+        for path, shape in shapes.items():
             for why in dict.fromkeys((self._why_open(path), None)) if path not in taken else ():
                 fits.setdefault((shape, why), []).append(path)
         rows, near = [], set()
         for path, shape in self._shapes.items():
-            if path in self._apart:
-                rows.append(self._apart[path])
+            if path in self._rules:
+                rows.append(self._rules[path])
             elif path not in used:
                 why = self._why_open(path)
                 key = shape, why if (shape, why) in fits else None
@@ -597,7 +591,7 @@ class Ledger:
                 rows.append(Row((path,), tuple(fits.get(key, ())[: MAX_CANDIDATES + 1])))
         candidates = {path for key in near for path in fits.get(key, ())}
         filled = taken | candidates
-        missing = [path for path in there if path not in filled]
+        missing = [path for path in shapes if path not in filled]
         return draft_map(decided, self._to, own, rows, missing)
 
     # The result.
@@ -608,11 +602,10 @@ class Ledger:
         """Sets the attributes and adds the notes of a conversion that is decided."""
         step = self._step_place()
         self.counters = {step[0]: step[1:]} if self._layout.step is not None and step else {}
-        leaves = self._leaves_there
-        model_names = {} if self._target is None else self._target.layout.model
-        names = {saved: path for path, saved in model_names.items()}
+        leaves = self._target_leaves
+        names = {saved: path for path, saved in self._target.layout.model.items()}
         made = _made(optimizer.map)
-        if self._target is None:
+        if self._by_map_alone:
             self.notes.append("without a model, only the source was checked against the map")
         elif self.prefix and made:
             self.notes.append(
@@ -620,7 +613,7 @@ class Ledger:
                 "`optimizer`, unchecked"
             )
         for root, count in collections.Counter(path[:1] for path in _made(copies.map)).items():
-            self.notes.append(follows_note(root, count, root[0] in self._checked))
+            self.notes.append(follows_note(root, count, root[0] in self._target_copy_keys))
         if reset:
             self.notes.append(
                 f"{len(reset)} leaves of optimizer state keep the model's own initial values "

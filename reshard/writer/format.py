@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ import numpy as np
 import tensorstore as ts
 
 from reshard import errors, tree, units
-from reshard.arrays.derived import stored_values
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, Derived, StoredArray, stored_name
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
@@ -32,7 +30,7 @@ from reshard.engine.batches import in_groups
 from reshard.loader.safetensors import DTYPES
 from reshard.storage.array_store import ZarrVersion, name_problem
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import FOLDERS, PROCESS, StoredValue
+from reshard.storage.ocdbt import FOLDERS, PROCESS
 from reshard.writer.siblings import WRITTEN, is_sibling
 
 # The library's order in a file.
@@ -40,7 +38,7 @@ _ORDER = "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F
 _ORDER += "F8_E5M2 I8 U8 BOOL"
 _RANKS = {name: rank for rank, name in enumerate(_ORDER.split())}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Of which library's tensors the file is, which transformers asks for.
+# The library of the tensors, which transformers requires.
 _ABOUT = {"format": "pt"}
 
 
@@ -106,16 +104,14 @@ def index(files: Sequence[File]) -> bytes:
 
 # Data files of an OCDBT database; Orbax's own default.
 _FILE_BYTES = 2 << 30
-# The same of those that Orbax writes to gs. TensorStore holds each in memory until it is there.
+# The same on gs, as in Orbax. TensorStore holds each file in memory until it is uploaded.
 _GS_FILE_BYTES = 400 << 20
-# What an array is stored as where no other one of the checkpoint says: as Orbax does it.
+# The encoding of an array if no array of the checkpoint is stored: that of Orbax.
 _ORBAX = (
     b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1},"order":"C",'
     b'"fill_value":null,"dimension_separator":"."}'
 )
 _FILE_SIZE = 'file_size="256MiB"'
-# Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
-_MAX_BLOSC = (1 << 31) - 17
 # Codecs of blosc, levels, and configurations.
 _BLOSC = ("lz4", "lz4hc", "blosclz", "zlib", "zstd")
 _LEVELS = {"none": range(0), "zstd": range(-131072, 23), "blosc": range(10)}
@@ -215,30 +211,6 @@ class TargetFormat(ZarrVersion):
         made = ts.open({**spec, "metadata": json.loads(document)}).result()
         if np.asarray(made.fill_value).tobytes() != np.asarray(root.view().fill_value).tobytes():
             raise ValueError(f"zarr{3 if self.zarr3 else 2} has no fill value {encoding.fill}")
-
-    def check_chunk(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> None:
-        """Raises ArgumentError for a chunk that is too large for the codec of an array."""
-        nbytes = math.prod(chunk) * handle.dtype.itemsize
-        if nbytes > _MAX_BLOSC and not self.files and self.encoding(handle).is_blosc:
-            raise errors.ArgumentError(
-                f"{tree.format_path(handle.path)}: blosc takes chunks of at most {_MAX_BLOSC} "
-                f"bytes, but one of {list(chunk)} has {nbytes}",
-                hints=['chunks="1GiB"'],
-            )
-
-    def verbatim(self, handle: ArrayHandle) -> list[StoredValue] | None:
-        """The stored values of an array that can be copied as they are; None if it is rewritten."""
-        return None if self.files else stored_values(handle, self.encoding(handle))
-
-    def metadata(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> bytes:
-        return self.encoding(handle).document(handle.shape, chunk, handle.dtype)
-
-    def is_verbatim(self, handle: ArrayHandle) -> bool:
-        """Whether everything that is stored of an array stays as it is, key for key."""
-        stored = handle.stored
-        if stored is None or stored.store.ranged:
-            return False
-        return stored.encoding == self.encoding(handle)
 
 
 @functools.lru_cache(maxsize=4096)

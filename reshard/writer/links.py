@@ -34,8 +34,6 @@ from reshard.writer.plan import ItemPlan
 # The part of an item's stored bytes that is copied verbatim at least where data files are linked:
 # a conversion changes counters and random state, and nothing else.
 _MOST = 15 / 16
-# Data files are shared with the source if at least this part of them stays in use.
-_WORTH_LINKING = 0.5
 # The empty key below a path that is a whole key.
 _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
@@ -43,10 +41,9 @@ _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 def files_to_link(
     store: ArrayStore, destination: Location | None, form: TargetFormat, arrays: Sequence[ArrayPlan]
 ) -> dict[str, int] | None:
-    """The data files, with their bytes, that the destination shares with the source. None if
-    linking is impossible or not worth it: arrays are rewritten; or less than half of the files'
-    bytes stay, and less than the source itself uses. Raises CorruptCheckpointError if a file is
-    missing."""
+    """The data files, with their bytes, that the destination shares with the source. None if arrays
+    are rewritten, or less than half of the files' bytes stay in use. Raises
+    CorruptCheckpointError if a file is missing."""
     directory = store.directory
     every = sum(array.stored_bytes for array in arrays)
     verbatim = sum(array.stored_bytes for array in arrays if array.verbatim)
@@ -56,31 +53,22 @@ def files_to_link(
         destination.is_local and disk.device(directory) == disk.device(destination)
     ):
         return None
-    handles = (array.handle for array in arrays if array.verbatim)
-    values = [value for handle in handles for value in form.verbatim(handle) or ()]
+    values = (value for array in arrays if array.verbatim for value in array.values)
     kept = {(v.file, v.offset): v.size for v in values if v.file is not None}
-    used = {
-        (v.file, v.offset): v.size
-        for array in store.values.values()
-        for v in array.values()
-        if v.file is not None
-    }
     files = {}
     for file in dict.fromkeys(file for file, _ in kept):
         size = (directory / file).file_bytes()
         if size is None:
             raise CorruptCheckpointError(f"the data file `{directory / file}` is missing")
         files[file] = size
-    stays = sum(kept.values())
-    enough = stays >= min(sum(used.values()), _WORTH_LINKING * sum(files.values()))
-    return files if files and enough else None
+    return files if 0 < sum(files.values()) <= 2 * sum(kept.values()) else None
 
 
 def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
     """Links an item's data files, and the files of their B-tree nodes, into the destination. Writes
     a database in its directory that has only nodes, and refers to these files. If the file
     system refuses a link, the file is copied."""
-    source, form, files = item.ckpt.source.store, item.format, item.files or {}
+    source, files = item.ckpt.source.store, item.files or {}
     linked = {*files}
     for part in source.parts:
         linked |= {f"{part}/{file}".lstrip("/") for file in node_files(source.directory / part)}
@@ -93,9 +81,10 @@ def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
     spec = root_spec(directory, name)
     root = ts.KvStore.open(spec, context=context).result().with_transaction(transaction)
     chunks = {
-        f"{stored_name(handle.path)}/{key}": chunk
-        for handle in item.linked
-        for key, chunk in (stored_chunks(handle, form.encoding(handle)) or {}).items()
+        f"{stored_name(array.path)}/{key}": chunk
+        for array in item.arrays
+        if array.linked
+        for key, chunk in (stored_chunks(array.handle, array.encoding) or {}).items()
     }
     copies = []
     for part in source.parts:
