@@ -32,17 +32,12 @@ CHANGES = options.all_of(
 )
 
 
-class MapFile(click.Path):
-    """A map file, or the name of a ready map."""
-
-    def __init__(self) -> None:
-        super().__init__(exists=True, dir_okay=False)
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        return value if str(value).startswith("hf:") else super().convert(value, param, ctx)
-
-
-READY_MAP = options.all_of(
+MAP = options.all_of(
+    options.value(
+        "--map map_file",
+        "FILE|hf:NAME",
+        "TOML with rules from leaf to leaf, or a ready map: `reshard help maps`.",
+    ),
     options.value(
         "--config", "HF_DIR", "Directory of the config.json for the map; SRC or --like by default."
     ),
@@ -56,17 +51,7 @@ READY_MAP = options.all_of(
         type=click.IntRange(0),
     ),
 )
-MAP = options.all_of(
-    options.value(
-        "--map map_file",
-        "FILE|hf:NAME",
-        "TOML with rules that make another tree, or a ready map: `reshard help maps`. Every leaf "
-        "needs a rule.",
-        type=MapFile(),
-    ),
-    options.flag("--reverse", "Use the map in the opposite direction."),
-    READY_MAP,
-)
+REVERSE = options.flag("--reverse", "Use the map in the opposite direction.")
 
 
 def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:

@@ -8,7 +8,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options, subprocess_model
-from reshard.cli.changes import READY_MAP, MapFile, chosen_map
+from reshard.cli.changes import MAP, chosen_map
 from reshard.cli.model_argument import load_model, look_here, model_errors
 from reshard.convert.layout import KINDS
 
@@ -33,14 +33,7 @@ conversion_options = options.all_of(
         "This runs the code of MODULE, in a process of its own. hf:DIR is the model of a Hugging "
         "Face directory, for --check only.",
     ),
-    options.value(
-        "--map map_file",
-        "FILE|hf:NAME",
-        "TOML with rules from leaf to leaf, which have precedence over names and order, or a ready "
-        "map: `reshard help maps`.",
-        type=MapFile(),
-    ),
-    READY_MAP,
+    MAP,
     options.values("--init", "GLOB", "Leaves that get the model's own initial value."),
     options.value(
         "--layout",
