@@ -4,7 +4,7 @@ from .arrays.handle import ArrayHandle as ArrayHandle
 from .checkpoint import Checkpoint as Checkpoint
 from .convert.conversion import to_linen as to_linen
 from .convert.conversion import to_nnx as to_nnx
-from .convert.ready_maps import ready_map as ready_map
+from .convert.remap import ready_map as ready_map
 from .convert.remap import remap as remap
 from .convert.stacking import stack as stack
 from .convert.stacking import unstack as unstack

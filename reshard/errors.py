@@ -47,7 +47,8 @@ def raise_all(found: Sequence[ReshardError]) -> None:
         raise found[0]
     if found:
         hints = [hint for error in found for hint in error.hints]
-        raise type(found[0])(f"{len(found)} problems", lines_of(found), hints)
+        lines = [line for e in found for line in (e.summary, *(f"  {text}" for text in e.problems))]
+        raise type(found[0])(f"{len(found)} problems", lines, hints)
 
 
 def printable(text: str) -> str:

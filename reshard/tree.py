@@ -361,7 +361,9 @@ def _check_tree(renamed: dict[Path, Path]) -> None:
         else:
             problems.append(f"{format_path(one)} and {format_path(other)}{new}")
     if problems:
-        raise TreeMismatchError("several leaves would have the same path after renaming", problems)
+        raise TreeMismatchError(
+            "leaves would have the same path, or one below another, after renaming", problems
+        )
 
 
 def check_lists(paths: Iterable[Path], before: Iterable[Path] = ()) -> None:

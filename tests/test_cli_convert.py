@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import reshard
 from reshard.cli.model_argument import build_target
 from reshard.cli.subprocess_model import run_in_subprocess
-from reshard.convert import map_writer
+from reshard.convert import mapfile
 from reshard.tree import format_path
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -226,7 +226,7 @@ device   # before, # after
 load     a restore reads exactly the bytes that it needs, before and after the job
 """
 EMITTED = f"""\
-{map_writer._HEADER}{map_writer._ORIGINS}
+{mapfile._HEADER}{mapfile._ORIGINS}
 to = 'nnx'
 init = ['dropout/rngs/count', 'dropout/rngs/key']
 

@@ -30,7 +30,7 @@ from reshard.arrays.operations import (
     Transpose,
     Unstack,
 )
-from reshard.convert import map_writer
+from reshard.convert import mapfile
 from reshard.convert.leafmap import LeafMap, Row, Source, applied, from_rows
 from reshard.convert.map_rules import (
     apply_inverse,
@@ -40,8 +40,7 @@ from reshard.convert.map_rules import (
     parse_template,
     whole_path,
 )
-from reshard.convert.map_writer import write_map
-from reshard.convert.mapfile import read_map
+from reshard.convert.mapfile import read_map, write_map
 from reshard.errors import ArgumentError, TreeMismatchError
 from reshard.tree import format_path, glob_text, named_by, split_path
 
@@ -695,9 +694,9 @@ def test_rules_that_have_no_opposite_direction():
     )
     message = r"""
 map.toml: the map cannot be used in the opposite direction
-  rule 1, `^[a-z]+/`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
+  rule 1, `^[a-z]+/`: it must be `^...$` or `^.../`, with no wildcard except `(\d+)`
   rule 3, `^a$`: `\g<0>/b` contains more than text and `\1`
-  rule 4, `^cache/.*$`: it is not `^...$` or `^.../` without wildcards but `(\d+)`
+  rule 4, `^cache/.*$`: it must be `^...$` or `^.../`, with no wildcard except `(\d+)`
   rule 5, `^a$`: `reshape` lacks `from`, the shape before it
   rule 6, `^a$`: a crop cannot be inverted: the cut elements are lost
   rule 7, `^a$`: axes [1, 1] are not a permutation of the axes
@@ -744,7 +743,7 @@ def test_leaves_that_would_not_come_back_from_the_opposite_direction():
     assert printed(apply_inverse(read(text), tree(there)).map.shapes) == {"params/a_0/w": (2,)}
     assert without_opposite(text, there | {"params/a_1/w": (3,), "other": ()}) == (
         "map.toml: the map cannot be used in the opposite direction on these leaves\n"
-        "  params/a_1/w would be made of params/a_1/w, but makes layers/1/w"
+        "  params/a_1/w would be made of params/a_1/w, but the map makes layers/1/w of it"
     )
 
 
@@ -755,7 +754,9 @@ def test_literal_rules_of_which_some_may_match_nothing_must_lead_back_too(option
     text = f"rule = [{{ from = '^params/a$', to = 'b'{also} }}, {{ from = '^b$', to = 'c'{also} }}]"
     back = apply_inverse(read(text), tree({"c": (2,)}))
     assert printed(back.map.shapes) == {"params/a": (2,)}
-    told = "params/a would be made of b, but makes c" if optional else "matches no leaf"
+    told = (
+        "params/a would be made of b, but the map makes c of it" if optional else "matches no leaf"
+    )
     assert told in without_opposite(text, {"b": (2,)})
 
 
@@ -772,7 +773,7 @@ def test_which_of_several_rules_has_made_a_leaf_is_not_guessed(one, other, after
     text = f"rule = [{rule.format(one, after)}, {rule.format(other, after)}]"
     assert without_opposite(text, {leaf: (2,)}) == (
         "map.toml: the map cannot be used in the opposite direction on these leaves\n"
-        f"  {leaf}: rule 1 or a later one may have made it\n\n"
+        f"  {leaf}: several rules may have made it: rule 1 or a later one\n\n"
         "hint: model=..., the model to convert to, decides"
     )
 
@@ -855,7 +856,7 @@ def test_rules_for_leaves_alone_say_the_same(data):
     """Which are written where fewer rules would not."""
     found = per_layer(data.draw)(3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(map_writer, "_says", lambda *_: False)
+        patch.setattr(mapfile, "_says", lambda *_: False)
         rules = read(write_map(found, own=[("rngs", "0", "key")]))
     assert all(pattern.literal for rule in rules.rules for pattern in rule.patterns)
     forth = apply_map(rules, {**found.sources(), **dict.fromkeys(found.dropped, ())})
@@ -1007,10 +1008,9 @@ map.toml: its rules cannot be read
   rule 8, `a`: `to`: `\g<x>`: the regex has no group `x`
   rule 9, `a`: `to`: `{x}`: there is no name `x` here
   rule 10, `a`: `to`: `{\1}`: the regex has no group `1`
-  rule 11, `a`: `to`: `{1 ** 2}` is not arithmetic: `+ - * // %` and parentheses are all
-  rule 12, `a`: `to`: `{f(1)}` is not arithmetic: `+ - * // %` and parentheses are all
+  rule 12, `a`: `to`: `{f(1)}` is not arithmetic: `+ - * / ** // %` and parentheses are all
   rule 13, `a`: `to`: `{1 +}` is not arithmetic
-  rule 14, `a`: `to`: `{True}` is not arithmetic: `+ - * // %` and parentheses are all
+  rule 14, `a`: `to`: `{True}` is not arithmetic: `+ - * / ** // %` and parentheses are all
   rule 15, `a`: `to`: `{` has no partner; doubled it is the character
   rule 16, `a`: `to`: `}` has no partner; doubled it is the character
   rule 17, `a`: `drop` is not true: False
@@ -1152,8 +1152,8 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """
   rule 1, `^(a)/`: a/w: `a` is not a number
   rule 2, `^c$`: c: `c{1 - 2}` makes a number below zero, -1
-  rule 3, `(d)`: d: a division by zero
-  rule 4, `(e)`: e: a division by zero
+  rule 3, `(d)`: d: `{1 // 0}` has no value: integer division or modulo by zero
+  rule 4, `(e)`: e: `{1 % (2 - 2)}` has no value: integer modulo by zero
   rule 5, `^(x)?f`: f: `` is not a number
   rule 6, `^g$`: g: `{1 - i}` makes a number below zero, -1
   rule 6, `^g$`: g -> 0: that leaf exists already

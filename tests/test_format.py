@@ -21,7 +21,7 @@ from sampling import few, some
 import reshard
 from reshard.cli import command
 from reshard.cli.output import as_flags
-from reshard.writer import format as target_format
+from reshard.writer import planning
 
 execution = importlib.import_module("reshard.writer.save")
 
@@ -281,7 +281,7 @@ def test_the_plan_estimates_at_most_what_a_codec_gives(tmp_path, codec):
 
 
 def test_a_chunk_larger_than_blosc_can_take(saved, monkeypatch):
-    monkeypatch.setattr(target_format, "_MAX_BLOSC", 3000)
+    monkeypatch.setattr(planning, "_MAX_BLOSC", 3000)
     ckpt = reshard.open(saved("standalone").path)
     plan = reshard.plan(ckpt, codec="blosc")
     assert plan.problems == (

@@ -273,7 +273,7 @@ def not_json(text: str, change: Callable[[pathlib.Path], Any]) -> Fault:
 
 def named(text: str, *keys: str, form: str = "zarr2-ocdbt", kind: str = "None") -> Fault:
     """An impossible leaf in the tree."""
-    text = f"`PATH/{TREE}` describes no tree\n  {text}"
+    text = f"`PATH/{TREE}` does not describe a tree\n  {text}"
     return Fault(text, lambda p: add_leaf(p, *keys, kind=kind), form)
 
 
@@ -324,7 +324,7 @@ FAULTS = [
     not_json("it is nested more than 100 levels deep", lambda f: put_in(f, "[" * 300 + "]" * 300)),
     not_json('the key "w" occurs twice', lambda f: put_in(f, '{"w": 1, "w": 1}')),
     not_json("it holds a number of 100000 digits", lambda f: put_in(f, "9" * 100_000)),
-    in_tree(" has 1.00 TiB, more than any checkpoint's file", lambda f: os.truncate(f, 1 << 40)),
+    in_tree(" has 1.00 TiB, too much for such a file", lambda f: os.truncate(f, 1 << 40)),
     in_tree(" is a directory, not a file", replace_by_directory)._replace(error=Format),
     in_tree(
         ": its value_metadata_tree cannot be read: the JSON is nested too deeply",
@@ -762,7 +762,7 @@ def test_no_module_unpickles_or_evaluates():
     root = pathlib.Path(reshard.__file__).parent
     banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     means = {"eval", "exec", "compile", "__import__"}
-    names = ("cli/subprocess_model.py", "engine/run.py", "convert/ready_maps.py")
+    names = ("cli/subprocess_model.py", "engine/run.py", "convert/remap.py")
     for file in set(root.rglob("*.py")) - {root / name for name in names}:
         text = file.read_text()
         if not re.search("|".join(banned | means), text):

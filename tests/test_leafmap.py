@@ -187,7 +187,7 @@ def test_all_rows_that_cannot_be_carried_out_are_told():
         Row((("d",),), (("e",),)),
     ]
     assert refusal(from_rows, rows, {("a",): (2,), ("d",): (), ("e",): ()}) == (
-        "steps that cannot be carried out\n"
+        "operations that cannot be applied\n"
         "  b -> c  axes in the order 0, 1: axes [0, 1] do not reorder [2]\n"
         "  x + y -> z  2 joined along axis 0: there is no x\n"
         "  x + y -> z  2 joined along axis 0: there is no y\n"

@@ -167,14 +167,15 @@ def test_normalize_spec(spec, expected):
     ("spec", "message"),
     [
         ([1], "not a partition spec: [1]"),
-        ("PartitionSpec(data)", "not a partition spec: PartitionSpec(data)"),
+        ("PartitionSpec(data)", "not a partition spec: 'PartitionSpec(data)'"),
         ([("data", 1)], "not a partition spec: [('data', 1)]"),
         (["data", {"model": 1}], "not a partition spec: ['data', {'model': 1}]"),
         (P(P.UNCONSTRAINED, "data"), f"not a partition spec: {P(P.UNCONSTRAINED, 'data')!r}"),
     ],
 )
 def test_what_is_not_a_spec(spec, message):
-    assert refused(ShardingError, mesh_lib.normalize_spec, spec) == message
+    hint = "\n\nhint: a spec is `data,model`, or as JAX prints it: `P('data', 'model')`"
+    assert refused(ShardingError, mesh_lib.normalize_spec, spec) == message + hint
 
 
 @settings(deadline=None)

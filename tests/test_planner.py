@@ -55,6 +55,7 @@ def layout(shape, source_chunk, target_shard, **fields):
                 "target_shard": target_shard,
                 "stored_bytes": math.prod(shape) * itemsize,
                 "largest_stored": decoded,
+                "encoding": None,
                 "same_bytes": False,
                 "encoded_ratio": 1.0,
                 "group": 0,

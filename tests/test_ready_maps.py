@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import reshard
 from reshard.cli.help import topics
-from reshard.convert.ready_maps import ready_maps
+from reshard.convert.remap import ready_maps
 from reshard.tree import format_path
 
 NAMES = [*ready_maps()]
@@ -132,8 +132,8 @@ def test_leaves_that_a_map_does_not_have(tmp_path, llama):
     reshard.save(made.replace({**made, **more}), tmp_path / "out")
     words = ["export", "out", "back", "--map", "hf:llama-maxtext", "--reverse", "--like", "hf"]
     told = refused(tmp_path, *words)
-    assert told.endswith("\n\nhint: --select 'params/**' leaves out the other leaves\n")
-    shown(tmp_path, *words, "--select", "params/**")
+    assert told.endswith("\n\nhint: --drop 'opt_state/**' --drop step leaves these leaves out\n")
+    shown(tmp_path, *words, "--drop", "opt_state/**", "--drop", "step")
     config, more = hf_models.CONFIGS["llama"], {"vision.x": np.zeros(3, "float32")}
     hf_models.write(tmp_path / "more", config, hf_models.tensors(config) | more)
     words = ["ckpt", "more", "out/1", "--map", "hf:llama-tunix"]

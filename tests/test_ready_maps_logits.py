@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import reshard
-from reshard.convert.ready_maps import ready_maps
+from reshard.convert.remap import ready_maps
 
 pytestmark = pytest.mark.exhaustive
 

@@ -495,8 +495,7 @@ def test_what_is_read_for_digests_counts_as_progress(plain, tmp_path, flags):
     sizes = {name: array.nbytes // (1 + (name == "v")) for name, array in values.items()}
     without = reshard.save(ckpt, tmp_path / "again")
     [item] = without.items
-    handles = [array.handle for array in item.arrays if array.verbatim]
-    copied = sum(value.size for handle in handles for value in item.values(handle))
+    copied = sum(v.size for array in item.arrays if array.verbatim for v in array.values)
     copied += sum(handle.nbytes for handle in item.rewritten) + without.other_bytes
     more = {"digest": sizes["b"] + sizes["s"], "verify": sum(sizes.values())}
     assert done[-1] == copied + sum(more[flag] for flag in flags)

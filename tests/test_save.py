@@ -631,7 +631,7 @@ def test_files_are_copied_where_links_are_refused(saved, save, monkeypatch):
 
     monkeypatch.setattr(os, "link", once)
     out = save(reshard.open(source.path), chunks="keep")
-    assert len(linked) > 2
+    assert len(linked) > 1
     assert len({*inodes(source.path).values()} & {*inodes(out).values()}) <= 1
     assert_pruned(out)
     assert arrays_of(out) == arrays_of(source.path)

@@ -571,10 +571,10 @@ PATTERN_HINT = (
     "`*` for any key"
 )
 UNCLEAR = "the path does not name the layers"
-NEAREST = "\n\nhint: the nearest leaf is `params/l0/w`" + PATTERN_HINT[1:]
-UNLIKE = "the layers are not alike"
+NEAREST = "\n\nhint: the leaf nearest to `@` is `params/l0/w`" + PATTERN_HINT[1:]
+UNLIKE = "the layers cannot be stacked"
 KEYS = "params/l0/w: PRNG keys can only be moved, stacked or unstacked"
-STEP = "steps that cannot be carried out\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
+STEP = "operations that cannot be applied\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
 TAKEN = "leaves exist at these paths already"
 
 
@@ -601,9 +601,14 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
         stack,
         ALIKE,
         ("params/layer_{}", "params/layers"),
-        "no layer matches `params/layer_{}`" + NEAREST,
+        "no layer matches `params/layer_{}`" + NEAREST.replace("@", "params/layer_{}"),
     ),
-    (stack, ALIKE, (*ALL, 0, [4, 5]), "no layer matches `params/l{}`" + NEAREST),
+    (
+        stack,
+        ALIKE,
+        (*ALL, 0, [4, 5]),
+        "no layer matches `params/l{}`" + NEAREST.replace("@", "params/l{}"),
+    ),
     (stack, ALIKE, ("zzz_{}", "params/l"), "no layer matches `zzz_{}`" + PATTERN_HINT),
     (
         *(stack, ALIKE, ("params/l", "params/*/l{}", 0, [0, 0]), UNCLEAR),
@@ -683,7 +688,8 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     ),
     (
         *(unstack, {"layers": {"w": (2,)}}, ("params/layer", "params/layer_{}")),
-        "no leaf is below `params/layer`\n\nhint: the nearest leaf is `params/layers/w`",
+        "no leaf is below `params/layer`\n\n"
+        "hint: the leaf nearest to `params/layer` is `params/layers/w`",
     ),
     (
         unstack,

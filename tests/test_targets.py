@@ -987,7 +987,11 @@ WRONG_MODELS = [
         "axis_types=(jax.sharding.AxisType.Auto,) * 2)\n"
         "hint: jax.sharding.AbstractMesh(...)",
     ),
-    ({"specs": [("w", P(P.UNCONSTRAINED))]}, f"not a partition spec: {P(P.UNCONSTRAINED)!r}"),
+    (
+        {"specs": [("w", P(P.UNCONSTRAINED))]},
+        f"not a partition spec: {P(P.UNCONSTRAINED)!r}\n\n"
+        "hint: a spec is `data,model`, or as JAX prints it: `P('data', 'model')`",
+    ),
 ]
 
 

@@ -45,8 +45,9 @@ def chunks_together(shape: Shape, chunk: Shape, count: int) -> Shape:
 
 
 def from_index(index: Sequence[slice], shape: Shape) -> Box:
-    """An index of JAX as a box."""
-    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+    """An index of JAX or NumPy, of slices without steps, as a box."""
+    ends = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+    return tuple(slice(start, max(start, stop)) for start, stop in ends)
 
 
 def whole_box(shape: Shape) -> Box:

@@ -58,12 +58,8 @@ def apply(
     if first.key_impl is not None and not _of_whole_keys(operation, first.shape):
         text = "PRNG keys can only be moved, stacked or unstacked"
         raise TreeMismatchError(f"{format_path(first.path)}: {text}")
-    empty = [
-        f"{format_path(path)}  {first.dtype.name}{list(shape)}"
-        for path, shape in zip(outputs, made, strict=True)
-        if 0 in shape
-    ]
-    if empty:
+    pairs = zip(outputs, made, strict=True)
+    if empty := [f"{format_path(p)}  {first.dtype.name}{list(s)}" for p, s in pairs if 0 in s]:
         raise TreeMismatchError("the results of operations must not be empty arrays", empty)
     if stored is not None:
         first = dataclasses.replace(first, stored_dtype=stored)
@@ -100,18 +96,17 @@ def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
     dtype, stored = handle.dtype, handle.stored_dtype
     if isinstance(operation, ops.Pad):
         _check_fill(handle, operation.fill)
-    if isinstance(operation, ops.Scale | ops.Add):
-        problem = "" if is_floating(dtype) and not is_scale(dtype) else "it is no float"
-        if not problem and saturates(dtype):
-            problem = "it has no infinity that would show an overflow"
-        if problem:
-            raise TreeMismatchError(
-                f"{format_path(handle.path)}: {dtype.name} cannot be {operation}: {problem}"
-            )
     if isinstance(operation, ops.Apply):
         dtype = stored = dtype if operation.dtype is None else operation.dtype
-    elif isinstance(operation, ops.Scale | ops.Add):
-        stored = ops.AFFINE
+    if isinstance(operation, ops.Scale | ops.Add):
+        stored, problem = ops.AFFINE, ""
+        if not is_floating(dtype) or is_scale(dtype):
+            problem = "it is no float"
+        elif saturates(dtype):
+            problem = "it has no infinity that would show an overflow"
+        if problem:
+            text = f"{format_path(handle.path)}: {dtype.name} cannot be {operation}: {problem}"
+            raise TreeMismatchError(text)
     return dataclasses.replace(handle, dtype=dtype, stored_dtype=stored)
 
 

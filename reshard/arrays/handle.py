@@ -285,10 +285,8 @@ class ArrayHandle:
             text = f"{format_path(self.path)}: {box!r:.80} is not a box of {self!r}"
             hint = "a box has one slice without a step for each axis, or for the first axes"
             raise ArgumentError(text, hints=[hint])
-        whole = boxes.from_index(
-            (*given, *[slice(None)] * (len(self.shape) - len(given))), self.shape
-        )
-        whole = tuple(slice(part.start, max(part.start, part.stop)) for part in whole)
+        rest = [slice(None)] * (len(self.shape) - len(given))
+        whole = boxes.from_index((*given, *rest), self.shape)
         self.stored_sizes()  # raises where chunks are missing
         view, values = self.view(), np.empty(boxes.shape_of(whole), self.dtype)
         itemsize = max(self.dtype.itemsize, self.stored_dtype.itemsize)
@@ -398,17 +396,12 @@ def check_names(handles: Iterable[ArrayHandle]) -> None:
 
 
 def collision_error(handles: Sequence[ArrayHandle]) -> CorruptCheckpointError:
-    pairs = {frozenset((h.path, h.same_name or ())): h for h in reversed(handles)}
-    names = [
-        (format_path(h.path), format_path(h.same_name or ()), h.data.name)
-        for h in reversed(pairs.values())
-        if isinstance(h.data, StoredArray)
-    ]
-    return CorruptCheckpointError(
-        "two leaves were saved under one name, so one of them has overwritten the other",
-        [f"{one} and {other} are both stored as `{name}`" for one, other, name in names],
-        [
-            f"drop both: reshard.select(ckpt, drop={as_python([one, other])})"
-            for one, other, _ in names
-        ],
-    )
+    pairs = {frozenset((h.path, h.same_name)): h for h in reversed(handles)}
+    problems, hints = [], []
+    for handle in reversed(pairs.values()):
+        names = [format_path(handle.path), format_path(handle.same_name or ())]
+        _, data = next(handle.roots())
+        problems.append(f"{names[0]} and {names[1]} are both stored as `{data.name}`")
+        hints.append(f"drop both: reshard.select(ckpt, drop={as_python(names)})")
+    text = "two leaves were saved under one name, so one of them has overwritten the other"
+    return CorruptCheckpointError(text, problems, hints)

@@ -85,7 +85,7 @@ def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) ->
         if flags["config"]:
             raise click.UsageError("--config requires --map")
         return None
-    from reshard.convert.ready_maps import find_map, ready_map
+    from reshard.convert.remap import find_map, ready_map
 
     config = flags["config"] or (flags.get("like") if flags.get("reverse") else None)
     if ready:

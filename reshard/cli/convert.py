@@ -15,7 +15,6 @@ from reshard.cli.conversion_options import check_outputs, conversion_options, co
 from reshard.cli.job import job_options, laid_out, run
 from reshard.convert.conversion import Conversion
 from reshard.convert.mapfile import is_open
-from reshard.convert.record import without_notes
 from reshard.errors import DestinationExistsError, ReshardError, TreeMismatchError
 from reshard.tree import format_path
 
@@ -84,8 +83,8 @@ def command(
         warnings.update(dict.fromkeys(map(output.as_flags, made.warnings)))
         if flags["dry_run"] and not flags["quiet"] and not flags["as_json"]:
             click.echo(made)
-        ckpt = without_notes(made.checkpoint, made.warnings)  # they go to stderr
-        return laid_out(ckpt, mesh, flags["model"] if flags["rules"] else None, flags, "--mesh")
+        model = flags["model"] if flags["rules"] else None
+        return laid_out(made.checkpoint, mesh, model, flags, "--mesh")
 
     def answer(number: int) -> dict[str, Any]:
         made = found[number]

@@ -168,7 +168,7 @@ def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> l
 
 def _ready_maps(ckpt: Checkpoint) -> Iterator[str]:
     """The ready maps that take a Hugging Face directory."""
-    from reshard.convert.ready_maps import PREFIX, maps_for, read_config, ready_map
+    from reshard.convert.remap import PREFIX, maps_for, read_config, ready_map
 
     with contextlib.suppress(ReshardError):  # no configuration, or one that no map takes
         for name in maps_for(read_config(ckpt.source.root)):

@@ -22,7 +22,7 @@ from reshard.convert import map_rules
 from reshard.convert.decision import Ledger, Outcome, outcomes
 from reshard.convert.layout import Layout, detect
 from reshard.convert.leafmap import LeafMap, an_array
-from reshard.convert.map_writer import write_map
+from reshard.convert.mapfile import write_map
 from reshard.convert.model import TargetTree, target_tree_of
 from reshard.convert.model_run import OutputComparison, RunModel, compare_outputs, run
 from reshard.convert.record import (
@@ -41,7 +41,6 @@ from reshard.convert.record import (
     recorded,
     recorded_kind,
     with_order,
-    without_notes,
     without_record,
 )
 from reshard.errors import ArgumentError, MemoryLimitError, TreeMismatchError
@@ -73,7 +72,7 @@ class Conversion:
       source: the checkpoint that is converted.
       kind: the layout of the result, one of `reshard.convert.layout.KINDS`.
       outcomes: the verdict on each leaf of the source and of the result.
-      warnings: decisions that may be wrong; also the last notes of `checkpoint`.
+      warnings: decisions that may be wrong.
       groups: the modules of one class that only order has paired.
     """
 
@@ -100,10 +99,10 @@ class Conversion:
         return compare_outputs(run, inputs, self.map, self.to, self.groups)
 
     def checked(self, model: Any, source: Any, check: Any) -> Checkpoint:
-        """The result. Unless `check` is False, the outputs of both models must be equal. Arguments
-        as for `to_nnx`."""
+        """The result, with the warnings as notes. Unless `check` is False, the outputs of both
+        models must be equal. Arguments as for `to_nnx`."""
         if check is False:
-            return self.checkpoint
+            return self.checkpoint.replace(self.checkpoint, notes=self.warnings)
         models = {self.to: model, self.layout.api: source}
         if None in models.values():
             hint = "model=... and source=..."
@@ -116,7 +115,7 @@ class Conversion:
                 found.problems,
                 ["the plan shows the place of every leaf"],
             )
-        return self.compared(found).checkpoint
+        return self.compared(found).checked(model, source, False)
 
     def compared(self, found: OutputComparison, step: str = "") -> "Conversion":
         """The conversion after its outputs were found to be equal: groups whose exchange changes
@@ -127,9 +126,8 @@ class Conversion:
         ]
         warnings = tuple(order_warning(order, why) for order, why in open_ if order is not None)
         order = functools.reduce(both, (order for order, _ in open_), order_of(self.source))
-        ckpt = with_order(without_notes(self.checkpoint, self.warnings), order)
-        ckpt = ckpt.replace(ckpt, notes=[f"{step}{found!r}", *warnings])
-        return dataclasses.replace(self, checkpoint=ckpt, warnings=warnings)
+        ckpt = self.checkpoint.replace(self.checkpoint, notes=[f"{step}{found!r}"])
+        return dataclasses.replace(self, checkpoint=with_order(ckpt, order), warnings=warnings)
 
     @property
     def dropped(self) -> tuple[Path, ...]:
@@ -388,10 +386,7 @@ def _made(
     order = sorted(made, key=lambda path: places.get(path, len(places)))
     check_lists(made)
     ordered = by_order(decided.model, to)
-    warnings = [] if ordered is None else [order_warning(ordered)]
-    result = ckpt.replace(
-        {path: made[path] for path in order}, notes=[*decided.notes, *warnings], retyped=True
-    )
+    result = ckpt.replace({path: made[path] for path in order}, notes=decided.notes, retyped=True)
     if any(leaf.key_impl for leaf in result.arrays):
         result = result.with_source(metadata_apart=True)
     default = "nnx-state" if to == "nnx" else "linen-variables"
@@ -412,7 +407,7 @@ def _made(
         ckpt,
         kind,
         tuple(outcomes(decided.map, initial=initial)),
-        tuple(warnings),
+        () if ordered is None else (order_warning(ordered),),
         decided.groups,
     )
 

@@ -23,9 +23,10 @@ from reshard.convert import map_rules
 from reshard.convert.align import Alignment, listed
 from reshard.convert.layout import API_NAMES, Layout
 from reshard.convert.leafmap import Filled, LeafMap, Output, Row, Source, Value, renaming
-from reshard.convert.map_writer import MAX_CANDIDATES, draft_map
+from reshard.convert.mapfile import MAX_CANDIDATES, draft_map
 from reshard.convert.model import TargetTree
 from reshard.convert.model_map import Side, by_map, model_map, side_of
+from reshard.convert.module_tree import Module
 from reshard.convert.optimizer import (
     Followed,
     Leaves,
@@ -36,8 +37,8 @@ from reshard.convert.optimizer import (
     parameters_of,
     random_state,
 )
-from reshard.convert.ready_maps import find_map
 from reshard.convert.record import Modules
+from reshard.convert.remap import find_map
 from reshard.convert.suggestions import (
     covering_globs,
     hints_for,
@@ -56,6 +57,8 @@ from reshard.units import count_leaves
 
 # The keys of an NNX model and its optimizer if the target has no optimizer.
 _MODEL, _OPTIMIZER = ("model",), ("optimizer",)
+# The target of a conversion by a map alone.
+_NO_MODEL = TargetTree({}, frozenset(), Layout("", "", (), {}, {}, None, (), None), Module(()))
 
 
 class Outcome(NamedTuple):
@@ -146,7 +149,8 @@ class Ledger:
         left_out: Mapping[Path, ArrayHandle],
     ):
         self._ckpt, self._layout, self._to = ckpt, layout, to
-        self._target, self._other, self._left_out = target, other, left_out
+        self._by_map_alone = target is None
+        self._target, self._other, self._left_out = target or _NO_MODEL, other, left_out
         self._arrays: dict[Path, ArrayHandle] = {leaf.path: leaf for leaf in ckpt.arrays}
         self._shapes = layout.shapes(ckpt)
         leaves = {**{path: ckpt[saved] for path, saved in layout.model.items()}, **left_out}
@@ -155,17 +159,18 @@ class Ledger:
         self._random = random_state(leaves) | (set() if other is None else other.random_names())
         # Copies of the parameters beside the model, like an average.
         self._copies = _copies_of_parameters(ckpt, layout, self._parameters)
-        there = None if target is None else target.layout
-        self._leaves_there: Mapping[Path, Any] = {} if target is None else target.leaves
+        there = self._target.layout
         # The target has the model below a key if there is optimizer state that it has no place for.
         training = bool(layout.optimizer) or bool(self._copies)  # a step alone is no optimizer
-        alone = there is None or not (there.optimizer or there.step or there.beside)
+        alone = not (there.optimizer or there.step or there.beside)
         self.prefix: Path = _MODEL if to == "nnx" and training and alone else ()
+        # The result has no place of the target's for optimizer state.
+        self._apart = self._by_map_alone or bool(self.prefix)
+        self._leaves_there: Mapping[Path, Any] = self._target.leaves
         # Where the optimizer's state is saved in the target, and copies of the parameters.
-        self._state_there = {} if there is None else there.optimizer
-        self._copies_there = {} if there is None else there.beside
+        self._state_there, self._copies_there = there.optimizer, there.beside
         self._checked = {path[0] for path in self._copies_there}  # keys of copies in the model
-        self._known = {} if target is None else parameters_of(target.shapes(), to)
+        self._known = parameters_of(self._target.shapes(), to)
         self.notes: list[str] = []
         self.groups: tuple[Modules, ...] = ()
         self._problems: list[str] = []
@@ -175,7 +180,8 @@ class Ledger:
         # What is not decided: leaves of the source by saved path, of the target by place.
         self._verdicts: dict[Path, _Verdict] = {}
         self._verdicts_there: dict[Path, _Verdict] = {}
-        self._apart: dict[Path, Row] = {}  # those of Linen's that are some of NNX's in one array
+        # The rules for those of Linen's that are some of NNX's in one array.
+        self._rules: dict[Path, Row] = {}
         self._surplus: list[Path] = []  # saved paths of leaves without a place
 
     def decide(
@@ -189,8 +195,9 @@ class Ledger:
         names = self._join(optimizer, copies)
         self._check(names, {*chosen, *reset})
         if self._problems:
-            error = self._error(self._problems, self._hints, self._outcomes())
-            if self._target is not None:
+            summary = f"`{self._ckpt.source.root}` does not become the {API_NAMES[self._to]} model"
+            error = TreeMismatchError(summary, self._problems, self._hints, self._outcomes())
+            if not self._by_map_alone:
                 error.draft = functools.partial(self._draft, chosen)
             raise error
         self._finish(optimizer, copies, chosen, reset)
@@ -205,7 +212,9 @@ class Ledger:
         target, layout = self._target, self._layout
         known = None if self._other is None else self._other.outline
         source_side = side_of(self._ckpt, layout, known)
-        target_side = target and side_of(target.leaves, target.layout, target.outline)
+        target_side = None
+        if not self._by_map_alone:
+            target_side = side_of(target.leaves, target.layout, target.outline)
         rules = None if map_file is None else find_map(map_file, self._ckpt, self._to)
         said = by_map(rules, source_side, target_side, self._left_out)
         self._problems += said.problems
@@ -213,7 +222,7 @@ class Ledger:
         self._open |= dict.fromkeys(said.unexpected, _UNEXPECTED)
         self.notes += said.notes
         initial = self._initial([*said.initial, *init], said.optional)
-        if target_side is None or target is None:
+        if target_side is None:
             self.model = said.map
             return initial
         own = [path for path, saved in target.layout.model.items() if saved in initial]
@@ -231,7 +240,7 @@ class Ledger:
         the whole tree; of those that are optional there may be none."""
         if not globs and not optional:
             return set()
-        if self._target is None:
+        if self._by_map_alone:
             names = [f"`{glob}`" for glob in (*globs, *optional)]
             raise ArgumentError(
                 "without a model, no leaf has an initial value", names, ["model=..."]
@@ -254,7 +263,7 @@ class Ledger:
         self._problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
             if entry.rule is not None:
-                self._apart[entry.rule.inputs[0]] = entry.rule
+                self._rules[entry.rule.inputs[0]] = entry.rule
             kind = "ambiguous"
             if not (entry.linen and entry.nnx):  # there is nothing that it may be
                 kind = "unexpected" if bool(entry.linen) == (self._to == "nnx") else "missing"
@@ -272,7 +281,7 @@ class Ledger:
     def _reset(self, initial: set[Path]) -> dict[Path, Path]:
         """The optimizer state in the target that keeps its initial value because its parameters do:
         saved path -> the parameter."""
-        if not initial or self._target is None:
+        if not initial:
             return {}
         state = {
             path: (leaf.shape, leaf.dtype)
@@ -297,19 +306,13 @@ class Ledger:
             there = (self.prefix + saved for saved in self._state_there.values())
             self._verdicts_there |= dict.fromkeys(there, _STUCK)
             self._problems += [f"opt_state/{text}" for text in part.problems]
-            self._hints.append(self._start_anew())
+            root = self._target.layout.optimizer_root if self._state_there else None
+            gone = (self._layout.optimizer_root, None if root else self._layout.step)
+            given = [f"drop={as_python([format_glob(path)])}" for path in gone if path]
+            given += [f"init={as_python([format_glob(root)])}"] if root else []
+            end = "resets that state" if root else "leaves that state out"
+            self._hints.append(f"{' with '.join(given)} {end}")
         return part
-
-    def _start_anew(self) -> str:
-        """The hint that leaves out or resets optimizer state that cannot be converted."""
-        layout, there = self._layout, None
-        if self._target is not None and self._state_there:
-            there = self._target.layout.optimizer_root
-        gone = (layout.optimizer_root, layout.step if there is None else None)
-        given = [f"drop={as_python([format_glob(path)])}" for path in gone if path]
-        given += [f"init={as_python([format_glob(there)])}"] if there is not None else []
-        end = "leaves that state out" if there is None else "resets that state"
-        return f"{' with '.join(given)} {end}"
 
     def _copied(self) -> Followed:
         """The map of copies of the parameters, which follow the model's leaves."""
@@ -333,7 +336,7 @@ class Ledger:
         rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
         kept = {path: shape for path, shape in parameters.items() if path not in gone}
         fewer = bool((gone & parameters.keys()) - self._random)
-        random = set() if self._target is None else self._target.random_names()
+        random = self._target.random_names()
         more = bool(self._known.keys() - _made(model).keys() - random)  # parameters made of none
         mirrors = mirrored(self._known, there)
         # The collection of the parameters, if what follows them is without that key in the target.
@@ -369,23 +372,23 @@ class Ledger:
     # The places of leaves in the target: None if there is no place.
 
     def _model_place(self, path: Path) -> Path | None:
-        if self._target is not None:
-            saved = self._target.layout.model.get(path)
-            return None if saved is None else self.prefix + saved
-        return (*self.prefix, *path, "value") if self._to == "nnx" else path
+        if self._by_map_alone:
+            return (*self.prefix, *path, "value") if self._to == "nnx" else path
+        saved = self._target.layout.model.get(path)
+        return None if saved is None else self.prefix + saved
 
     def _state_place(self, path: Path) -> Path | None:
-        if self._target is not None and not self.prefix:
-            saved = self._state_there.get(path)
-            return saved if saved and isinstance(self._leaves_there[saved], TargetLeaf) else None
-        return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
+        if self._apart:
+            return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
+        saved = self._state_there.get(path)
+        return saved if saved and isinstance(self._leaves_there[saved], TargetLeaf) else None
 
     def _masked_place(self, path: Path) -> Path | None:
         """The place of optimizer state without a value, which only NNX saves."""
-        root: Path | None = (*_OPTIMIZER, "opt_state")
-        if self._target is not None and not self.prefix:
-            root = None if path in self._state_there else self._target.layout.optimizer_root
-        return None if root is None or self._to == "linen" else (*root, *path, "value")
+        root = (*_OPTIMIZER, "opt_state") if self._apart else self._target.layout.optimizer_root
+        if self._to == "linen" or root is None or path in self._state_there:
+            return None
+        return (*root, *path, "value")
 
     def _copy_place(self, path: Path) -> Path | None:
         """The place of a leaf of a copy of the parameters. If the model has no copy under the same
@@ -396,10 +399,9 @@ class Ledger:
 
     def _step_place(self) -> tuple[Path, np.dtype, str] | None:
         """The place of the step counter, with its dtype and how it is saved."""
-        if self._target is None or self.prefix:
-            place = (*_OPTIMIZER, "step", "value")
-            return (place, np.dtype(np.uint32), "jax.Array") if self.prefix else None
         saved = self._target.layout.step
+        if self.prefix:
+            return (*_OPTIMIZER, "step", "value"), np.dtype(np.uint32), "jax.Array"
         if saved is None:
             return None
         dtype = self._target.leaf(saved).dtype
@@ -462,17 +464,10 @@ class Ledger:
 
     # Problems.
 
-    def _error(
-        self, problems: Sequence[str], hints: Sequence[str], found: Sequence[Outcome] = ()
-    ) -> TreeMismatchError:
-        """The error, with the outcomes that are decided."""
-        summary = f"`{self._ckpt.source.root}` does not become the {API_NAMES[self._to]} model"
-        return TreeMismatchError(summary, problems, hints, found)
-
     def _check(self, names: Mapping[Path, Path], initial: set[Path]) -> None:
         """Adds what has no place, no source, or another shape or dtype."""
         self._check_beside()
-        if self._target is None:
+        if self._by_map_alone:
             return
         self._check_target(initial)
         leaves = {self.prefix + path: leaf for path, leaf in self._target.leaves.items()}
@@ -502,7 +497,7 @@ class Ledger:
         """Adds a leaf of the source, or one that the map made, without a place in the target."""
         leaf = "" if saved is None else f"  {describe(self._ckpt[saved])}"
         self._problems.append(f"{format_path(path)}{leaf}: unexpected")
-        if self._target is None and path[0] in ("opt_state", "step"):
+        if self._by_map_alone and path[0] in ("opt_state", "step"):
             self._hints.append("model=..., the `TrainState`, has places for an optimizer")
         if saved is not None:
             self._surplus.append(saved)
@@ -512,7 +507,6 @@ class Ledger:
     def _check_target(self, initial: set[Path]) -> None:
         """Adds the leaves of the target without a source. The hint to reset them is shown only if
         no leaf of the model is left to be placed, since that may be their source."""
-        assert self._target is not None
         there = self._target.layout
         lacking = [
             saved
@@ -570,7 +564,6 @@ class Ledger:
 
     def _draft(self, initial: set[Path]) -> str:
         """The text of a map of the model's decided leaves, with a `TODO` for each open leaf."""
-        assert self._target is not None
         model, there, names = self.model, self._target.shapes(), self._target.layout.model
         made = [path for path in model.values if path in model.origin and path in there]
         decided = dataclasses.replace(
@@ -580,7 +573,7 @@ class Ledger:
         )
         used = {*decided.sources(), *decided.dropped, *decided.must_be_zero}
         own = [path for path, saved in names.items() if saved in initial]
-        taken = {*made, *own}.union(*(row.outputs for row in self._apart.values()))
+        taken = {*made, *own}.union(*(row.outputs for row in self._rules.values()))
         # By shape, and by what is open: None is anything.
         fits: dict[tuple[Shape, _Verdict | None], list[Path]] = {}
         for path, shape in there.items():
@@ -588,8 +581,8 @@ class Ledger:
                 fits.setdefault((shape, why), []).append(path)
         rows, near = [], set()
         for path, shape in self._shapes.items():
-            if path in self._apart:
-                rows.append(self._apart[path])
+            if path in self._rules:
+                rows.append(self._rules[path])
             elif path not in used:
                 why = self._why_open(path)
                 key = shape, why if (shape, why) in fits else None
@@ -609,10 +602,9 @@ class Ledger:
         step = self._step_place()
         self.counters = {step[0]: step[1:]} if self._layout.step is not None and step else {}
         leaves = self._leaves_there
-        model_names = {} if self._target is None else self._target.layout.model
-        names = {saved: path for path, saved in model_names.items()}
+        names = {saved: path for path, saved in self._target.layout.model.items()}
         made = _made(optimizer.map)
-        if self._target is None:
+        if self._by_map_alone:
             self.notes.append("without a model, only the source was checked against the map")
         elif self.prefix and made:
             self.notes.append(

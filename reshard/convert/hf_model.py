@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.convert.model_run import Arguments, Run, moved
-from reshard.convert.ready_maps import read_config
+from reshard.convert.remap import read_config
 from reshard.errors import ArgumentError
 
 

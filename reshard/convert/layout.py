@@ -236,7 +236,7 @@ class _Tree:
         sizes = collections.Counter(keys[:-1] for keys in nodes)
         seen = collections.Counter(texts)
         if twice := [keys for keys in seen if seen[keys] > 1 or keys in sizes]:
-            summary = "one path stands for both a list position and a key of a dict"
+            summary = "the checkpoint has a list element and a dict entry with the same path"
             raise TreeMismatchError(summary, [_named(keys) for keys in twice])
         self.leaves: list[_SavedLeaf] = []
         self.top: _Node = {}
@@ -479,8 +479,6 @@ class _Tree:
         else:
             roots = {("model",): ()} if kind != "nnx-optimizer" else {}
         _unique((beginning, path) for path, beginning in roots.items())
-        if unfit := self._objections(kind, roots):
-            raise TreeMismatchError(f"the tree does not have the layout {kind}", unfit)
         if kind in (*_WHOLE, "linen-variables"):
             state_root = step = None
         model: dict[Path, list[_SavedLeaf]] = {root: [] for root in roots}
@@ -495,6 +493,10 @@ class _Tree:
                 (rest if isinstance(leaf.value, str) else optimizer).append(leaf)
             else:
                 (model[at] if at is not None and leaf.is_array else rest).append(leaf)
+        if kind != "nnx-optimizer" and not any(model.values()):
+            where = _named(*roots) or "a collection at the top"
+            summary = f"the tree does not have the layout {kind}"
+            raise TreeMismatchError(summary, [f"there is no array in {where}"])
         if linen:
             in_model = in_optimizer = _boxes(
                 {root: held for root, held in model.items() if roots[root] != (AUXILIARY,)}
@@ -522,32 +524,6 @@ class _Tree:
                 (leaf.below(0, in_model(leaf, 1)), leaf.path) for leaf in rest if leaf.is_array
             ),
         )
-
-    def _objections(self, kind: str, roots: Mapping[Path, Path]) -> list[str]:
-        """Why it cannot be of a kind."""
-        top, leaves = self.top, self.leaves
-        modules = [leaf.path[:-1] for leaf in leaves if leaf.keys[-1] == _BOOKKEEPING]
-        held = [leaf for leaf in leaves if leaf.is_array and leaf.lone is not None]
-        variables = [leaf.path for leaf in held if leaf.is_held and leaf.is_standard]
-        more = [(key,) for key in top if key not in ("opt_state", "step")]
-        params, model = _is_mapping(top.get("params")), isinstance(top.get("model"), dict)
-        saved_itself = f"{_named(*modules[:1])} is an NNX module that was saved directly"
-        state = self.state_root
-        checks = (
-            (("linen-", "maxtext"), modules, saved_itself),
-            ("linen-params", params, "`params` is a collection at the top"),
-            ("linen-params", "opt_state" in top, "`opt_state` is next to the parameters"),
-            ("linen-variables", state, f"{_named(state or ())} is next to the collections"),
-            ("linen-variables", not roots, "no collection is at the top"),
-            (("linen-train-state", "maxtext"), not params, "there is no `params` at the top"),
-            ("maxtext", (AUXILIARY,) not in roots.values(), "there is no `nnx_aux/model`"),
-            ("nnx-state", not held and not modules, "no array is in a `value` level"),
-            ("nnx-pure-dict", variables, f"{_named(*variables[:1])} is in a `value` level"),
-            ("nnx-optimizer", more, f"there is more at the top: {_named(*more)}"),
-            ("nnx-model", not model, "there is no `model` at the top"),
-            ("nnx-model-and-optimizer", len(more) == len(top), "there is no `opt_state` or `step`"),
-        )
-        return [text for kinds, wrong, text in checks if kind.startswith(kinds) and wrong]
 
 
 def _chosen(

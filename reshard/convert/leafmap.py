@@ -375,7 +375,7 @@ def from_rows(rows: Iterable[Row], leaves: Mapping[Path, Shape]) -> LeafMap:
             values[path] = value
             origin[path] = ", ".join(dict.fromkeys(texts))
     if problems:
-        raise TreeMismatchError("steps that cannot be carried out", problems)
+        raise TreeMismatchError("operations that cannot be applied", problems)
     return LeafMap(values, origin)
 
 

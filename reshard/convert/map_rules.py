@@ -57,17 +57,17 @@ def _power(base: float, exponent: float) -> float:
     return int(value) if whole and abs(value) < _LARGEST else value
 
 
-# The operators on whole numbers, and on all numbers.
-_WHOLE: dict[type, Callable[..., Any]] = {
+_OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: _power,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.USub: operator.neg,
 }
-_ALL = _WHOLE | {ast.Div: operator.truediv, ast.Pow: _power}
-_NODES = (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.BinOp)
+_NODES = (ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.BinOp, *_OPERATORS)
 
 
 class Group(NamedTuple):
@@ -79,8 +79,7 @@ class Group(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """The content of braces; as a Python expression, with names (`_1`, `_layer`) for
-    back-references; and its names."""
+    """An expression. Back-references in braces have names in its source (`_1`, `_layer`)."""
 
     text: str
     source: str
@@ -113,7 +112,7 @@ class Pattern:
             pieces.append(Group(key) if key else "".join(filter(None, texts)))
         template = Template.of(pieces)
         if read + "$" * whole != self.text or template.whole != whole:
-            raise ValueError(r"it is not `^...$` or `^.../` without wildcards but `(\d+)`")
+            raise ValueError(r"it must be `^...$` or `^.../`, with no wildcard except `(\d+)`")
         return template
 
 
@@ -166,7 +165,7 @@ class Template:
             if isinstance(piece, str):
                 piece = piece.replace("\\", "\\\\").replace("{", "{{").replace("}", "}}")
             elif isinstance(piece, Arithmetic):
-                piece = f"{{{piece.text}}}"
+                piece = piece.text
             elif piece.more:
                 piece = rf"{{\{piece.key} {'-' if piece.more < 0 else '+'} {abs(piece.more)}}}"
             elif piece.key == 0:
@@ -252,10 +251,9 @@ class Template:
                 piece = str(names["i"]) if piece.key == 0 else _text_of(match, piece.key)
             elif isinstance(piece, Arithmetic):
                 groups = {n: number(_text_of(match, n[1:])) for n in piece.names if n not in names}
-                try:
-                    value = _value(_parsed(piece.source), {**names, **groups})
-                except ZeroDivisionError as error:
-                    raise ValueError("a division by zero") from error
+                value = _value(piece, {**names, **groups})
+                if type(value) is not int:
+                    raise ValueError(f"`{self}` makes {value}, which is not a whole number")
                 if value < 0:
                     raise ValueError(f"`{self}` makes a number below zero, {value}")
                 piece = str(value)
@@ -303,36 +301,54 @@ def number(text: str) -> int:
 def evaluate(text: str, numbers: Mapping[str, float]) -> float:
     """The value of an expression over named numbers, such as `head_dim ** -0.5`. Raises ValueError:
     it is no such expression, or it has no value."""
-    source = text.strip()
-    names = _checked(text, source, _ALL, (int, float))
-    if unknown := sorted(names - {*numbers}):
+    expression = _parsed(text, text.strip())
+    if unknown := sorted(expression.names - {*numbers}):
         raise ValueError(f"`{text}`: neither `[vars]` nor the config has `{unknown[0]}`")
-    try:
-        value = _value(_parsed(source), numbers)
-    except ArithmeticError as error:
-        raise ValueError(f"`{text}` has no value: {error}") from error
-    if not abs(value) <= _LARGEST:
-        raise ValueError(f"`{text}` has no value")
-    return value
+    return _value(expression, numbers)
 
 
 @functools.lru_cache(1 << 12)
-def _parsed(source: str) -> ast.expr:
+def _tree(source: str) -> ast.expr:
     return ast.parse(source, mode="eval").body
 
 
-def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of an expression that was checked."""
-    match node:
-        case ast.Constant(value):
-            return value
-        case ast.Name(name):
-            return names[name]
-        case ast.UnaryOp(op, operand):
-            return _ALL[type(op)](_value(operand, names))
-        case ast.BinOp(left, op, right):
-            return _ALL[type(op)](_value(left, names), _value(right, names))
-    raise AssertionError(node)
+def _parsed(text: str, source: str) -> Arithmetic:
+    """An expression. Raises ValueError: it has more than numbers, names and operators."""
+    if len(text) > _MAX_EXPRESSION:
+        raise ValueError(f"`{text[:40]}...` is longer than {_MAX_EXPRESSION} characters")
+    try:
+        nodes = list(ast.walk(_tree(source)))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"`{text}` is not arithmetic") from error
+    constants = {type(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    if {*map(type, nodes)} - {*_NODES} or constants - {int, float}:
+        raise ValueError(f"`{text}` is not arithmetic: `+ - * / ** // %` and parentheses are all")
+    names = frozenset(node.id for node in nodes if isinstance(node, ast.Name))
+    return Arithmetic(text, source, names)
+
+
+def _value(expression: Arithmetic, names: Mapping[str, float]) -> float:
+    """The value of an expression. Raises ValueError if it has none."""
+
+    def of(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value):
+                return value
+            case ast.Name(name):
+                return names[name]
+            case ast.UnaryOp(op, operand):
+                return _OPERATORS[type(op)](of(operand))
+            case ast.BinOp(left, op, right):
+                return _OPERATORS[type(op)](of(left), of(right))
+        raise AssertionError(node)
+
+    try:
+        result = of(_tree(expression.source))
+    except ArithmeticError as error:
+        raise ValueError(f"`{expression.text}` has no value: {error}") from error
+    if not abs(result) <= _LARGEST:
+        raise ValueError(f"`{expression.text}` has no value")
+    return result
 
 
 def _arithmetic(
@@ -340,14 +356,15 @@ def _arithmetic(
 ) -> Arithmetic | Group:
     """The arithmetic in braces. Raises ValueError if it is not arithmetic on groups and names."""
     source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
-    used = _checked(f"{{{text}}}", source, _WHOLE, (int,))
-    for name in sorted(used - {*names}):
+    text = f"{{{text}}}"
+    expression = _parsed(text, source)
+    for name in sorted(expression.names - {*names}):
         if not name.startswith("_"):
             known = " and ".join(f"`{known}`" for known in sorted(names))
             others = f"; there is {known}" if names else ""
-            raise ValueError(f"`{{{text}}}`: there is no name `{name}` here{others}")
-        _check_group(f"{{{text}}}", name[1:], patterns)
-    return Group(0) if source == "i" else Arithmetic(text, source, used)
+            raise ValueError(f"`{text}`: there is no name `{name}` here{others}")
+        _check_group(text, name[1:], patterns)
+    return Group(0) if source == "i" else expression
 
 
 def _check_group(text: str, group: str, patterns: Sequence[Pattern]) -> None:
@@ -355,23 +372,6 @@ def _check_group(text: str, group: str, patterns: Sequence[Pattern]) -> None:
     for regex in (pattern.regex for pattern in patterns):
         if not ((group.isdecimal() and int(group) <= regex.groups) or group in regex.groupindex):
             raise ValueError(f"`{text}`: the regex has no group `{group}`")
-
-
-def _checked(
-    text: str, source: str, operators: Mapping[type, Any], constants: tuple[type, ...]
-) -> frozenset[str]:
-    """The names of an expression that has only these operators. Raises ValueError for others."""
-    if len(text) > _MAX_EXPRESSION:
-        raise ValueError(f"`{text[:40]}...` is longer than {_MAX_EXPRESSION} characters")
-    try:
-        found = list(ast.walk(_parsed(source)))
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"`{text}` is not arithmetic") from error
-    values = [node.value for node in found if isinstance(node, ast.Constant)]
-    if {*map(type, found)} - {*_NODES, *operators} or {*map(type, values)} - {*constants}:
-        more = "/ ** " if ast.Pow in operators else ""
-        raise ValueError(f"`{text}` is not arithmetic: `+ - * {more}// %` and parentheses are all")
-    return frozenset(node.id for node in found if isinstance(node, ast.Name))
 
 
 class Step(NamedTuple):
@@ -719,7 +719,7 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
         return back
     summary = f"{rules.name}: the map cannot be used in the opposite direction on these leaves"
     problems = [
-        f"{text}: rule {rule.number} or a later one may have made it"
+        f"{text}: several rules may have made it: rule {rule.number} or a later one"
         for rule in back.idle
         for text in map(format_path, leaves)
         if any(pattern.regex.search(text) for pattern in rule.patterns)
@@ -737,7 +737,7 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
         for found in (back.map.made_of(), again.made_of())
     ]
     problems = [
-        f"{format_path(path)} would be made of {one}, but makes {other}"
+        f"{format_path(path)} would be made of {one}, but the map makes {other} of it"
         for (path, value), one, other in zip(back.map.values.items(), *made, strict=True)
         if again.values.get(path) != value
     ]

@@ -248,7 +248,7 @@ def both(one: ByOrder | None, other: ByOrder | None) -> ByOrder | None:
 
 
 def order_text(order: ByOrder) -> str:
-    """It in words, with some of the pairs."""
+    """What went by order in words, with some of the pairs."""
     leaves = "1 leaf was" if order.leaves == 1 else f"{order.leaves} leaves were"
     pairs = ", ".join(f"{one} -> {other}" for one, other in order.modules[:_SHOWN])
     more = len(order.modules) - _SHOWN
@@ -257,15 +257,8 @@ def order_text(order: ByOrder) -> str:
 
 
 def order_warning(order: ByOrder, why: str = "") -> str:
-    """What to tell whoever converts; `why` outputs that were compared do not say that it is
-    right."""
+    """The warning of what went by order; `why`: the reason why equal outputs do not clear it."""
     return f"{order_text(order)}; {why or 'check=True compares outputs'}"
-
-
-def without_notes(ckpt: Checkpoint, notes: Collection[str]) -> Checkpoint:
-    """A checkpoint without some of its notes."""
-    kept = tuple(note for note in ckpt.notes if note not in notes)
-    return Checkpoint(ckpt, ckpt.source, kept, ckpt.retyped)
 
 
 def with_order(ckpt: Checkpoint, order: ByOrder | None) -> Checkpoint:

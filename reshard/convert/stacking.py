@@ -62,7 +62,7 @@ def stack(
     groups, problems = _grouped(ckpt, layers, indices)
     if not groups:
         near = tree.nearest(layers.replace("{}", "0"), ckpt)[:1]
-        hints = [f"the nearest leaf is `{name}`" for name in near]
+        hints = [f"the leaf nearest to `{layers}` is `{name}`" for name in near]
         raise TreeMismatchError(f"no layer matches `{layers}`", hints=[*hints, _HINT])
     rows, hints = [], []
     for stars, members in groups.items():
@@ -89,7 +89,7 @@ def stack(
                 problems += _unlike(ckpt, target, inputs, numbers)
                 rows.append(Row((*inputs.values(),), (target,), Stack(axis, mesh_axes)))
     if problems:
-        raise TreeMismatchError("the layers are not alike", problems, hints)
+        raise TreeMismatchError("the layers cannot be stacked", problems, hints)
     return _applied(ckpt, rows)
 
 
@@ -124,8 +124,9 @@ def unstack(
     into, stacked, period = _parsed(into, stacked, indices)
     groups, problems = _grouped(ckpt, stacked)
     if not groups:
-        near = [f"the nearest leaf is `{name}`" for name in tree.nearest(stacked, ckpt)[:1]]
-        raise TreeMismatchError(f"no leaf is below `{stacked}`", hints=near)
+        near = tree.nearest(stacked, ckpt)[:1]
+        hints = [f"the leaf nearest to `{stacked}` is `{name}`" for name in near]
+        raise TreeMismatchError(f"no leaf is below `{stacked}`", hints=hints)
     rows = []
     for stars, members in groups.items():
         whole = format_path(_filled(stacked, stars, 0))

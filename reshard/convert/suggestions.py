@@ -10,7 +10,7 @@ from reshard.arrays.boxes import Shape
 from reshard.convert.align import Abstention
 from reshard.convert.layout import COLLECTIONS
 from reshard.convert.map_rules import MapResult
-from reshard.convert.map_writer import renaming_rules, rules_of, toml_text, unstacking_rules
+from reshard.convert.mapfile import renaming_rules, rules_of, toml_text, unstacking_rules
 from reshard.convert.model_map import Side
 from reshard.convert.optimizer import shared_keys
 from reshard.restore.matching import stacking_call, stacks_in

@@ -23,9 +23,12 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from reshard.arrays.boxes import Box, Shape, chunks_together, common_multiple, grid_boxes, grid_size
+from reshard.arrays.derived import stored_values
 from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.zarr import Encoding
 from reshard.engine.memory import cost_bytes, usable
 from reshard.errors import MemoryLimitError
+from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, format_path
 from reshard.units import format_bytes, whole_kib
 
@@ -59,6 +62,7 @@ class ArrayPlan:
       target_shard: shape of a shard on the new mesh.
       stored_bytes: stored bytes of all its chunks.
       largest_stored: stored bytes of the largest one.
+      encoding: of its chunks in the destination.
       same_bytes: stored chunks can be copied verbatim (same dtype and codec).
       encoded_ratio: estimated encoded bytes for each decoded byte of the target.
       group: the number of its co-read group.
@@ -82,6 +86,7 @@ class ArrayPlan:
     target_shard: Shape
     stored_bytes: int
     largest_stored: int
+    encoding: Encoding
     same_bytes: bool
     encoded_ratio: float
     group: int
@@ -101,6 +106,16 @@ class ArrayPlan:
     def verbatim(self) -> bool:
         """Whether stored chunks are copied or shared without decoding."""
         return self.box is None
+
+    @property
+    def values(self) -> list[StoredValue]:
+        """Its stored values, if they are copied verbatim."""
+        return stored_values(self.handle, self.encoding) or []
+
+    @property
+    def metadata(self) -> bytes:
+        """Its metadata document in the destination."""
+        return self.encoding.document(self.shape, self.chunk, self.handle.dtype)
 
     def bytes_of(self, box: Shape) -> int:
         """Bytes of memory to rewrite one box, together with the boxes that are read with it: while

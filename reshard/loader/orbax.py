@@ -115,7 +115,7 @@ def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Pat
     file = directory / detection.TREE_FILE
     parsed = _entries(document, file)
     if problems := tree_problems([path for path, _, _ in parsed]):
-        raise CorruptCheckpointError(f"`{file}` describes no tree", problems)
+        raise CorruptCheckpointError(f"`{file}` does not describe a tree", problems)
     values = document.get("value_metadata_tree")  # a JSON document inside a string
     try:
         if values is not None:

@@ -198,20 +198,25 @@ def normalize_spec(spec: Any) -> Spec:
             try:
                 spec = ast.literal_eval(f"[{printed[1]}]")
             except (ValueError, SyntaxError) as error:
-                raise ShardingError(f"not a partition spec: {given}") from error
+                raise _not_a_spec(given) from error
         else:
             dims = [dim.strip() for dim in spec.split(",")] if spec else []
             names = [[axis.strip() for axis in dim.split("+")] for dim in dims]
             spec = [axes if axes not in ([""], ["None"]) else () for axes in names]
     if spec is not None and not isinstance(spec, Iterable):
-        raise ShardingError(f"not a partition spec: {given!r}")
+        raise _not_a_spec(given)
     result = []
     for entry in spec or ():
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
         if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
-            raise ShardingError(f"not a partition spec: {given!r}")
+            raise _not_a_spec(given)
         result.append(tuple(axes))
     return tuple(result)
+
+
+def _not_a_spec(given: Any) -> ShardingError:
+    hint = """a spec is `data,model`, or as JAX prints it: `P('data', 'model')`"""
+    return ShardingError(f"not a partition spec: {given!r}", hints=[hint])
 
 
 def spec_entries(spec: Spec) -> tuple[str | tuple[str, ...] | None, ...]:

@@ -29,10 +29,9 @@ from reshard.units import format_bytes
 
 # The most bytes of one array's metadata that is read.
 _MAX_METADATA = 1 << 16
-# Where a blosc chunk stores its decoded bytes, and how many chunks are examined at once.
+# Where a blosc chunk stores its decoded bytes.
 _BLOSC_SIZE = slice(4, 8)
-_HEADERS = 1000
-# Metadata documents that are read at once.
+# Metadata documents, or headers of chunks, that are read at once.
 _TOGETHER = 1000
 # The most bytes of an array's name: those of a file's path.
 _MAX_NAME = 4096
@@ -189,12 +188,10 @@ class ArrayStore(ZarrVersion):
         header once."""
         if self._checked.get(name) == nbytes:
             return
-        keys = [key for key in self.values[name] if key != self.metadata_key]
         store = self.kvstore(name)
-        for start in range(0, len(keys), _HEADERS):
-            some = keys[start : start + _HEADERS]
-            reads = [store.read(key, byte_range=_BLOSC_SIZE) for key in some]
-            for key, read in zip(some, reads, strict=True):
+        keys = (key for key in self.values[name] if key != self.metadata_key)
+        while some := [*itertools.islice(keys, _TOGETHER)]:
+            for key, read in [(key, store.read(key, byte_range=_BLOSC_SIZE)) for key in some]:
                 what = f"the chunk `{key}` of `{name}`"
                 declared = int.from_bytes(checked(read, what).value, "little")
                 if declared != nbytes:

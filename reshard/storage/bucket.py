@@ -404,7 +404,7 @@ class BucketLocation(Location):
                 lambda obs, store: obs.copy(store, one, other, overwrite=replaces), timeout=_COPIED
             )
         except FileNotFoundError as error:
-            raise StoreError(f"`{self}` cannot be read", ["it was removed"]) from error
+            raise StoreError(f"`{self}` cannot be read", ["it was removed meanwhile"]) from error
 
     def _write_large(self, request: Callable[[Any, Any], Any], **options: str) -> bool:
         with translated_errors(f"`{self}`", "written"):

@@ -271,7 +271,7 @@ class Location:
             return None
         if size > MAX_DOCUMENT:
             raise CorruptCheckpointError(
-                f"`{self}` has {format_bytes(size)}, more than any checkpoint's file"
+                f"`{self}` has {format_bytes(size)}, too much for such a file"
             )
         try:
             data = self.read_whole()

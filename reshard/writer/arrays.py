@@ -99,13 +99,13 @@ class ItemShare:
         """The stored chunks that are copied verbatim, with their keys in the target, and the stores
         that hold them."""
         for piece in self.pieces:
-            handle = piece.arrays[0].handle
-            if piece.arrays[0].verbatim:
-                _, root = next(handle.roots())
+            array = piece.arrays[0]
+            if array.verbatim:
+                _, root = next(array.handle.roots())
                 kvstore = functools.cache(root.store.kvstore)
-                chunks = stored_chunks(handle, self.format.encoding(handle)) or {}
+                chunks = stored_chunks(array.handle, array.encoding) or {}
                 for key, chunk in itertools.islice(chunks.items(), piece.start, piece.stop):
-                    yield f"{stored_name(handle.path)}/{key}", chunk, kvstore(chunk.name)
+                    yield f"{stored_name(array.path)}/{key}", chunk, kvstore(chunk.name)
 
 
 class Written(NamedTuple):
@@ -326,9 +326,8 @@ class Target:
 
     def _open(self, store: ts.KvStore, array: ArrayPlan) -> ts.TensorStore:
         """An array of the destination, whose metadata are written separately."""
-        metadata = self._format.metadata(array.handle, array.chunk)
         options = {"store_data_equal_to_fill_value": not self._format.omits_fill}
-        spec = array_spec(self._format.driver, metadata, **options)
+        spec = array_spec(self._format.driver, array.metadata, **options)
         below = store / f"{stored_name(array.path)}/"
         return ts.open(spec, kvstore=below, context=self._context).result()
 

@@ -212,7 +212,7 @@ def read_costs(item: ItemPlan, verify: bool) -> Iterator[tuple[Path, int]]:
                 continue
             # Once it is written; at most, since it is encoded anew.
             itemsize = handle.dtype.itemsize
-            encoded = item.format.encoding(handle).most_encoded(array.chunk, itemsize)
+            encoded = array.encoding.most_encoded(array.chunk, itemsize)
             decoded = math.prod(array.chunk) * itemsize
             yield handle.path, cost_bytes(encoded + decoded, decoded, decoded)
 

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ import numpy as np
 import tensorstore as ts
 
 from reshard import errors, tree, units
-from reshard.arrays.derived import stored_values
 from reshard.arrays.dtypes import name_of
 from reshard.arrays.handle import ArrayHandle, Derived, StoredArray, stored_name
 from reshard.arrays.zarr import ZEROS, Encoding, codec, converted, parse_encoding
@@ -32,7 +30,7 @@ from reshard.engine.batches import in_groups
 from reshard.loader.safetensors import DTYPES
 from reshard.storage.array_store import ZarrVersion, name_problem
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import FOLDERS, PROCESS, StoredValue
+from reshard.storage.ocdbt import FOLDERS, PROCESS
 from reshard.writer.siblings import WRITTEN, is_sibling
 
 # The library's order in a file.
@@ -114,8 +112,6 @@ _ORBAX = (
     b'"fill_value":null,"dimension_separator":"."}'
 )
 _FILE_SIZE = 'file_size="256MiB"'
-# Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
-_MAX_BLOSC = (1 << 31) - 17
 # Codecs of blosc, levels, and configurations.
 _BLOSC = ("lz4", "lz4hc", "blosclz", "zlib", "zstd")
 _LEVELS = {"none": range(0), "zstd": range(-131072, 23), "blosc": range(10)}
@@ -215,30 +211,6 @@ class TargetFormat(ZarrVersion):
         made = ts.open({**spec, "metadata": json.loads(document)}).result()
         if np.asarray(made.fill_value).tobytes() != np.asarray(root.view().fill_value).tobytes():
             raise ValueError(f"zarr{3 if self.zarr3 else 2} has no fill value {encoding.fill}")
-
-    def check_chunk(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> None:
-        """Raises ArgumentError for a chunk that is too large for the codec of an array."""
-        nbytes = math.prod(chunk) * handle.dtype.itemsize
-        if nbytes > _MAX_BLOSC and not self.files and self.encoding(handle).is_blosc:
-            raise errors.ArgumentError(
-                f"{tree.format_path(handle.path)}: blosc takes chunks of at most {_MAX_BLOSC} "
-                f"bytes, but one of {list(chunk)} has {nbytes}",
-                hints=['chunks="1GiB"'],
-            )
-
-    def verbatim(self, handle: ArrayHandle) -> list[StoredValue] | None:
-        """The stored values of an array that can be copied as they are; None if it is rewritten."""
-        return None if self.files else stored_values(handle, self.encoding(handle))
-
-    def metadata(self, handle: ArrayHandle, chunk: tuple[int, ...]) -> bytes:
-        return self.encoding(handle).document(handle.shape, chunk, handle.dtype)
-
-    def is_verbatim(self, handle: ArrayHandle) -> bool:
-        """Whether everything that is stored of an array stays as it is, key for key."""
-        stored = handle.stored
-        if stored is None or stored.store.ranged:
-            return False
-        return stored.encoding == self.encoding(handle)
 
 
 @functools.lru_cache(maxsize=4096)

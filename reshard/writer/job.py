@@ -77,6 +77,11 @@ class Job:
         """The path below the job's directory of a file of an item."""
         return f"{self.items[int(number)]}/{name}".lstrip("/")
 
+    def ended(self) -> DestinationError:
+        """The error for an attempt that goes on after the job has ended."""
+        text = f"the job for `{self.destination}` has ended, so its parts are no longer needed"
+        return DestinationError(text)
+
 
 class Attempt:
     """One process that writes some of a job: shares, the unshared part, the commit.
@@ -117,7 +122,7 @@ class Attempt:
         bucket that ignores conditions."""
         if self.begun.create(self._data):
             self.begun.check_conditions(self._data, self.job.destination)
-            raise DestinationError(f"the job that writes `{self.job.destination}` has ended")
+            raise self.job.ended()
         self.published.add(part)  # before: an interrupt may come between the two
         data = dumped({"part": part, **self._about, **document})
         (self._folder / f"{part}.json").replace(data, f".{part}")

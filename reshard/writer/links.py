@@ -56,8 +56,7 @@ def files_to_link(
         destination.is_local and disk.device(directory) == disk.device(destination)
     ):
         return None
-    handles = (array.handle for array in arrays if array.verbatim)
-    values = [value for handle in handles for value in form.verbatim(handle) or ()]
+    values = [value for array in arrays if array.verbatim for value in array.values]
     kept = {(v.file, v.offset): v.size for v in values if v.file is not None}
     used = {
         (v.file, v.offset): v.size
@@ -80,7 +79,7 @@ def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
     """Links an item's data files, and the files of their B-tree nodes, into the destination. Writes
     a database in its directory that has only nodes, and refers to these files. If the file
     system refuses a link, the file is copied."""
-    source, form, files = item.ckpt.source.store, item.format, item.files or {}
+    source, files = item.ckpt.source.store, item.files or {}
     linked = {*files}
     for part in source.parts:
         linked |= {f"{part}/{file}".lstrip("/") for file in node_files(source.directory / part)}
@@ -93,9 +92,10 @@ def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
     spec = root_spec(directory, name)
     root = ts.KvStore.open(spec, context=context).result().with_transaction(transaction)
     chunks = {
-        f"{stored_name(handle.path)}/{key}": chunk
-        for handle in item.linked
-        for key, chunk in (stored_chunks(handle, form.encoding(handle)) or {}).items()
+        f"{stored_name(array.path)}/{key}": chunk
+        for array in item.arrays
+        if array.linked
+        for key, chunk in (stored_chunks(array.handle, array.encoding) or {}).items()
     }
     copies = []
     for part in source.parts:

@@ -18,7 +18,6 @@ from reshard.engine.shares import divide, grid_sums, sums
 from reshard.errors import ArgumentError, ReshardError, lines_of
 from reshard.sharding.mesh import NamedSharding, most_held, sharding_document
 from reshard.storage.location import Location
-from reshard.storage.ocdbt import StoredValue
 from reshard.tree import format_path
 from reshard.units import format_bytes, format_load
 from reshard.verify.digest_record import Record
@@ -105,11 +104,6 @@ class ItemPlan:
         return [array.handle for array in self.arrays]
 
     @property
-    def linked(self) -> list[ArrayHandle]:
-        """Arrays whose stored chunks stay in shared data files."""
-        return [array.handle for array in self.arrays if array.linked]
-
-    @property
     def rewritten(self) -> list[ArrayHandle]:
         """Arrays that are decoded and encoded."""
         return [array.handle for array in self.arrays if not array.verbatim]
@@ -122,7 +116,7 @@ class ItemPlan:
     def work(self, number: int) -> Iterator[_Work]:
         """The work of its shares. An export is written in whole files. `number` is the item's."""
         copied = (a for a in self.arrays if a.verbatim and not a.linked)
-        sizes = [([array], [value.size for value in self.values(array.handle)]) for array in copied]
+        sizes = [([array], [v.size for v in array.values]) for array in copied]
         if self.format.files:
             sizes = [([], [file.nbytes for file in self.format.files])]
         for arrays, each in sizes:
@@ -157,17 +151,12 @@ class ItemPlan:
         """Metadata of arrays, by their keys, unless they are copied from the source."""
         if self.format.files:
             return {}
+        stored = ((a, a.handle.stored) for a in self.arrays)
         return {
-            f"{stored_name(a.handle.path)}/{self.format.metadata_key}": self.format.metadata(
-                a.handle, a.handle.chunk_shape if a.verbatim else a.chunk
-            )
-            for a in self.arrays
-            if not (a.verbatim and self.format.is_verbatim(a.handle))
+            f"{stored_name(a.path)}/{self.format.metadata_key}": a.metadata
+            for a, data in stored
+            if not a.verbatim or data is None or data.store.ranged or data.encoding != a.encoding
         }
-
-    def values(self, handle: ArrayHandle) -> list[StoredValue]:
-        """The stored values of an array that are copied verbatim."""
-        return self.format.verbatim(handle) or []
 
     def directory(self, root: Location) -> Location:
         """Its directory below the destination's root."""

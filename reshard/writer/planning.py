@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from reshard import errors
 from reshard.arrays.boxes import shape_of
-from reshard.arrays.derived import stored_share
+from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
 from reshard.checkpoint import Checkpoint, Source
 from reshard.engine.cost import co_read_groups, decoded_together, first_cell
@@ -38,6 +38,8 @@ _MOST_COMPRESSION = 100
 # Names that unfinished jobs of earlier versions have next to a destination.
 _EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
 _EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
+# Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
+_MAX_BLOSC = (1 << 31) - 17
 # Bytes in flight of a box of an export, so that most boxes are whole rows, one piece of a file.
 _LARGE_BOX = 192 << 20
 
@@ -136,7 +138,7 @@ def _least_written(plan: Plan) -> float:
     least = plan.other_bytes
     for item in plan.items:
         for array in item.arrays:
-            raw = item.format.files or not item.format.encoding(array.handle).compressors
+            raw = item.format.files or not array.encoding.compressors
             exact = array.verbatim or array.encoded_ratio < 1 or raw
             least += array.bytes_written / (1 if exact else _MOST_COMPRESSION)
     return least if plan.items and plan.items[0].format.files else least * _ESTIMATE_ERROR
@@ -360,7 +362,7 @@ def plan_item(
             try:
                 facts = _facts(whole[number], form, sizes[number], group, len(numbers), nbytes)
                 array = plan_array(facts, chunks, max_memory)
-                form.check_chunk(array.handle, array.chunk)
+                _check_blosc(array)
                 if form.files:
                     array = array.with_larger_boxes(min(_LARGE_BOX, max_memory // 4))
                 arrays.append(array)
@@ -389,7 +391,8 @@ def _facts(
     group_bytes: int,
 ) -> ArrayPlan:
     """The facts about an array, with stored bytes of each chunk and its co-read group."""
-    verbatim = form.verbatim(handle)
+    encoding = form.encoding(handle)
+    verbatim = None if form.files else stored_values(handle, encoding)
     if not isinstance(handle.data, Derived):
         stored = sum(sizes)
     elif verbatim is not None:
@@ -401,7 +404,7 @@ def _facts(
         not form.files
         and handle.dtype == handle.stored_dtype
         and all(data.encoding.compressors for _, data in handle.roots())
-        and form.encoding(handle).compressors
+        and encoding.compressors
     )
     return ArrayPlan(
         handle=handle,
@@ -414,6 +417,7 @@ def _facts(
         target_shard=shard_shape(handle.shape, handle.sharding),
         stored_bytes=stored,
         largest_stored=max(sizes, default=0),
+        encoding=encoding,
         same_bytes=verbatim is not None,
         encoded_ratio=stored / decoded if compressed and decoded and sizes else 1.0,  # at most
         group=group,
@@ -436,6 +440,17 @@ def with_passes(plans: Sequence[ArrayPlan]) -> list[ArrayPlan]:
         dataclasses.replace(a, passes=a.passes * factors[a.path]) if a.path in factors else a
         for a in plans
     ]
+
+
+def _check_blosc(array: ArrayPlan) -> None:
+    """Raises ArgumentError for a chunk that is larger than blosc takes."""
+    nbytes = math.prod(array.chunk) * array.target_itemsize
+    if nbytes > _MAX_BLOSC and array.encoding.is_blosc:
+        raise errors.ArgumentError(
+            f"{format_path(array.path)}: blosc takes chunks of at most {_MAX_BLOSC} bytes, but one "
+            f"of {list(array.chunk)} has {nbytes}",
+            hints=['chunks="1GiB"'],
+        )
 
 
 def _check_fits(handle: ArrayHandle) -> None:

@@ -281,8 +281,7 @@ class ShareTask:
             report(nbytes)
             if time.monotonic() >= next_look:
                 if not self.begun.exists():
-                    text = f"the job that writes `{self.job.destination}` has ended"
-                    raise errors.DestinationError(text)
+                    raise self.job.ended()
                 next_look = time.monotonic() + _LOOK_SECONDS
 
         attempt = Attempt(self.job)
