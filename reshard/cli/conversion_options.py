@@ -9,7 +9,7 @@ import click
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options, subprocess_model
 from reshard.cli.changes import MAP, chosen_map
-from reshard.cli.model_argument import load_model, look_here, model_errors
+from reshard.cli.model_argument import load_model, model_errors
 from reshard.convert.layout import KINDS
 
 # Imported where they are used: their import takes as long as a small job.
@@ -66,7 +66,6 @@ def converter(to: str, flags: options.Flags) -> Callable[..., "Conversion"]:
     def convert(ckpt: Checkpoint, drop: Sequence[str] = ()) -> "Conversion":
         from reshard.convert.conversion import conversion
 
-        look_here()  # for the functions of a map
         with model_errors("--model", model):
             loaded, of_source = models()
             same = {name: flags[name] for name in ("init", "layout", "max_memory")}
