@@ -1152,5 +1152,5 @@ def test_verified_against_something_else_in_the_other_api(run, folder):
         "  opt_state/0/nu/Dense_0/bias: only in the record\n"
         "  opt_state/0/nu/Dense_1/bias: only in the record\n"
         "\n"
-        "hint: --model MODULE:NAME, the NNX model, converts without the record\n"
+        "hint: --model MODULE:NAME, the model of the result, converts without the record\n"
     )

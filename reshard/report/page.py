@@ -44,13 +44,8 @@ def to_html(x: Any) -> str:
       '<!doctype html>'
     """
     if not callable(getattr(type(x), "document", None)):
-        raise ArgumentError(
-            f"there is no page of {type(x).__name__}",
-            hints=[
-                "reshard.to_html(reshard.open(path))",
-                "plans, diffs and coverages have pages, too",
-            ],
-        )
+        text = f"there is no page of {type(x).__name__}"
+        raise ArgumentError(text, hints=["reshard.to_html(reshard.open(path))"])
     return page(x.document())
 
 

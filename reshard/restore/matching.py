@@ -91,14 +91,9 @@ def match(
             text = f"{format_path(leaf.path)}: one leaf of the target, saved as {names}"
             problems.append(Mismatch("tied", text, leaf.path, present[-1]))
         saved_paths.append(present[0] if present else None)
-    containers = set()
-    if None in saved_paths:
-        containers = {_texts(path[:end]) for path in ckpt for end in range(len(path))}
     for leaf, path in zip(targets, saved_paths, strict=True):
         if path is None:
-            inside = _texts(leaf.path) in containers
-            text = "the checkpoint has a container there" if inside else "missing"
-            text = f"{format_path(leaf.path)}  {leaf}: {text}"
+            text = f"{format_path(leaf.path)}  {leaf}: missing"
             problems.append(Mismatch("missing", text, leaf.path))
         elif what := _differing_in(leaf, ckpt[path], cast):
             sides = f"the target has {leaf}, the checkpoint {_describe(ckpt[path])}"
@@ -344,19 +339,17 @@ def stacks_in(
                 members = layers.setdefault((*path[:depth], match[1] + "{}"), {})
                 leaf = inside(_texts(path[depth + 1 :])), shape
                 members.setdefault(match[2], []).append(leaf)
-    wanted = {layer: dict.fromkeys(candidates(layer)) for layer in layers}
-    open_ = {module for modules in wanted.values() for module in modules}
-    leaves_of: dict[Path, list[tuple[Hashable, Shape]]] = collections.defaultdict(list)
+    below: dict[Path, list[tuple[Path, Shape]]] = collections.defaultdict(list)
     for path, shape in together.items():
         for end in range(1, len(path) + 1):
-            if path[:end] in open_:
-                leaves_of[path[:end]].append((inside(_texts(path[end:])), shape))
+            below[path[:end]].append((path[end:], shape))
     for layer, members in layers.items():
         count = len(members)
-        if count < 2 or any(str(n) not in members for n in range(count)):
+        if count < 2 or members.keys() != {str(n) for n in range(count)}:
             continue
-        for module in wanted[layer]:
-            leaves, same = leaves_of[module], dict[int, int]()
+        for module in dict.fromkeys(candidates(layer)):
+            leaves = [(inside(_texts(path)), shape) for path, shape in below[module]]
+            same: dict[int, int] = {}
             for axis in range(min((len(shape) for _, shape in leaves), default=0)):
                 if {shape[axis] for _, shape in leaves} == {count}:
                     cut = collections.Counter((x, s[:axis] + s[axis + 1 :]) for x, s in leaves)

@@ -92,7 +92,7 @@ def check_state(target: Any) -> None:
 def flatten_state(state: Any) -> State:
     """Flatten a state."""
     nnx = imported("flax.nnx")
-    places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_wrapper_or_module)
+    places, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_wrapper_or_module)
     shared: Any = ()
     if any(is_module(value) for _, value in places):
         shared = nnx.Pytree | nnx.Variable  # modules may share these variables
@@ -101,7 +101,7 @@ def flatten_state(state: Any) -> State:
     modules = tuple(value for _, value in places if isinstance(value, shared))
     graphdef, graph_state = nnx.split(modules) if modules else (None, ())
     aliases = _aliases(nnx.find_duplicates(modules)) if modules else {}
-    inner, _ = jax.tree_util.tree_flatten_with_path(graph_state, is_leaf=_is_wrapper_or_module)
+    inner, _ = jax.tree_util.tree_flatten_with_path(graph_state, is_leaf=is_wrapper_or_module)
     held = [(key_path(keys), value) for keys, value in inner]
     bare = _bare(modules, {path for path, _ in held})
     parts = [value for _, value in plain], graph_state, [value for _, value in bare]
@@ -184,10 +184,10 @@ def saved_tree(state: Any) -> dict[Path, StateLeaf | dict | list | tuple | None]
         return not jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
 
     nodes, _ = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda node: _is_wrapper_or_module(node) or is_empty(node)
+        state, is_leaf=lambda node: is_wrapper_or_module(node) or is_empty(node)
     )
     for keys, node in nodes:
-        if _is_wrapper_or_module(node) or not is_empty(node):
+        if is_wrapper_or_module(node) or not is_empty(node):
             continue
         mapping = {} if isinstance(node, Mapping) else None
         tree[key_path(keys)] = type(node)() if type(node) in (list, tuple) else mapping
@@ -225,7 +225,7 @@ def is_module(value: Any) -> bool:
     return nnx is not None and isinstance(value, nnx.Pytree)
 
 
-def _is_wrapper_or_module(value: Any) -> bool:
+def is_wrapper_or_module(value: Any) -> bool:
     return is_wrapper(value) or is_module(value)
 
 

@@ -21,6 +21,7 @@ from reshard.restore.pytrees import (
     imported,
     is_module,
     is_variable,
+    is_wrapper_or_module,
     key_path,
 )
 from reshard.sharding.annotations import AnnotatedLeaf, Coverage, cover
@@ -286,11 +287,8 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
     from flax import nnx
 
     leaves, treedef = jax.tree.flatten(tuple(inputs))
-    traced = {
-        number: leaf
-        for number, leaf in enumerate(leaves)
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    }
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    traced = {n: leaf for n, leaf in enumerate(leaves) if is_array[n]}
 
     def call(arrays: dict[int, Any]) -> Any:
         given = [arrays.get(number, leaf) for number, leaf in enumerate(leaves)]
@@ -303,7 +301,7 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
         given = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
         auto = (jax.sharding.AxisType.Auto,) * len(given.axis_names)
         contexts += dict.fromkeys((given, given.update(axis_types=auto)))
-    made, first = None, None
+    made, errors = None, []
     with nnx.use_eager_sharding(False):
         for context in contexts:
             try:
@@ -311,17 +309,14 @@ def _evaluated(function: Any, inputs: Sequence[Any], mesh: Any) -> Any:
                     made = nnx.eval_shape(call, traced)
                 break
             except Exception as error:  # any: it is the user's code
-                first = first or error
+                errors.append(error)
         else:
-            assert first is not None
-            raise first
-    # Variables record whether they were made with eager sharding, and compare by it.
-    eager = nnx.using_eager_sharding()
-    for leaf in jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, nnx.Variable | nnx.Pytree)):
-        nodes = nnx.iter_graph(leaf) if isinstance(leaf, nnx.Pytree) else [((), leaf)]
-        for _, node in nodes:
-            if eager and isinstance(node, nnx.Variable):
-                node.set_metadata(eager_sharding=True)
+            raise errors[0]
+    if nnx.using_eager_sharding():  # variables record whether it was on, and compare by it
+        for leaf in jax.tree.leaves(made, is_leaf=is_wrapper_or_module):
+            for _, node in nnx.iter_graph(leaf):
+                if isinstance(node, nnx.Variable):
+                    node.set_metadata(eager_sharding=True)
     return made
 
 

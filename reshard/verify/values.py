@@ -123,7 +123,10 @@ class ReadTask:
     def run(self, report: Report) -> tuple[dict[int, Any], Failed]:
         largest = max(map(least_memory, self.groups.values()), default=0)
         limit = limiter_bytes(self.max_memory, cores(), largest)
-        failed = {n: errors for n, group in self.groups.items() if (errors := _unreadable(group))}
+        failed: Failed = {}
+        for number, group in self.groups.items():
+            if errors := _unreadable(group):
+                failed[number] = errors
         units = self._units(failed)
         with MemoryLimiter(limit) as limiter:
             for filled in read(in_batches(units, limit // WINDOW, self.max_memory), limiter):
