@@ -86,8 +86,7 @@ def _missing_files(files: Sequence[str]) -> list[str]:
 
 
 def _check_complete(root: Location) -> None:
-    """Raises UncommittedCheckpointError for an export to a bucket that was stopped: the files that
-    its commit record names as the last ones are missing."""
+    """Raises UncommittedCheckpointError if the last files of an export to a bucket are missing."""
     record = None if root.is_local or root.is_file() else read_json(root / RECORD)
     if record and not all((root / path).is_file() for path, _ in record.get("markers", ())):
         raise UncommittedCheckpointError(
