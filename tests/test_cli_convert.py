@@ -219,8 +219,8 @@ WARNING += "Dense_0 -> inner, Dense_1 -> outer"
 ORDER = {"leaves": 4, "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]]}
 PLAN = """\
 16 arrays, #: 3 rewritten, 13 copied verbatim
-read     # in 3 chunks
-write    # in 3 chunks
+read     # in 88 chunks
+write    # in 88 chunks
 memory   # in flight at most
 device   # before, # after
 load     a restore reads exactly the bytes that it needs, before and after the job
@@ -251,8 +251,8 @@ def test_to_nnx_and_back(run, folder):
     assert (rngs["key"]["value"].dtype, rngs["count"]["value"]) == (jax.random.key(0).dtype, 0)
     assert masked(done(run("convert", "out", "back", "--to", "linen"))) == (
         "14 arrays, #: 1 rewritten, 13 copied verbatim\n"
-        "read     # in 1 chunk\n"
-        "write    # in 1 chunk\n"
+        "read     # in 86 chunks\n"
+        "write    # in 86 chunks\n"
         "memory   # in flight at most\n"
         "device   # before, # after\n"
         "load     a restore reads exactly the bytes that it needs, before and after the job\n"
