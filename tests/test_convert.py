@@ -1508,7 +1508,7 @@ the record of the conversion from Linen does not fit the checkpoint
   b/value: not in the checkpoint
   second/value: not in the record of the conversion
 
-hint: model=..., the Linen model, converts without the record"""
+hint: model=..., the model of the result, converts without the record"""
     assert refusal(reshard.to_linen, tmp_path / "nnx") == message
 
 
@@ -1539,7 +1539,7 @@ def test_a_record_changes_the_dtype_of_the_step_alone_and_only_if_it_fits(tmp_pa
 the checkpoint differs from the result of the conversion from Linen
   opt_state/0/count: dtype uint32, it was int32
 
-hint: model=..., the Linen model, converts without the record"""
+hint: model=..., the model of the result, converts without the record"""
     assert refusal(reshard.to_linen, other) == message
 
 
@@ -1562,7 +1562,7 @@ def test_a_record_that_cannot_be_read_is_an_error(tmp_path):
         told = refusal(reshard.to_linen, tmp_path / "nnx", layout="nnx-state").splitlines()
         assert (told[0], told[-2:]) == (
             "the record of the conversion from Linen cannot be read",
-            ["", "hint: model=..., the Linen model, converts without the record"],
+            ["", "hint: model=..., the model of the result, converts without the record"],
         )
 
 

@@ -875,8 +875,16 @@ def test_an_unknown_kind():
 )
 def test_a_tree_without_an_array_where_its_layout_has_the_model(kind, place):
     """Other trees than those of a layout have other leaves than the model."""
-    text = f"the tree does not have the layout {kind}\n  there is no array in {place}"
-    assert refused(made_up("w"), kind) == text
+    text = f"the tree does not have the layout {kind}\n"
+    assert refused(made_up("w"), kind) == f"{text}  there is no array in {place}"
+
+
+@pytest.mark.parametrize("kind", [None, "linen-variables"])
+def test_a_module_that_nnx_saved_is_not_linens(kind):
+    assert refused(made_up("params/kernel batch_stats/b/_pytree__state:None"), kind) == (
+        "the tree does not have the layout linen-variables\n"
+        "  `batch_stats/b` is an NNX module that was saved directly"
+    )
 
 
 def test_leaves_that_would_have_one_path():

@@ -20,7 +20,7 @@ MUTANTS = {
         "bucket",
         "    with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:\n        items",
         '    for path, content in record["markers"]:\n'
-        "        _fix(destination, path, content, there)\n"
+        "        _fix(destination, path, content, sizes)\n"
         "    with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:\n        items",
     ),
     "what the record names is deleted": (

@@ -466,19 +466,23 @@ class _Tree:
 
     # Where everything is.
 
+    def _roots(self, kind: str) -> dict[Path, Path]:
+        """Where the leaves of the model are saved -> the beginning of their paths in it."""
+        if kind in _WHOLE:
+            return {(): ("params",) if _of_linen(kind) else ()}
+        if not _of_linen(kind):
+            return {("model",): ()} if kind != "nnx-optimizer" else {}
+        found, nested = self._collections(alone=kind != "linen-variables")
+        if nested and self.names:  # the kind does not say it
+            self._check_variables()
+        roots: dict[Path, Path] = {path: (name,) for path, name in found.items()}
+        _unique((beginning, path) for path, beginning in roots.items())
+        return roots
+
     def read(self, kind: str, why: list[str]) -> Layout:
         """The layout of a tree of a kind."""
         linen, state_root, step = _of_linen(kind), self.state_root, self.step
-        if kind in _WHOLE:
-            roots: dict[Path, Path] = {(): ("params",) if linen else ()}
-        elif linen:
-            found, nested = self._collections(alone=kind != "linen-variables")
-            if nested and self.names:  # the kind does not say it
-                self._check_variables()
-            roots = {path: (name,) for path, name in found.items()}
-        else:
-            roots = {("model",): ()} if kind != "nnx-optimizer" else {}
-        _unique((beginning, path) for path, beginning in roots.items())
+        roots = self._roots(kind)
         if kind in (*_WHOLE, "linen-variables"):
             state_root = step = None
         model: dict[Path, list[_SavedLeaf]] = {root: [] for root in roots}
@@ -493,10 +497,15 @@ class _Tree:
                 (rest if isinstance(leaf.value, str) else optimizer).append(leaf)
             else:
                 (model[at] if at is not None and leaf.is_array else rest).append(leaf)
+        modules = [leaf.path[:-1] for leaf in self.leaves if leaf.keys[-1] == _BOOKKEEPING]
+        problems = []
+        if linen and modules:
+            problems.append(f"{_named(modules[0])} is an NNX module that was saved directly")
         if kind != "nnx-optimizer" and not any(model.values()):
             where = _named(*roots) or "a collection at the top"
-            summary = f"the tree does not have the layout {kind}"
-            raise TreeMismatchError(summary, [f"there is no array in {where}"])
+            problems.append(f"there is no array in {where}")
+        if problems:
+            raise TreeMismatchError(f"the tree does not have the layout {kind}", problems)
         if linen:
             in_model = in_optimizer = _boxes(
                 {root: held for root, held in model.items() if roots[root] != (AUXILIARY,)}

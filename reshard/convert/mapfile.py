@@ -90,9 +90,6 @@ _Parted = tuple[str | None, ...]
 _OPEN = re.compile(rf"""["']{TODO}\b""")
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack", "equal")
-# Names in the braces of a replacement, except names of groups. `{{` and `}}` are braces themselves.
-_BRACES = re.compile(r"\{\{|\}\}|\{[^{}]+\}")
-_NAME = re.compile(r"(?<![\\<\w])[^\W\d]\w*")
 # Levels of nested tables and lists. Map files have six.
 _MAX_LEVELS = 50
 _LARGEST = 1 << 63
@@ -336,16 +333,9 @@ class _File(NamedTuple):
         self, value: str | int, patterns: Sequence[Pattern], names: Collection[str], where: str
     ) -> Template:
         """A replacement, or the group of a number; the empty one, and a problem, if it is wrong."""
-
-        def named(name: re.Match[str]) -> str:
-            value = self.numbers.get(name[0])
-            return str(int(value)) if isinstance(value, int) else name[0]
-
         text = f"\\g<{value}>" if isinstance(value, int) else value
-        if self.numbers:
-            text = _BRACES.sub(lambda braces: _NAME.sub(named, braces[0]), text)
         try:
-            return parse_template(text, patterns, names)
+            return parse_template(text, patterns, names, self.numbers)
         except ValueError as error:
             self.problems.append(f"{where}: {error}")
             return Template(())

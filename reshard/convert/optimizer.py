@@ -248,18 +248,9 @@ def followed(
     found, placeholders = LeafMap({}), dict[Path, tuple[Path, ...]]()
     least = _least_factored(subtrees, parameters, leaves)
     for root, members in subtrees.items():
-        moments = {
-            parameter: _Moment(
-                (path,),
-                Source(path, leaf[0]) if (leaf := leaves[path]) else None,
-                leaf[1] if leaf else None,
-                least.get(path),
-            )
-            for parameter, path in members.items()
-        }
         parameter, path = next(iter(members.items()))
         before = parameter[: len(parameter) - (len(path) - len(root))]
-        subtree = _Subtree(root, before, moments, problems, found.must_be_zero)
+        subtree = _Subtree(root, before, members, leaves, least, problems, found.must_be_zero)
         inside = before if ahead is None else ahead
         for path, moment in model.evaluated(subtree.moment, subtree.run).items():
             place = _below(root, path, inside)
@@ -406,13 +397,10 @@ def _least_factored(
 
 class _Moment(NamedTuple):
     """The moment of a parameter in a subtree: its paths in the state (several for leaves without a
-    value); its value, or None; its dtype; and from which size on adafactor may factor its
-    parameter, None if it is not adafactor's or is a factor."""
+    value), and its value, if it has one."""
 
     paths: tuple[Path, ...]
     value: Value | None = None
-    dtype: np.dtype | None = None
-    least: int | None = None
 
 
 # In place of a moment that cannot be made, for a reason among the problems.
@@ -421,17 +409,23 @@ _STUCK = "stuck"
 
 class _Subtree(NamedTuple):
     """One subtree, in which the map of the parameters is evaluated. `before`: what the paths of
-    parameters begin with before the conversion."""
+    parameters begin with before the conversion; `least`: see `_least_factored`."""
 
     root: Path
     before: Path
-    moments: Mapping[Path, _Moment]
+    members: Mapping[Path, Path]
+    leaves: Leaves
+    least: Mapping[Path, int]
     problems: list[str]
     must_be_zero: dict[Path, Filled]
 
     def moment(self, source: Source) -> _Moment | None:
         """The moment of a parameter, if it has one."""
-        return self.moments.get(source.path)
+        path = self.members.get(source.path)
+        if path is None:
+            return None
+        leaf = self.leaves[path]
+        return _Moment((path,), None if leaf is None else Source(path, leaf[0]))
 
     def run(self, call: Call, have: Sequence[Any]) -> Sequence[Any]:
         """The moments after an operation."""
@@ -469,17 +463,18 @@ class _Subtree(NamedTuple):
             return f"`{name}` changes its parameter, and does not apply to optimizer state"
         if not isinstance(call.operation, Moving):
             return f"its parameter is {call.operation}, and optimizer state cannot follow that"
-        first, values = valued[0], [held.value for held in valued if held.value is not None]
+        values = [held.value for held in valued if held.value is not None]
         before, shapes = [v.shape for v in call.inputs], [value.shape for value in values]
         unused = [
             isinstance(value, Filled) or self._is_unused(value.shape, shape)
             for value, shape in zip(values, before, strict=True)
         ]
         if all(unused):
-            assert first.dtype is not None
-            zeros = Filled(_UNUSED, first.dtype)
+            leaf = self.leaves[valued[0].paths[0]]
+            assert leaf is not None
+            zeros = Filled(_UNUSED, leaf[1])
             self.must_be_zero.update(dict.fromkeys(paths, zeros))
-            return [_Moment((), zeros, first.dtype)] * len(call.shapes)
+            return [_Moment(paths[:1], zeros)] * len(call.shapes)
         if any(unused):
             return "only some of them have a moment"
         follows = _adapted(call.operation, shapes, before, paths)
@@ -489,10 +484,11 @@ class _Subtree(NamedTuple):
             after = applied(follows, values)
         except TreeMismatchError as error:
             return error.summary
+        least = self.least.get(paths[0], math.inf)
         for value in after:
-            if first.least is not None and _second_size(value.shape) >= first.least:
+            if _second_size(value.shape) >= least:
                 return f"adafactor may factor a parameter of the shape {list(value.shape)}"
-        return [_Moment(paths[:1], value, first.dtype, first.least) for value in after]
+        return [_Moment(paths[:1], value) for value in after]
 
     def _is_unused(self, shape: Shape, parameter: Shape) -> bool:
         """Whether a leaf only takes the place of a moment. If the parameter has one element, the

@@ -159,6 +159,7 @@ def dtype_of(name: Any) -> np.dtype:
 KEY = "reshard.linen"
 ORDER_KEY = "reshard.order"
 _VERSION = 1
+_HINT = "model=..., the model of the result, converts without the record"
 
 
 def _custom(ckpt: Checkpoint) -> dict[str, Any]:
@@ -365,7 +366,7 @@ def without_record(ckpt: Checkpoint) -> Checkpoint:
 def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
     """The Linen checkpoint that an NNX checkpoint was made of, and the map to its leaves. Raises
     TreeMismatchError: the record cannot be read, or its leaves differ from the checkpoint's."""
-    with _readable(_LINEN):
+    with _readable():
         record = _read(ckpt)
         kinds = {p: kind for p, kind in record.leaves.items() if not isinstance(kind, str)}
         back = record.map.inverse()
@@ -378,11 +379,11 @@ def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
             if path not in expected
         ]
         summary = "the record of the conversion from Linen does not fit the checkpoint"
-        _refuse(summary, problems, _LINEN)
+        _refuse(summary, problems)
         made = back.bind(ckpt)
         problems = [text for path, kind in kinds.items() for text in _unlike(made[path], kind)]
         summary = "the checkpoint differs from the result of the conversion from Linen"
-        _refuse(summary, [*problems, *_not_zero(back, ckpt)], _LINEN)
+        _refuse(summary, [*problems, *_not_zero(back, ckpt)])
         whole = {
             path: EMPTY_LEAVES[kind] if isinstance(kind, str) else _as_recorded(made[path], kind)
             for path, kind in record.leaves.items()
@@ -397,7 +398,7 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
     """A Linen checkpoint converted as the recorded source of an NNX checkpoint was. Raises
     TreeMismatchError: the record cannot be read, or its leaves differ from the Linen
     checkpoint's."""
-    with _readable(_NNX):
+    with _readable():
         record, dropped = _read(ckpt), {*recorded_drop(ckpt)}
         problems = [
             f"{format_path(path)}: only in the record"
@@ -411,28 +412,23 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
             elif isinstance(kind, _Array):
                 problems += _unlike(leaf, kind)
         summary = f"`{linen.source.root}` differs from the source of `{ckpt.source.root}`"
-        _refuse(summary, problems or _not_zero(record.map, linen), _NNX)
+        _refuse(summary, problems or _not_zero(record.map, linen))
         made = record.map.bind(linen)
     made |= {path: ckpt[path] for path in record.own if path in ckpt}
-    return linen.replace(
-        {path: _counted_as(leaf, ckpt.get(path)) for path, leaf in made.items()}, retyped=True
-    )
+    for path, leaf in made.items():
+        match leaf, ckpt.get(path):
+            case ArrayHandle(), ArrayHandle() as like if is_step(path, leaf, like.dtype):
+                made[path] = recounted(leaf, like.dtype)
+    return linen.replace(made, retyped=True)
 
 
 def _not_zero(found: LeafMap, leaves: Mapping[Path, Leaf]) -> list[str]:
     return [f"{format_path(p)}: it was zero, but is not now" for p in found.not_zero(leaves)]
 
 
-def _refuse(summary: str, problems: Sequence[str], hint: str) -> None:
+def _refuse(summary: str, problems: Sequence[str]) -> None:
     if problems:
-        raise TreeMismatchError(summary, problems, [hint])
-
-
-def _counted_as(leaf: Leaf, like: Leaf) -> Leaf:
-    """A leaf; if it is the step counter, in its NNX dtype."""
-    if not isinstance(leaf, ArrayHandle) or not isinstance(like, ArrayHandle):
-        return leaf
-    return recounted(leaf, like.dtype) if is_step(leaf.path, leaf, like.dtype) else leaf
+        raise TreeMismatchError(summary, problems, [_HINT])
 
 
 def _read(ckpt: Checkpoint) -> _Record:
@@ -489,7 +485,7 @@ def _check_zeros(found: LeafMap, ckpt: Checkpoint) -> None:
 
 
 @contextlib.contextmanager
-def _readable(hint: str) -> Iterator[None]:
+def _readable() -> Iterator[None]:
     """Errors of reading a malformed record, as TreeMismatchError."""
     try:
         yield
@@ -506,12 +502,8 @@ def _readable(hint: str) -> Iterator[None]:
         raise TreeMismatchError(
             "the record of the conversion from Linen cannot be read",
             [str(error)],
-            [hint],
+            [_HINT],
         ) from error
-
-
-_LINEN = "model=..., the Linen model, converts without the record"
-_NNX = "model=..., the NNX model, converts without the record"
 
 
 def _kind(leaf: Leaf) -> dict[str, Any] | str:

@@ -104,8 +104,8 @@ def chunks_of(handle: ArrayHandle, box: Box) -> list[Chunks]:
 
 
 def _computed(made: ArrayHandle, box: Box) -> Chunks:
-    """What is computed for a box, as chunks without elements of their own: the inputs and the
-    result, each as much again for the computation. A function computes whole arrays."""
+    """The cost of computing a box, as chunks without elements of their own: twice the inputs and
+    the result. A function computes whole arrays."""
     assert isinstance(made.data, Derived)
     whole = isinstance(made.data.operation, Apply)
     chunk = made.shape if whole else made.chunk_shape

@@ -1,4 +1,4 @@
-"""Boxes of stored arrays into buffers, read ahead of whoever uses them, within a limiter.
+"""Boxes of stored arrays are read into buffers, ahead of their consumer, within a limiter.
 
     batches ->  [ reading | reading ]  ->  consumer  ->  [ pending | pending ]
                  stored chunks and          takes          what the consumer still holds:
@@ -25,7 +25,7 @@ from reshard.tree import format_path
 
 # Batches that are read before the consumer asks for them.
 READ_AHEAD = 2
-# How often it is looked which of two things has come first.
+# Seconds between two looks which of two things has come first.
 _LOOK_SECONDS = 0.002
 
 # Where the values of a part of a box go.
@@ -139,8 +139,8 @@ def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
         for batch in batches:
             needed = batch.reading + batch.shared_bytes
             while (full := not limiter.fits(needed)) or len(ahead) == READ_AHEAD:
-                # What the consumer holds is waited for first: reads go on meanwhile. But where that
-                # is not there yet, what has been read is handed over: no core need be busy with it.
+                # Wait for the consumer's bytes first: reads go on meanwhile. But if a batch is
+                # read before they are free, hand it over: then the cores have work.
                 if full and limiter.pending and _is_freed_first(limiter, ahead):
                     limiter.wait_oldest()
                 elif ahead:

@@ -24,15 +24,15 @@ from reshard.storage.machine import share_cores, tune_memory
 if TYPE_CHECKING:  # what only jobs of workers import
     from multiprocessing.connection import Connection
 
-# Tasks of each worker, bytes of one at least, and workers of an executor, unless that is said.
+# Tasks of each worker, the fewest bytes of a task, and the default number of workers.
 _TASKS = 4
 _SMALLEST = 32 << 20
 _WORKERS = 16
 # Pools that may break, one after another, without a result.
 _BREAKS = 3
-# Seconds to wait for tasks of an executor that were told to stop.
+# Seconds to wait for tasks of an executor that have to stop.
 STOP_SECONDS = 60.0
-# How often workers are looked at.
+# Seconds between two looks at the tasks.
 _LOOK_SECONDS = 0.1
 
 Report = Callable[[int], None]
@@ -69,15 +69,15 @@ def check_executor(executor: concurrent.futures.Executor | None) -> None:
     if executor is None:
         return
     try:
-        there = executor.submit(_release).result()
+        release = executor.submit(_release).result()
     except (ImportError, AttributeError) as error:
         raise _not_imported(error) from error
     except BaseException as error:
         if _is_lost(error):
             raise ReshardError("the executor has lost its workers", [_describe(error)]) from error
         raise
-    if there != (here := _release()):
-        problem = f"the workers have {there}, this process has {here}"
+    if release != (own := _release()):
+        problem = f"the workers have {release}, this process has {own}"
         raise ArgumentError("the executor's workers have another version of reshard", [problem])
 
 

@@ -1,7 +1,8 @@
-"""How the parts of a job become a checkpoint, completely or not at all, whoever else writes there.
+"""The commit: the parts of a job become a checkpoint, completely or not at all.
 
-There is no lock and no clock. Any process may stop anywhere, for any time, and go on. A request may
-arrive late, twice, or be done although its answer is lost. One step decides:
+There is no lock and no clock. Other jobs may write to the same destination. Any process may stop
+anywhere, for any time, and go on. A request may arrive late, twice, or be done although its answer
+is lost. One step decides:
 
 - on a disk, the rename of the job's directory to the destination. It fails if the name is taken;
 with `overwrite` it exchanges the two;
@@ -360,22 +361,22 @@ def forward(
     record = record or parsed(destination / RECORD)
     if record is None:
         raise DestinationError(f"the commit record `{destination / RECORD}` could not be written")
-    there = {entry.path: entry.nbytes for entry in destination.walk() if entry.is_file}
-    left = not {*record["files"], *(path for path, _ in record["markers"])} <= there.keys()
-    gone = [f"`{destination / path}`" for path in record["kept"] if path not in there]
-    if gone:
+    sizes = {entry.path: entry.nbytes for entry in destination.walk() if entry.is_file}
+    left = not {*record["files"], *(path for path, _ in record["markers"])} <= sizes.keys()
+    missing = [f"`{destination / path}`" for path in record["kept"] if path not in sizes]
+    if missing:
         hint = f"delete `{destination}` while no job runs, and write it again"
-        raise DestinationError("files that the commit record names are missing", gone, [hint])
+        raise DestinationError("files that the commit record names are missing", missing, [hint])
     with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
         items = record["files"].items()
-        list(pool.map(lambda item: _fix(destination, item[0], item[1], there), items))
+        list(pool.map(lambda item: _fix(destination, item[0], item[1], sizes), items))
     for path, content in record["markers"]:
-        _fix(destination, path, content, there)
-    kept = {*record["kept"], *record["files"]}  # an item beside may be of a job, too
+        _fix(destination, path, content, sizes)
+    kept = {*record["kept"], *record["files"]}  # another item may be of a job, too
     contents = [*record["files"].values(), *(content for _, content in record["markers"])]
     sources = {content["from"] for content in contents if "from" in content}
     items = {_item(path) for path in kept | sources}  # no other checkpoint below this one
-    attempts = [path for path in there if is_of_an_attempt(path) and _item(path) in items]
+    attempts = [path for path in sizes if is_of_an_attempt(path) and _item(path) in items]
     destination.remove_files([path for path in attempts if path not in kept])
     return record, left
 
@@ -444,12 +445,12 @@ def _publish_on_disk(
         elif not place.exists():
             disk.link_or_copy(directory / content, place, attempt.begun.parent / "copy")
     check()
-    there = _synced(directory, attempt)
+    found = _synced(directory, attempt)
     named = {*result.files, *kept}  # files of another item may have the names of an attempt's
-    gone = [f"`{directory / path}`" for path in named if path not in there]
-    if gone:
-        raise DestinationError("files were removed during the job", sorted(gone))
-    unneeded = [path for path in there if is_of_an_attempt(path) and path not in named]
+    missing = [f"`{directory / path}`" for path in named if path not in found]
+    if missing:
+        raise DestinationError("files were removed during the job", sorted(missing))
+    unneeded = [path for path in found if is_of_an_attempt(path) and path not in named]
     _prune(directory, result.dropped)
     replaced = _rename(attempt, overwrite)
     try:
@@ -463,22 +464,22 @@ def _publish_on_disk(
                     remove_aside(destination, path)
     except OSError as error:  # the destination is complete
         path, reason = error.filename or destination.parent, error.strerror or error
-        told = f"`{destination}` is complete, but the cleanup failed: `{path}`: {reason}"
+        text = f"`{destination}` is complete, but the cleanup failed: `{path}`: {reason}"
         if replaced is not None and replaced.exists():
-            told += f"; rm -r {shell_quoted(str(replaced))} deletes the replaced checkpoint"
-        warnings.warn(told, stacklevel=2)
+            text += f"; rm -r {shell_quoted(str(replaced))} deletes the replaced checkpoint"
+        warnings.warn(text, stacklevel=2)
 
 
 def _synced(directory: Location, attempt: Attempt) -> set[str]:
     """Makes everything durable that is not in a share. Returns the paths of all files."""
-    there = set()
+    found = set()
     for entry in directory.walk():
         if entry.is_dir or not is_of_an_attempt(entry.path) or attempt.token in entry.path:
             disk.sync(directory / entry.path)
         if entry.is_file:
-            there.add(entry.path)
+            found.add(entry.path)
     disk.sync(directory)
-    return there
+    return found
 
 
 def _rename(attempt: Attempt, overwrite: bool) -> Location | None:

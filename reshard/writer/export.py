@@ -1,7 +1,7 @@
 """`export`: a checkpoint as a directory of safetensors files, as Hugging Face has them.
 
-It is a job like any other; see `reshard.writer.save`. In a bucket, the index is created last, or if
-there is only one file its configuration.
+It is a job like any other; see `reshard.writer.save`. In a bucket, the index is created last. A
+single file has no index: then its configuration is the last.
 """
 
 import os

@@ -38,7 +38,7 @@ _ORDER = "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F
 _ORDER += "F8_E5M2 I8 U8 BOOL"
 _RANKS = {name: rank for rank, name in enumerate(_ORDER.split())}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Of which library's tensors the file is, which transformers asks for.
+# The library of the tensors, which transformers requires.
 _ABOUT = {"format": "pt"}
 
 
@@ -104,9 +104,9 @@ def index(files: Sequence[File]) -> bytes:
 
 # Data files of an OCDBT database; Orbax's own default.
 _FILE_BYTES = 2 << 30
-# The same of those that Orbax writes to gs. TensorStore holds each in memory until it is there.
+# The same on gs, as in Orbax. TensorStore holds each file in memory until it is uploaded.
 _GS_FILE_BYTES = 400 << 20
-# What an array is stored as where no other one of the checkpoint says: as Orbax does it.
+# The encoding of an array if no array of the checkpoint is stored: that of Orbax.
 _ORBAX = (
     b'{"zarr_format":2,"shape":[],"dtype":"<f4","compressor":{"id":"zstd","level":1},"order":"C",'
     b'"fill_value":null,"dimension_separator":"."}'

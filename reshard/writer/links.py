@@ -34,8 +34,6 @@ from reshard.writer.plan import ItemPlan
 # The part of an item's stored bytes that is copied verbatim at least where data files are linked:
 # a conversion changes counters and random state, and nothing else.
 _MOST = 15 / 16
-# Data files are shared with the source if at least this part of them stays in use.
-_WORTH_LINKING = 0.5
 # The empty key below a path that is a whole key.
 _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 
@@ -43,10 +41,9 @@ _ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
 def files_to_link(
     store: ArrayStore, destination: Location | None, form: TargetFormat, arrays: Sequence[ArrayPlan]
 ) -> dict[str, int] | None:
-    """The data files, with their bytes, that the destination shares with the source. None if
-    linking is impossible or not worth it: arrays are rewritten; or less than half of the files'
-    bytes stay, and less than the source itself uses. Raises CorruptCheckpointError if a file is
-    missing."""
+    """The data files, with their bytes, that the destination shares with the source. None if arrays
+    are rewritten, or less than half of the files' bytes stay in use. Raises
+    CorruptCheckpointError if a file is missing."""
     directory = store.directory
     every = sum(array.stored_bytes for array in arrays)
     verbatim = sum(array.stored_bytes for array in arrays if array.verbatim)
@@ -56,23 +53,15 @@ def files_to_link(
         destination.is_local and disk.device(directory) == disk.device(destination)
     ):
         return None
-    values = [value for array in arrays if array.verbatim for value in array.values]
+    values = (value for array in arrays if array.verbatim for value in array.values)
     kept = {(v.file, v.offset): v.size for v in values if v.file is not None}
-    used = {
-        (v.file, v.offset): v.size
-        for array in store.values.values()
-        for v in array.values()
-        if v.file is not None
-    }
     files = {}
     for file in dict.fromkeys(file for file, _ in kept):
         size = (directory / file).file_bytes()
         if size is None:
             raise CorruptCheckpointError(f"the data file `{directory / file}` is missing")
         files[file] = size
-    stays = sum(kept.values())
-    enough = stays >= min(sum(used.values()), _WORTH_LINKING * sum(files.values()))
-    return files if files and enough else None
+    return files if 0 < sum(files.values()) <= 2 * sum(kept.values()) else None
 
 
 def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:

@@ -205,7 +205,7 @@ def _begun(
     if destination is None:
         raise errors.ArgumentError("no destination was given")
     if share is not None:
-        plan.share(*share)  # is there one?
+        plan.share(*share)  # raises if it does not exist
     token = job_token(plan, loaded=share is None and not by_tasks)
     with committing.disk_errors(destination):
         begun = committing.begin(

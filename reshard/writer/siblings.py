@@ -36,7 +36,7 @@ WRITTEN |= {*FOLDERS, *RECORD_FILES}
 UNFINISHED_PREFIX = ".reshard-"
 # Files that may be written at any time.
 NO_STATE = RECORD_FILES
-# Files that are copied at once from or to a bucket.
+# Files that are copied at once.
 _COPIES = 32
 
 
@@ -125,20 +125,17 @@ def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
 def copy_siblings(
     found: Sequence[Sibling], directory: Location, max_memory: int, report: Callable[[int], None]
 ) -> dict[str, tuple[str, int]]:
-    """Copies files into a directory under new names: path -> that name and bytes. From or to a
-    bucket, several files are copied at once, if they fit into memory."""
+    """Copies files into a directory under new names: path -> that name and bytes. Several files are
+    copied at once, if they fit into memory."""
     files = [sibling for sibling in found if sibling.is_file]
-    here = directory.is_local and all(sibling.source.is_local for sibling in files)
     names = {sibling.path: str(number) for number, sibling in enumerate(files)}
 
     def copy(sibling: Sibling) -> None:
         sibling.source.copy(directory / names[sibling.path], sibling.entry.nbytes)
 
     with concurrent.futures.ThreadPoolExecutor(_COPIES) as pool:
-        count = 1 if here else _COPIES
-        for some in in_groups(files, lambda s: copy_bytes(s.nbytes), max_memory, count):
-            run = map if len(some) == 1 else pool.map
-            for sibling, _ in zip(some, run(copy, some), strict=True):
+        for some in in_groups(files, lambda s: copy_bytes(s.nbytes), max_memory, _COPIES):
+            for sibling, _ in zip(some, pool.map(copy, some), strict=True):
                 report(sibling.nbytes)
     return {sibling.path: (names[sibling.path], sibling.entry.nbytes) for sibling in files}
 
@@ -160,7 +157,7 @@ def source_state(
         for item in known:
             item.prefetch(below=True)
         others: list[Location] = []
-        with contextlib.suppress(OSError):  # it is not there any more, and so counts as changed
+        with contextlib.suppress(OSError):  # it was removed, and counts as changed
             tops = (source.root / top for top in _sibling_roots(checkpoints))
             others = [top for top in tops if source.kind != "manager" or top.parent != source.root]
         tops = [*known, *(path for path in others if not any(map(path.below, known)))]
