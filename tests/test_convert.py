@@ -567,6 +567,20 @@ hint: the nearest leaf is `params/a`"""
     assert refusal(reshard.to_nnx, path, model, drop="params/missing") == message
 
 
+def test_a_tree_is_read_once_what_makes_it_ambiguous_is_dropped(tmp_path):
+    """Unless there may be optimizer state of dropped parameters."""
+    params, extra = {"a": some(3), "b": some(2)}, {"m": some(4)}
+    tree = {"params": {"params": params, "batch_stats": extra}, "batch_stats": extra}
+    path = save(tmp_path / "linen", tree | {"opt_state": [{"mu": {"params": params}}]})
+    convert, drop = functools.partial(reshard.to_nnx, path), ["batch_stats"]
+    summary = "several leaves would have the same path"
+    model = functools.partial(named, a=(3,), b=(2,))
+    assert refusal(convert, model).startswith(summary)
+    assert refusal(convert, model, drop=[*drop, "params/params/b"]).startswith(summary)
+    problems = refused(convert, model, drop=drop).problems
+    assert problems == ("batch_stats/m: NNX has no counterpart",)
+
+
 def test_initial_values_are_those_of_the_constructor(tmp_path):
     """Typed keys and counts, too: of a function, of a class, which is called with the first seed,
     and of a real model."""
