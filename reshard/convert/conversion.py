@@ -113,7 +113,7 @@ class Conversion:
             raise TreeMismatchError(
                 f"`{self.source.source.root}` is converted, but the outputs of the models differ",
                 found.problems,
-                ["the plan shows the place of every leaf"],
+                ["a plan lists which leaf became which: look there for exchanged leaves"],
             )
         return self.compared(found).checked(model, source, False)
 
