@@ -39,7 +39,7 @@ def run(leaves, rules=RULES, specs=(), semantics=None, mesh=MESH):
 # Where a spec comes from
 
 
-def test_each_source_in_its_turn():
+def test_the_precedence_of_the_sources_of_specs():
     embed = ("embed", "mlp")
     saved = (("model",), ())
     leaves = [
@@ -77,7 +77,7 @@ def test_each_source_in_its_turn():
     }
 
 
-def test_a_moment_that_says_something_else_keeps_it():
+def test_a_moment_with_another_annotation_keeps_it():
     leaves = [
         leaf("params/w", (8, 8), ("embed", "mlp")),
         leaf("params/v", (8, 8), saved=(("data",),)),
@@ -100,7 +100,7 @@ def test_a_moment_that_says_something_else_keeps_it():
     }
 
 
-def test_a_moment_that_cannot_be_told_apart_is_a_problem():
+def test_an_ambiguous_moment_is_a_problem():
     leaves = [
         leaf("params/square", (8, 8), ("embed", "mlp")),
         leaf("params/free", (8, 8)),
@@ -202,7 +202,7 @@ def test_a_callable_is_asked_about_the_names_of_all_leaves():
 # The report
 
 
-def test_the_printed_report_is_short_and_ends_with_what_is_wrong():
+def test_the_printed_report_is_short_and_ends_with_problems():
     leaves = [leaf(f"params/a{i}", (i,)) for i in range(1, 13)]
     found = run([*leaves, leaf("params/w", (100,), ("x",), "nnx")], None)
     largest = "".join(f"            {4 * i} B  params/a{i}  [{i}]\n" for i in range(12, 3, -1))
@@ -233,8 +233,8 @@ SPEC = st.lists(
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 16), max_size=3).map(tuple), SPEC), max_size=4))
-def test_bytes_and_replicas_are_jax_s_own(cases):
-    """A leaf is replicated if every shard is all of it, and costs what a shard of JAX's does."""
+def test_bytes_and_replicas_are_as_in_jax(cases):
+    """A leaf is replicated if every shard is the whole array. It has the bytes of JAX's shard."""
     leaves = [leaf(f"params/a{i}", shape) for i, (shape, _) in enumerate(cases)]
     specs = [(f"/a{i}$", spec) for i, (_, spec) in enumerate(cases)]
     found = run(leaves, specs=specs)

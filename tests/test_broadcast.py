@@ -127,7 +127,7 @@ KIND = pytest.mark.parametrize("kind", ["cpu", "accelerator"])
 @MEMORY
 @KIND
 @pytest.mark.parametrize("layout", ["saved", "replicated", "rows"])
-def test_what_is_broadcast_is_what_orbax_restores(processes, copies, layout, memory, kind):
+def test_a_broadcast_gives_the_arrays_that_orbax_restores(processes, copies, layout, memory, kind):
     """All bits are equal, and memory stays within the limit."""
     for found in processes.values("compared", copies / "whole", layout, memory, kind):
         assert (found["orbax"], found["alone"]) == ([], [])
@@ -202,7 +202,7 @@ def test_an_interrupt_of_one_process_ends_the_others(processes, copies):
 
 
 @TWO
-def test_a_process_that_comes_too_late(processes, copies):
+def test_a_process_that_restores_too_late(processes, copies):
     found = processes.errors("late", copies / "whole")
     assert {kind for kind, _ in found} == {"ReshardError"}
     assert found[0][1].startswith("not all processes called `restore` within 2 s\n")
@@ -219,7 +219,7 @@ def test_processes_with_unequal_numbers_of_devices(monkeypatch):
 
 
 @TWO
-def test_what_is_wrong_everywhere_is_said_as_if_it_were_alone(processes, copies):
+def test_an_error_of_all_processes_is_the_same_in_each(processes, copies):
     found = processes.errors("mismatched", copies / "whole", True)
     assert found == [found[0]] * len(processes)
     kind, text = found[0]
@@ -230,7 +230,9 @@ def test_what_is_wrong_everywhere_is_said_as_if_it_were_alone(processes, copies)
 @TWO
 @pytest.mark.every_combination
 @pytest.mark.parametrize("other", ["target", "checkpoint"])
-def test_processes_that_do_not_restore_the_same_are_told_so(processes, copies, tmp_path, other):
+def test_processes_that_restore_different_targets_or_checkpoints(
+    processes, copies, tmp_path, other
+):
     """Another target, or another checkpoint of the same leaves."""
     whole = copies / "whole"
     if other == "target":
@@ -296,9 +298,8 @@ def saved_at(path, values):
 
 @KIND
 def test_each_stored_chunk_is_read_once(processes, tmp_path, kind):
-    """By all processes together; those whose borders differ and single ones too, each by another
-    process; host arrays, and all arrays if memory has no room for the exchange, by each process
-    that needs them."""
+    """One process reads each chunk, also where the borders of shards cut chunks. Each process reads
+    its own host arrays, and all its arrays if memory has no room for the exchange."""
     values = {
         name: (layouts.random((24, 36), seed=n), LAID[name][0]) for n, name in enumerate(LAID)
     }

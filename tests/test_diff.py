@@ -36,7 +36,7 @@ SPECIAL = (0.0, -0.0, 1.0, math.nan, math.inf, -math.inf)
 
 
 def record(path, tree, **digests):
-    """Records the digests of a flat tree's arrays beside them; `digests` are others than theirs."""
+    """Records the digests of a flat tree's arrays; `digests` replaces some of them."""
     arrays = {
         name: ArrayRecord(leaf.dtype.name, leaf.shape, digests.get(name, digest_of(leaf)))
         for name, leaf in tree.items()
@@ -120,7 +120,7 @@ def put(sizes, *spec):
     return layouts.put(np.zeros((8, 16), "f4"), *spec, sizes=sizes)
 
 
-def test_the_layout_is_compared_if_it_is_asked_for(tmp_path):
+def test_layouts_are_compared_on_request(tmp_path):
     def tree(sizes, **others):
         kernel = put(sizes, "data", "model")
         return {"kernel": kernel, "trailing": put(sizes), "same": np.zeros(3, "f4")} | others
@@ -342,7 +342,7 @@ def test_globs_may_match_leaves_of_either_side(two):
 # Contents.
 
 
-def test_differing_values_are_told_with_their_place_and_size(two):
+def test_a_report_has_the_place_and_the_size_of_differences(two):
     smallest, largest = -(2**63), 2**63 - 1
     bits = np.uint32([[0x7FC00000, 0x7FC00000], [0x7FC00000, 0x7FC00001]])
     same = np.float32([math.nan, -0.0, math.inf])
@@ -411,7 +411,7 @@ def test_tolerances_are_for_floating_point_and_complex_arrays(two):
     ]
 
 
-def test_tolerances_that_make_no_sense(tmp_path):
+def test_wrong_tolerances(tmp_path):
     no_number = "a tolerance must be a finite number, 0 or more\n"
     for tolerances, text in (
         ({"rtol": -1.0}, f"{no_number}  rtol=-1.0"),
@@ -563,7 +563,7 @@ def check(a, b, grid, rtol, atol):
 @settings(deadline=None, max_examples=examples(300))
 @given(pairs(), st.sampled_from([0.0, 1e-3, 0.5]), st.sampled_from([0.0, 1.0]))
 @example((np.arange(3) * 1j, np.array([0, 1j, 5]), [3]), 0.0, 0.0)  # of two words each
-def test_elements_are_compared_as_a_plain_walk_does(pair, rtol, atol):
+def test_elements_are_compared_as_by_a_plain_loop(pair, rtol, atol):
     check(*pair, rtol, atol)
 
 
@@ -580,7 +580,7 @@ def test_distances_that_overflow_are_differences(one, other, rtol):
 
 @settings(deadline=None, max_examples=examples(150))
 @given(pairs(), st.sampled_from(DTYPES), st.sampled_from([0.0, 1e-3]))
-def test_elements_of_two_dtypes_are_compared_as_a_plain_walk_does(pair, name, rtol):
+def test_elements_of_two_dtypes_are_compared_as_by_a_plain_loop(pair, name, rtol):
     a, b, grid = pair
     dtype = np.dtype(name)
     # float64, which a test may take for the numbers themselves, does not hold all 64-bit integers.
@@ -609,7 +609,7 @@ def test_integers_of_any_two_dtypes_are_compared_exactly():
     check(small, np.array([2**64 - 1, 7], np.uint64), [2], 0.0, 0.0)
 
 
-def test_long_arrays_are_looked_at_in_parts():
+def test_long_arrays_are_compared_in_slabs():
     a = np.zeros((3, 50_000), np.float32)
     b = a.copy()
     b[1, 49_999], b[2, 7] = 2, -3
@@ -670,7 +670,7 @@ def test_transformed_checkpoints_are_compared_as_they_would_be_saved(two):
 # Leaves that have moved.
 
 
-def test_moved_leaves_are_known_by_their_contents(two):
+def test_moved_leaves_are_identified_by_their_contents(two):
     rng = np.random.default_rng(0)
     kernel, head = layouts.random_array(rng, (4, 6)), layouts.random_array(rng, (4, 6))
     key, data = jax.random.key(3), jax.random.key_data(jax.random.key(4))
@@ -703,7 +703,7 @@ def test_moved_leaves_are_known_by_their_contents(two):
 
 
 def test_leaves_with_the_same_contents_are_removed_and_added(two):
-    """Nothing says which of several zeros became which."""
+    """Several zeros cannot be paired."""
     kernel, zeros = np.arange(4.0), np.zeros(4)
     a, b = two({"k": kernel, "x": zeros, "y": zeros}, {"l": kernel, "v": zeros, "w": zeros})
     diff = reshard.diff(a, b, values=True)
@@ -721,7 +721,7 @@ def test_leaves_with_the_same_contents_are_removed_and_added(two):
 # Digests on record.
 
 
-def test_recorded_digests_stand_for_values_and_tell_what_has_moved(two):
+def test_recorded_digests_replace_values_and_identify_moved_leaves(two):
     one = {"equal": np.arange(4), "other": np.arange(6), "cast": np.arange(3.0), "old": np.ones(9)}
     new = {"equal": np.arange(4), "other": np.arange(6) + 1, "cast": np.float32([0, 1, 2])}
     new |= {"new": np.ones(9)}
@@ -749,7 +749,7 @@ def test_recorded_digests_stand_for_values_and_tell_what_has_moved(two):
     assert reshard.diff(*cast, values=False).compared == 2
 
 
-def test_digests_that_were_not_computed_or_are_of_another_array_say_nothing(two):
+def test_missing_digests_and_digests_of_another_kind_are_ignored(two):
     arrays = {"null": np.arange(4), "other": np.arange(6)}
     a, b = two(arrays, arrays)
     record(a, arrays)
@@ -762,7 +762,7 @@ def test_digests_that_were_not_computed_or_are_of_another_array_say_nothing(two)
     assert (diff.equal, diff.compared, diff.not_compared) == (None, 0, 2)
 
 
-def test_values_are_compared_whatever_is_on_record(two):
+def test_values_are_compared_even_if_digests_are_equal(two):
     arrays = {"w": np.arange(4)}
     a, b = two(arrays, {"w": np.arange(4) + 1})
     record(a, arrays)
@@ -777,7 +777,7 @@ def test_values_are_compared_whatever_is_on_record(two):
 # What cannot be read.
 
 
-def test_arrays_that_cannot_be_read_are_told_with_their_side(two, taken):
+def test_unreadable_arrays_are_listed_with_their_side(two, taken):
     """Together, and without reading anything again."""
     tree = {name: np.arange(8, dtype="f4") + i for i, name in enumerate(("w", "x", "y", "z", "ok"))}
     moved = {name: leaf for name, leaf in tree.items() if name != "z"} | {"new": tree["z"]}
@@ -794,7 +794,7 @@ def test_arrays_that_cannot_be_read_are_told_with_their_side(two, taken):
     assert reshard.diff(a, b, values=True, select="ok").equal
 
 
-def test_two_leaves_under_one_name_are_refused_if_their_values_count(two):
+def test_two_leaves_under_one_name_are_refused_if_values_are_compared(two):
     tree = {"a": {"b": np.ones(3)}, "a.b": np.zeros(3), "c": np.ones(3)}
     a, b = two(tree, {"c": np.ones(3), "a.b": np.zeros(3), "a": {"b": np.ones(3)}})
     assert reshard.diff(a, b, values=False).differences == ()
@@ -830,7 +830,7 @@ def runs(tmp_path_factory):
     return directory
 
 
-def test_the_command_exits_with_0_only_where_all_was_compared_and_is_equal(runs, command):
+def test_exit_status_0_only_if_all_contents_are_compared_and_equal(runs, command):
     a, b = runs / "run" / "1", runs / "copy"
     unknown = "Error: the contents of 2 arrays were not compared\n\nhint: --values reads them\n"
     assert command(a, b, "--no-values") == (
@@ -861,7 +861,7 @@ def test_the_command_exits_with_0_only_where_all_was_compared_and_is_equal(runs,
     assert command(runs / "run", runs / "run", "--step", 1, "--item", "default")[0] == 0
 
 
-def test_the_command_exits_with_1_where_something_differs(runs, command):
+def test_exit_status_1_if_something_differs(runs, command):
     a, b = runs / "run" / "1", runs / "run"
     report = (
         f"A: {a}\nB: {b}/2\n"
@@ -913,7 +913,7 @@ def test_the_command_compares_each_step_with_the_same_step(runs, command, tmp_pa
     )
 
 
-def test_the_command_exits_with_2_where_it_cannot_compare(runs, command):
+def test_exit_status_2_if_diff_cannot_run(runs, command):
     a = runs / "run" / "1"
     told = refused(runs, "diff", a, a, "--atol", "0", "--json")
     assert told.endswith("\nError: --rtol and --atol require --values\n")

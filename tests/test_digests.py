@@ -85,7 +85,7 @@ SHAPES = st.lists(st.integers(1, 9), max_size=4)
 
 @settings(deadline=None, max_examples=examples(250))
 @given(st.sampled_from(DTYPES), SHAPES, st.integers(1, 20), st.integers(0, 2**32))
-def test_any_boxes_in_any_order_give_what_a_plain_walk_does(name, shape, pieces, seed):
+def test_any_boxes_in_any_order_give_the_plain_digest(name, shape, pieces, seed):
     rng = np.random.default_rng(seed)
     array = random_array(rng, shape, name)
     expected = plain_digest(array)
@@ -137,7 +137,7 @@ def test_scalars_and_arrays_without_elements(name):
 
 @settings(deadline=None, max_examples=examples(30))
 @given(st.integers(0, 2**32), st.integers(2, 20))
-def test_a_digest_goes_on_from_an_earlier_state(seed, pieces):
+def test_a_digest_continues_from_an_earlier_state(seed, pieces):
     rng = np.random.default_rng(seed)
     array = random_array(rng, (12, 14))
     boxes = parts(rng, whole(array.shape), pieces)

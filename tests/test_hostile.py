@@ -927,7 +927,7 @@ MAKING = [
     ),
     (
         f"reshape = [{'1, ' * 32}2048]",
-        f"{RULE}`reshape`: `to` is not a list of at most 32 sizes, where one may be -1: "
+        f"{RULE}`reshape`: `to` must be a list of at most 32 sizes; one may be -1, not "
         f"[{'1, ' * 26}1",
     ),
     (
@@ -1048,7 +1048,7 @@ RECORDED: dict[str, Callable[[Json], Any]] = {
 }
 NO_RECORD = (
     "the record of the conversion from Linen cannot be read\n  PROBLEM\n\n"
-    "hint: model=..., the Linen model, converts without the record"
+    "hint: model=..., the model of the result, converts without the record"
 )
 
 
@@ -1078,7 +1078,7 @@ def test_values_that_contradict_the_record(tmp_path, base):
         "the checkpoint differs from the result of the conversion from Linen\n"
         "  step: dtype uint32, it was bool\n"
         "  model/first/kernel/value: it was zero, but is not now\n\n"
-        "hint: model=..., the Linen model, converts without the record"
+        "hint: model=..., the model of the result, converts without the record"
     )
 
 

@@ -158,7 +158,7 @@ def test_a_sibling_keeps_a_level_named_value():
 
 
 @pytest.mark.parametrize("leaf", [None, {}, [], ()])
-def test_what_is_empty_is_neither_missing_nor_unexpected_and_no_array(leaf):
+def test_empty_leaves_are_neither_missing_nor_unexpected(leaf):
     ckpt = saved({("a",): ((3,), "float32"), ("b",): leaf, ("c", "value"): leaf})
     assert match([array(("a",), (3,))], ckpt) == ([("a",)], [])
     missing = [Mismatch("missing", "b  float32[3]: missing", ("b",))]
@@ -227,7 +227,7 @@ def test_which_dtypes_fit(cast):
         (no_array("key", (), "threefry2x32"), keys((2,), "threefry2x32")),
     ],
 )
-def test_what_fits(wanted, leaf, cast):
+def test_leaves_that_fit(wanted, leaf, cast):
     assert match([wanted], saved({("a",): leaf}), cast=cast) == ([("a",)], [])
 
 
@@ -263,7 +263,7 @@ SCALAR = "a Python scalar (float64)"
         (array(("a",), (2,), "uint32"), keys((2,), "x"), "kind", "uint32[2]", "x keys[]"),
     ],
 )
-def test_what_does_not_fit(wanted, leaf, what, has, found):
+def test_leaves_that_do_not_fit(wanted, leaf, what, has, found):
     floats = "scalar" in leaf and what == "dtype" and wanted.dtype == "float32"
     problems = [Mismatch(what, f"a: the target has {has}, the checkpoint {found}", ("a",))]
     for cast in (False, "lossy"):

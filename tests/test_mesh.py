@@ -136,7 +136,7 @@ TAKES, WRITE = "takes its axis names from the saved meshes", "hint: name the axe
         ),
     ],
 )
-def test_what_is_not_a_mesh(given_mesh, saved, message):
+def test_wrong_meshes(given_mesh, saved, message):
     assert refused(ShardingError, mesh_lib.parse_mesh, given_mesh, saved) == message
 
 
@@ -173,7 +173,7 @@ def test_normalize_spec(spec, expected):
         (P(P.UNCONSTRAINED, "data"), f"not a partition spec: {P(P.UNCONSTRAINED, 'data')!r}"),
     ],
 )
-def test_what_is_not_a_spec(spec, message):
+def test_wrong_specs(spec, message):
     hint = "\n\nhint: a spec is `data,model`, or as JAX prints it: `P('data', 'model')`"
     assert refused(ShardingError, mesh_lib.normalize_spec, spec) == message + hint
 
@@ -225,7 +225,7 @@ def test_rename_axes_renames_and_replicates():
         ),
     ],
 )
-def test_spec_problems_are_all_of_them(shape, spec, problems):
+def test_all_spec_problems_are_listed(shape, spec, problems):
     assert mesh_lib.spec_problems(shape, SAVED, spec) == problems
 
 
@@ -276,7 +276,7 @@ def test_shard_shape_is_jax_shard_shape(case):
         st.lists(st.sampled_from(["data", "model", "x"]), max_size=2).map(tuple), max_size=3
     ).map(tuple),
 )
-def test_a_spec_has_problems_where_jax_refuses_it(shape, spec):
+def test_a_spec_has_problems_exactly_if_jax_refuses_it(shape, spec):
     def accepted():
         try:
             sharding = jax.sharding.NamedSharding(AbstractMesh((2, 4), ("data", "model")), P(*spec))
@@ -394,7 +394,7 @@ def test_axes_that_the_mesh_lacks_are_paired_in_order_if_there_are_as_many(train
         assert hints[: len(expected)] == [texts[len(axes)].format(*axes) for axes in expected]
 
 
-def test_an_axis_that_is_spelt_wrongly_is_named(trained):
+def test_a_misspelt_axis_is_named(trained):
     _, hints = told(trained, "data=1,modle=8")
     assert hints == [
         "did you mean `data=1,model=8`?",

@@ -175,7 +175,7 @@ def test_a_factored_moment_has_the_axes_that_adafactor_keeps(shape):
         )
 
 
-def test_a_factor_of_a_square_is_told_by_its_name_alone():
+def test_a_factor_of_a_square_is_identified_by_its_name():
     spec = (("data",), ("model",))
     assert matching_part(("v_row", "w"), (4,), (4, 4), spec) == (("data",),)
     assert matching_part(("v_col", "w"), (4,), (4, 4), spec) == (("model",),)
@@ -201,6 +201,6 @@ NO_PART = "its shape is not a part of the parameter's"
         ("mu", (0,), (4,), f"{NO_PART}, [4]"),
     ],
 )
-def test_why_no_part_fits(name, shape, parameter, reason):
+def test_reasons_why_no_part_fits(name, shape, parameter, reason):
     path = (*name.split("/"), "w")[:2]
     assert matching_part(path, shape, parameter, AXES[: min(len(parameter), 2)]) == reason

@@ -264,6 +264,6 @@ def test_variables_without_a_value_are_saved_as_such(hold, tmp_path):
     assert sum(leaf is None for leaf in saved.values()) == 3
 
 
-def test_axes_that_go_over_several_may_be_a_list():
+def test_a_dimension_split_over_several_axes_may_be_a_list():
     (leaf,) = flatten_state(nn.Partitioned(jnp.ones((2, 3)), (["x", "y"], None))).leaves
     assert pytrees.annotation(leaf) == ((("x", "y"), None), "mesh", None)

@@ -189,7 +189,7 @@ def refused(path, target, error: type[Exception] = reshard.TreeMismatchError, **
 
 @pytest.mark.parametrize("option", ["cast", "keep", "unexpected"])
 @pytest.mark.parametrize("target", [layouts.mesh((1, 8)), AbstractMesh((1, 8), ("data", "model"))])
-def test_a_bare_mesh_has_nothing_to_compare_with(saved, target, option):
+def test_options_for_a_state_are_refused_with_a_bare_mesh(saved, target, option):
     value = {"cast": True, "keep": "params/**", "unexpected": "ignore"}[option]
     path = saved("standalone").path
     assert refused(path, target, reshard.ArgumentError, **{option: value}) == (
@@ -215,7 +215,7 @@ def test_an_abstract_mesh_has_no_devices(saved):
         ("1x8", "the text '1x8'", "model, mesh=mesh"),
     ],
 )
-def test_a_module_a_class_a_function_or_a_text_is_no_target(saved, target, what, given):
+def test_a_module_a_class_a_function_and_a_text_are_refused_as_targets(saved, target, what, given):
     ckpt = reshard.open(saved("standalone").path)
     for call in (reshard.restore, functools.partial(reshard.to_mesh, mesh="1x8")):
         assert layouts.refused(reshard.ArgumentError, call, ckpt, target=target) == (
@@ -289,7 +289,7 @@ def new_state(on, seed=0):
 
 
 @pytest.mark.parametrize("save", ["v0", "v1"])
-def test_uncommitted_leaves_stay_so_and_training_goes_on(tmp_path, save):
+def test_uncommitted_leaves_stay_uncommitted_and_training_continues(tmp_path, save):
     """A jitted step takes the restored state. Uncommitted arrays stay uncommitted."""
     step = jax.jit(loss_step, donate_argnums=0)
     x = np.random.default_rng(1).standard_normal((4, 16)).astype("float32")
@@ -606,8 +606,8 @@ def leaves_by_path(module):
 
 
 def abstract_module(make, on):
-    """One whose arrays are laid out, and its graph; flax before 0.12.5 does not take those for its
-    state that are in no variable."""
+    """A module with shardings, and its graph. Flax before 0.12.5 does not count arrays in no
+    variable as state."""
     graphdef, empty = nnx.split(nnx.eval_shape(lambda: lazy(make)))
     module = nnx.merge(graphdef, abstract(empty, on))
     for _, node in nnx.iter_graph(module):
@@ -617,7 +617,7 @@ def abstract_module(make, on):
     return module, graphdef
 
 
-def test_modules_among_other_things(tmp_path):
+def test_a_module_beside_arrays_and_counters(tmp_path):
     """A module, arrays and counters in one dict, saved as their states; it is updated in place."""
     module = lazy(lambda: Block(nnx.Rngs(0)))
     state = {"model": nnx.state(module), "step": 7, "ema": jnp.arange(8.0), "none": None}
@@ -635,9 +635,9 @@ def test_modules_among_other_things(tmp_path):
     layouts.assert_same_tree(target["ema"], jnp.zeros(8))
 
 
-def test_a_module_that_was_saved_itself(tmp_path):
-    """Not its state: Orbax then goes through its attributes, and some levels more. Tied weights are
-    stored twice then, and only the caller knows that the two are equal."""
+def test_a_module_saved_without_splitting_off_its_state(tmp_path):
+    """Orbax saves all its attributes, with further levels. Tied weights are stored twice, and only
+    the caller knows that they are equal."""
     module = lazy(model)
     nnx.update(module, layouts.randomized(nnx.state(module)))
     save_v0(tmp_path / "saved", module)
@@ -695,7 +695,7 @@ KEPT_HINT = "hint: pass a target whose kept leaves are arrays, not abstract leav
 TARGET_HINT = "hint: reshard.target(state, mesh=mesh, ...) gives every leaf a sharding"
 
 
-def test_everything_at_once(plain, target):
+def test_one_error_lists_all_mismatches(plain, target):
     """One error lists all problems before any read."""
     path, _ = plain
     params = target["params"]
@@ -789,7 +789,7 @@ def test_keep(plain):
     layouts.assert_same_tree(got, expected)
 
 
-def test_keep_of_what_is_not_there_or_has_no_value(plain, target):
+def test_keep_of_missing_leaves_and_of_leaves_without_a_value(plain, target):
     """No abstract leaf is returned."""
     path, tree = plain
     assert refused(path, target, keep=["params/hed/**", "step"]) == (
@@ -827,7 +827,7 @@ def test_a_part_of_a_checkpoint(saved, layout):
     assert layouts.bytes_read() - before == stored
 
 
-def test_options_that_are_unknown(plain, target):
+def test_unknown_options(plain, target):
     bytes_hint = "is not a number of bytes\n\nhint: `256MiB`, `1GiB`"
     known = "is unknown\n\nhint:"
     for name, value, text in [
@@ -862,7 +862,7 @@ def corrupt(path, name):
 @pytest.mark.parametrize(
     "name", ["opt_state.1.0.nu.pair.value.y", "model.blocks.0.linear.bias.value"]
 )
-def test_a_module_is_untouched_where_reading_stops_half_way(tmp_path, name, memory):
+def test_a_module_is_unchanged_if_a_read_fails(tmp_path, name, memory):
     module = put(lazy(NNX["model and optimizer"]), layouts.mesh((1, 8)))
     state = layouts.randomized(nnx.state(module))
     layouts.save_pytree(tmp_path / "saved", state, use_ocdbt=False)

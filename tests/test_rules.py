@@ -28,7 +28,7 @@ LEAVES = [
 ]
 
 
-def test_the_first_match_of_the_printed_path_wins_and_the_rest_is_left_out():
+def test_the_first_regex_that_matches_the_printed_path_wins():
     rules = [
         ("^params/dense/kernel$", P("data", "model")),
         ('^params/"mlp/linear"/', "data+model,"),
@@ -48,7 +48,7 @@ def test_the_first_match_of_the_printed_path_wins_and_the_rest_is_left_out():
     st.lists(st.text("ab/", max_size=4).map(lambda t: ("r", t)), unique=True),
     st.lists(st.tuples(st.text("ab.$", min_size=1, max_size=3), st.sampled_from(["x", "y", ""]))),
 )
-def test_match_specs_by_going_through_all(paths, rules):
+def test_match_specs_against_a_plain_loop(paths, rules):
     dead = tuple(
         f"`{regex}`"
         for regex, _ in rules
@@ -175,7 +175,7 @@ HINT = 'hint: rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", Non
         (["ab"], ["'ab'"]),
     ],
 )
-def test_every_rule_that_is_none_is_named(rules, named):
+def test_all_wrong_rules_are_listed(rules, named):
     with pytest.raises(ShardingError) as caught:
         parse_rules(rules, ["embed"])
     lines = "".join(f"  {name}\n" for name in named)
@@ -233,8 +233,8 @@ def test_nnx_is_get_partition_spec(names, rules):
     assert replicated.spec == normalize_spec(from_sharding_rules(kept, rules))
 
 
-def test_a_name_that_is_there_twice():
-    """Linen refuses it; one dimension takes a rule each, as the caller is told of it anyhow."""
+def test_a_name_that_occurs_twice():
+    """Linen refuses it. Here each dimension takes one rule: the caller reports a problem."""
     rules = parse_rules([("a", "x"), ("a", "y"), ("b", "z")], ())
     names = ("a", "b", "a")
     with pytest.raises(ValueError, match="occur more than once"):

@@ -139,7 +139,7 @@ def flax_shardings(abstract, mesh, rules=None):
 @pytest.mark.parametrize(("axes", "rules"), [("mesh", None), ("logical", RULES)])
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_linen_train_state_is_laid_out_as_flax_does(optimizer, scan, axes, rules):
+def test_a_linen_train_state_is_sharded_as_by_flax(optimizer, scan, axes, rules):
     make = functools.partial(train_state, MLP(axes, scan), OPTIMIZERS[optimizer])
     abstract = jax.eval_shape(make)
     got = reshard.target(make, mesh=MESH, rules=rules)
@@ -149,7 +149,7 @@ def test_a_linen_train_state_is_laid_out_as_flax_does(optimizer, scan, axes, rul
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *RESHAPING])
-def test_annotations_regexes_and_a_tree_of_specs_say_the_same(optimizer, scan):
+def test_annotations_regexes_and_a_tree_of_specs_are_equivalent(optimizer, scan):
     tx = {**OPTIMIZERS, **RESHAPING}[optimizer]
     layers = (None,) * scan
     regexes = [
@@ -176,7 +176,7 @@ def test_annotations_regexes_and_a_tree_of_specs_say_the_same(optimizer, scan):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_of_two_parameters_that_are_split_alike_either_is_followed(apart):
+def test_optimizer_state_of_two_copies_with_one_spec(apart):
     """Two copies have one optimizer state. If their specs differ, the caller must choose."""
     tx = optax.lookahead(optax.adam(1e-3), sync_period=5, slow_step_size=0.5)
 
@@ -199,7 +199,7 @@ def test_of_two_parameters_that_are_split_alike_either_is_followed(apart):
     assert {leaf.sharding.spec for leaf in found} == {expected}
 
 
-def test_variables_of_the_user_s_own_type_are_parameters_of_their_optimizer():
+def test_variables_of_a_custom_type_are_parameters_of_their_optimizer():
     class Weight(nnx.Variable):
         pass
 
@@ -249,7 +249,7 @@ def test_every_form_of_a_linen_model_is_the_same_state(form, scan, axes):
     assert list(map(id, jax.tree.leaves(given_model))) == list(map(id, before))
 
 
-def test_leaves_that_are_no_arrays_stay_as_they_are():
+def test_leaves_other_than_arrays_are_unchanged():
     tree = {
         "w": np.ones((8, 8), "float16"),
         "scalar": np.float32(3),
@@ -295,7 +295,7 @@ def test_specs_that_are_shorter_than_the_rank():
     assert got["params"]["kernel"].value.sharding.spec == P("data", "model")
 
 
-def test_a_state_that_is_laid_out_keeps_its_specs_on_another_mesh():
+def test_a_sharded_state_keeps_its_specs_on_another_mesh():
     spec = {"a": P("data", "model"), "b": P(("model", "data")), "c": P(), "d": P(None, "model")}
     tree = layouts.small_tree(layouts.mesh((2, 2)), spec, (8, 16))
     tree["here"] = jnp.ones((3,))
@@ -314,7 +314,7 @@ def test_a_state_that_is_laid_out_keeps_its_specs_on_another_mesh():
     )
 
 
-def test_a_box_of_the_user_s_own_has_a_spec_or_none():
+def test_a_custom_box_has_a_spec_or_none():
     @flax.struct.dataclass
     class Spec(layouts.Named):
         def get_partition_spec(self):
@@ -455,7 +455,7 @@ def test_an_nnx_state_is_get_named_sharding_and_the_real_model(form, optimizer, 
 
 
 @pytest.mark.parametrize("optimizer", few(RESHAPING, "some adafactor", "lbfgs"))
-def test_nnx_optimizers_that_flax_cannot_lay_out(optimizer):
+def test_nnx_optimizers_that_flax_cannot_shard(optimizer):
     """The variables have more names than dimensions, which Flax cannot apply."""
 
     def make():
@@ -494,7 +494,7 @@ def test_a_class_a_constructor_and_arguments_are_the_same_module():
         assert_nnx_as(modules[0], Net(nnx.Rngs(0)))
 
 
-def test_a_class_that_needs_no_rngs_is_called_without():
+def test_a_class_that_needs_no_rngs_is_called_without_arguments():
     class Fixed(nnx.Module):
         def __init__(self, size=8, rngs=None):
             assert rngs is None
@@ -510,7 +510,7 @@ def test_a_class_that_needs_no_rngs_is_called_without():
         assert got.w.get_value().sharding == NamedSharding(MESH, P(None, "model"))
 
 
-def test_a_class_that_needs_more_is_called_by_the_user():
+def test_a_class_with_other_required_arguments_is_refused():
     class Sized(nnx.Module):
         def __init__(self, size, rngs):
             self.w = nnx.Param(jnp.ones((size, size)))
@@ -524,7 +524,7 @@ def test_a_class_that_needs_more_is_called_by_the_user():
     assert raised(lambda x, y: x, **arguments).startswith(f"{text}\n")
 
 
-def test_what_holds_no_variables_is_no_state():
+def test_results_without_variables_are_refused():
     def module():
         return [nn.Dense(3)]
 
@@ -561,7 +561,7 @@ def test_axes_may_be_a_spec_or_a_sharding(axes):
     assert variable.get_value().sharding == jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-def test_a_module_an_optimizer_and_a_state_that_are_real():
+def test_real_modules_optimizers_and_states():
     with jax.set_mesh(layouts.mesh((4, 2))):
         net = Net(nnx.Rngs(0))
         optimizer = nnx.Optimizer(net, OPTIMIZERS["adam"], wrt=nnx.Param)
@@ -584,7 +584,7 @@ def test_a_module_an_optimizer_and_a_state_that_are_real():
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_module_that_is_abstract_already(kind):
+def test_an_abstract_module_as_the_model(kind):
     """With a mesh in context, Flax gives it shardings on that mesh."""
     with jax.set_mesh(KINDS[kind]), nnx.use_eager_sharding(False):
         abstract = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
@@ -718,7 +718,7 @@ def outside(model):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", MODELS)
-def test_neither_the_kind_of_mesh_nor_what_is_set_changes_the_result(model, kind, context):
+def test_the_result_does_not_depend_on_the_mesh_or_the_context(model, kind, context):
     make, rules = MODELS[model]
     mesh = KINDS[kind]
     (graph, treedef, leaves), expected = outside(model)
@@ -751,7 +751,7 @@ def test_a_model_for_explicit_axes(kind, context):
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_eager_sharding_is_as_it_was_and_so_are_the_variables(eager):
+def test_eager_sharding_and_variables_are_unchanged(eager):
     make = functools.partial(nnx_pair, to_mesh_axes)
     with nnx.use_eager_sharding(eager):
         got = reshard.target(make, mesh=MESH)
@@ -762,7 +762,7 @@ def test_eager_sharding_is_as_it_was_and_so_are_the_variables(eager):
 
 
 @pytest.mark.parametrize(("kind", "most"), [("Auto", 2), ("Explicit", 3)])
-def test_a_model_that_fails_is_run_once_in_each_context_and_its_first_error_is_told(kind, most):
+def test_a_failing_model_runs_once_in_each_context_and_raises_its_first_error(kind, most):
     calls = []
 
     def fails():
@@ -831,7 +831,7 @@ def warned(*args, **kwargs):
     return [str(each.message) for each in caught]
 
 
-def test_names_without_a_rule_and_rules_without_a_name_are_told():
+def test_warnings_of_names_without_a_rule_and_rules_without_a_name():
     def make():
         params = {
             "w": logical((8, 16), "embed", "hidden"),
@@ -863,7 +863,7 @@ def test_names_without_a_rule_and_rules_without_a_name_are_told():
     )
 
 
-def test_nobody_is_warned_where_every_name_has_a_rule():
+def test_no_warning_if_every_name_has_a_rule():
     state = {"w": logical((8, 16), "embed", "hidden"), "b": logical((16,), "hidden")}
     given = dict(RULES)
     for rules in ([*RULES], given, given.__getitem__, given | {"unused": None}, []):
@@ -1002,7 +1002,7 @@ WRONG_MODELS = [
         *((ShardingError, *row) for row in WRONG_MODELS),
     ],
 )
-def test_what_cannot_be(error, arguments, message):
+def test_wrong_arguments(error, arguments, message):
     arguments = {"model": TREE, "mesh": MESH, **arguments}
     assert raised(**arguments, error=error) == message
     if "does not fit the mesh" not in message:
@@ -1023,6 +1023,6 @@ def test_what_cannot_be(error, arguments, message):
         {"model": {"w": nn.Partitioned(jnp.ones((8, 8)), (3, None))}},
     ],
 )
-def test_mistakes_are_named_and_do_not_end_in_the_words_of_python(arguments):
+def test_mistakes_raise_our_own_errors(arguments):
     with pytest.raises(ShardingError):
         reshard.target(**{"model": lambda: TREE, "mesh": MESH, **arguments})

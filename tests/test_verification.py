@@ -109,7 +109,7 @@ def exchange(one, other):
     one.with_name("x").rename(other)
 
 
-def test_chunks_and_arrays_in_each_other_s_place(tmp_path):
+def test_exchanged_chunks_and_arrays(tmp_path):
     spec = P("data", "model")
     tree = layouts.small_tree(layouts.mesh((2, 4)), dict.fromkeys("abcd", spec), (8, 8))
     path = save(tmp_path / "saved", tree, use_ocdbt=False)
@@ -125,7 +125,7 @@ def test_chunks_and_arrays_in_each_other_s_place(tmp_path):
 
 
 def test_files_around_the_arrays(saved, tmp_path):
-    """The documents of the tree. What is beside the item is nobody's business."""
+    """The documents of the tree are checked. Files beside the item are not."""
     source = saved("manager")
     path = shutil.copytree(source.path, tmp_path / "run")
     item = path / "20" / "default"
@@ -247,7 +247,7 @@ def values_in(path, form):
 
 
 def problems_of(path):
-    """What `verify` says, whichever way."""
+    """The problems that `verify` lists or raises."""
     try:
         return reshard.verify(path).problems
     except (reshard.CorruptCheckpointError, reshard.CheckpointFormatError) as error:
@@ -265,7 +265,7 @@ def flip(file, place):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
-def test_single_bits_are_found_and_not_passed_on(copied, tmp_path, form):
+def test_every_flipped_bit_is_found_by_verify_and_by_a_job(copied, tmp_path, form):
     """20 places in each of 8 forms."""
     path, out = copied(form), tmp_path / "out"
     expected = values_in(path, form)
@@ -329,7 +329,7 @@ def words(path, *leaves):
     )
 
 
-def test_values_that_are_not_those_on_record_are_not_passed_on(copied, tmp_path):
+def test_a_job_refuses_values_that_differ_from_the_record(copied, tmp_path):
     path, out = copied("zarr2-files-raw"), tmp_path / "out"
     corrupt(path)
     corrupt(path, "e")
@@ -355,7 +355,7 @@ def test_values_that_are_not_those_on_record_are_not_passed_on(copied, tmp_path)
 
 
 @pytest.mark.parametrize("mesh", [None, "8x1"])
-def test_what_stacked_arrays_are_made_of(tmp_path, mesh):
+def test_sources_of_stacked_arrays_are_compared_with_the_record(tmp_path, mesh):
     made = layouts.random_on(layouts.mesh((2, 4)))
     tree = {f"layer_{i}": {"w": made((16, 16), "data", "model")} for i in range(3)}
     path = save(tmp_path / "saved", {"params": tree}, use_ocdbt=False, use_compression=False)
@@ -368,7 +368,7 @@ def test_what_stacked_arrays_are_made_of(tmp_path, mesh):
     assert refusal(ckpt, tmp_path / "out", **options) == told
 
 
-def test_what_is_written_is_read_back(copied, tmp_path, monkeypatch):
+def test_written_values_are_read_back(copied, tmp_path, monkeypatch):
     path, out = copied("zarr2-files-raw"), tmp_path / "out"
     write_item = execution.write_item
 
@@ -467,7 +467,7 @@ def test_against_a_record(tmp_path):
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_strings_are_recorded_by_the_names_that_they_are_stored_under(tmp_path, recorded):
+def test_strings_are_recorded_under_their_stored_names(tmp_path, recorded):
     path = save(tmp_path / "a", {"a": np.ones(3), "one": "x", "two": "y"})
     reshard.digest(path, write=True)
     record = json.loads((path / FILE).read_bytes())
@@ -493,7 +493,7 @@ def run(tmp_path):
     return functools.partial(in_process.reshard_in, tmp_path)
 
 
-def test_the_command_exits_with_0_where_nothing_is_wrong(made, run):
+def test_exit_status_0_of_a_correct_checkpoint(made, run):
     path, other = made("zarr2-ocdbt-zstd"), made("zarr3-files-raw")
     text = f"`{path}`: 3 arrays read, 3 compared with digests, nothing is wrong\n"
     assert run("verify", path) == (0, text, "")
@@ -503,7 +503,7 @@ def test_the_command_exits_with_0_where_nothing_is_wrong(made, run):
     assert json.loads(out) == found
 
 
-def test_the_command_exits_with_1_where_something_is(copied, made, run):
+def test_exit_status_1_of_a_damaged_checkpoint(copied, made, run):
     path = copied("zarr2-files-raw")
     corrupt(path)
     problem = "w: its values are not those on record"
@@ -528,7 +528,7 @@ def test_the_command_exits_with_1_where_something_is(copied, made, run):
     assert out.startswith(f"`{path}` was never committed: ")
 
 
-def test_the_command_exits_with_2_where_it_cannot_tell(made, tmp_path, run):
+def test_exit_status_2_if_verify_cannot_run(made, tmp_path, run):
     path = made("zarr2-ocdbt-zstd")
     nothing = f"Error: nothing exists at `{tmp_path}/nothing`\n"
     assert refused(tmp_path, "verify", tmp_path / "nothing").startswith(nothing)
@@ -687,7 +687,7 @@ def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
     assert f"`{root}/10` was never committed: its _CHECKPOINT_METADATA has no commit time" in out
 
 
-def test_steps_that_are_none(three, tmp_path, run):
+def test_wrong_steps(three, tmp_path, run):
     for command in (("inspect",), ("verify",), ("digest",), ("diff", three), ("ckpt", three)):
         dst = ("out",) * (command[0] == "ckpt")
         words = (*command, *dst) if len(command) > 1 else (*command, three)
@@ -708,7 +708,7 @@ def test_steps_that_are_none(three, tmp_path, run):
 
 
 @pytest.mark.parametrize("command", ["verify", "diff"])
-def test_an_item_that_one_of_two_does_not_have(saved, tmp_path, run, command):
+def test_an_item_that_one_side_lacks(saved, tmp_path, run, command):
     """Another one of its items is not what was asked for; one that was saved without a name is."""
     step, other, unnamed = saved("items").path / "3", tmp_path / "other", tmp_path / "unnamed"
     for path, name in ((other, "params"), (unnamed, "default")):

@@ -91,8 +91,7 @@ def apply(
 
 
 def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
-    """An array with the dtypes of what an operation makes of it. Raises TreeMismatchError: the
-    operation's numbers are none of its dtype."""
+    """An array with the dtypes of an operation's result. Checks the numbers of the operation."""
     dtype, stored = handle.dtype, handle.stored_dtype
     if isinstance(operation, ops.Pad):
         _check_fill(handle, operation.fill)
@@ -111,8 +110,7 @@ def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
 
 
 def _check_fill(handle: ArrayHandle, fill: float) -> None:
-    """Raises TreeMismatchError if padding, which is made before the cast of an array, would not
-    hold its value after it."""
+    """Raises TreeMismatchError if a cast, which follows the padding, would change its value."""
     for dtype in (handle.dtype, handle.stored_dtype):
         if not has_value(dtype, fill):
             raise TreeMismatchError(

@@ -571,8 +571,7 @@ def _computed_view(
     shape: Shape,
     chunk: Shape,
 ) -> ts.TensorStore:
-    """A view whose chunks are computed when they are read, from the values that `reads` reads for a
-    domain."""
+    """A view whose chunks are computed from what `reads` reads for a domain."""
 
     def read(domain: ts.IndexDomain, into: np.ndarray, _: object) -> ts.Future:
         promise, future = ts.Promise.new()

@@ -32,17 +32,12 @@ CHANGES = options.all_of(
 )
 
 
-class MapFile(click.Path):
-    """A map file, or the name of a ready map."""
-
-    def __init__(self) -> None:
-        super().__init__(exists=True, dir_okay=False)
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        return value if str(value).startswith("hf:") else super().convert(value, param, ctx)
-
-
-READY_MAP = options.all_of(
+MAP = options.all_of(
+    options.value(
+        "--map map_file",
+        "FILE|hf:NAME",
+        "TOML with rules from leaf to leaf, or a ready map: `reshard help maps`.",
+    ),
     options.value(
         "--config", "HF_DIR", "Directory of the config.json for the map; SRC or --like by default."
     ),
@@ -56,17 +51,7 @@ READY_MAP = options.all_of(
         type=click.IntRange(0),
     ),
 )
-MAP = options.all_of(
-    options.value(
-        "--map map_file",
-        "FILE|hf:NAME",
-        "TOML with rules that make another tree, or a ready map: `reshard help maps`. Every leaf "
-        "needs a rule.",
-        type=MapFile(),
-    ),
-    options.flag("--reverse", "Use the map in the opposite direction."),
-    READY_MAP,
-)
+REVERSE = options.flag("--reverse", "Use the map in the opposite direction.")
 
 
 def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
@@ -74,7 +59,6 @@ def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
     if flags["reverse"] and flags["map_file"] is None:
         raise click.UsageError("--reverse requires --map FILE")
     ckpt = prepared(ckpt, flags)
-    look_here()  # for the functions of a map
     try:
         rules = chosen_map(ckpt, flags)
         if rules is None:
@@ -92,20 +76,22 @@ def remapped(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
 def chosen_map(ckpt: Checkpoint, flags: options.Flags, to: str | None = None) -> Any:
     """The map that --map means, for the model of --config if that is given; None without --map.
     `to`: the API of a conversion."""
-    file, given = flags["map_file"], {name: flags[name] for name in ("vocab", "scan_axis")}
-    ready = file is not None and file.startswith("hf:")
-    if not ready and any(value is not None for value in given.values()):
+    file, config = flags["map_file"], flags["config"]
+    given = {n: flags[n] for n in ("vocab", "scan_axis") if flags[n] is not None}
+    if given and not (file or "").startswith("hf:"):
         raise click.UsageError("--vocab and --scan-axis require --map hf:NAME")
+    if config and file is None:
+        raise click.UsageError("--config requires --map")
     if file is None:
-        if flags["config"]:
-            raise click.UsageError("--config requires --map")
         return None
     from reshard.convert.remap import find_map, ready_map
 
-    config = flags["config"] or (flags.get("like") if flags.get("reverse") else None)
-    if ready:
+    look_here()  # for the functions of the map
+    if flags.get("reverse"):
+        config = config or flags.get("like")
+    if given:
         return ready_map(file, config or ckpt.source.root, to=to, **given)
-    return find_map(file, ckpt, config=config)
+    return find_map(file, ckpt, to, config)
 
 
 def prepared(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:

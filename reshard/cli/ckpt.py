@@ -6,7 +6,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options
-from reshard.cli.changes import MAP, remapped
+from reshard.cli.changes import MAP, REVERSE, remapped
 from reshard.cli.job import job_options, laid_out, run
 
 
@@ -23,6 +23,7 @@ from reshard.cli.job import job_options, laid_out, run
     "called for the model's state: this runs the code of MODULE.",
 )
 @MAP
+@REVERSE
 @job_options
 def command(
     src: str,

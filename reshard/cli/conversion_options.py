@@ -8,8 +8,8 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options, subprocess_model
-from reshard.cli.changes import READY_MAP, MapFile, chosen_map
-from reshard.cli.model_argument import load_model, look_here, model_errors
+from reshard.cli.changes import MAP, chosen_map
+from reshard.cli.model_argument import load_model, model_errors
 from reshard.convert.layout import KINDS
 
 # Imported where they are used: their import takes as long as a small job.
@@ -33,14 +33,7 @@ conversion_options = options.all_of(
         "This runs the code of MODULE, in a process of its own. hf:DIR is the model of a Hugging "
         "Face directory, for --check only.",
     ),
-    options.value(
-        "--map map_file",
-        "FILE|hf:NAME",
-        "TOML with rules from leaf to leaf, which have precedence over names and order, or a ready "
-        "map: `reshard help maps`.",
-        type=MapFile(),
-    ),
-    READY_MAP,
+    MAP,
     options.values("--init", "GLOB", "Leaves that get the model's own initial value."),
     options.value(
         "--layout",
@@ -73,7 +66,6 @@ def converter(to: str, flags: options.Flags) -> Callable[..., "Conversion"]:
     def convert(ckpt: Checkpoint, drop: Sequence[str] = ()) -> "Conversion":
         from reshard.convert.conversion import conversion
 
-        look_here()  # for the functions of a map
         with model_errors("--model", model):
             loaded, of_source = models()
             same = {name: flags[name] for name in ("init", "layout", "max_memory")}

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from reshard.cli import options
-from reshard.cli.changes import CHANGES, MAP, remapped
+from reshard.cli.changes import CHANGES, MAP, REVERSE, remapped
 from reshard.cli.job import OVERWRITE, RESUME, SHARD, share_of, wrote_share
 from reshard.cli.working import working
 from reshard.errors import raise_all
@@ -24,6 +24,7 @@ from reshard.writer.export import export, plan_export
 @options.value("--file-size", "SIZE", "Largest size of a file.", default="5GB")
 @CHANGES
 @MAP
+@REVERSE
 @options.value("--step", "N", "Step of a root to export; the latest by default.")
 @options.ITEM
 @options.WORK

@@ -1,5 +1,6 @@
 """Options of the commands that write, and how their job runs and reports."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -156,22 +157,16 @@ def _changed(
     for each in by_step:
         check_page(each["page_file"], src, dst)
     which = {name: flags[name] for name in ("item", "concurrency")}
-    opened: list[Checkpoint] = []
+    opened = [options.open_at(src, step=step, **which) for step in steps]
     changed: list[Checkpoint] = []
-    try:
-        for step in steps:
-            opened.append(options.open_at(src, step=step, **which))
-        for ckpt in opened:
-            changed.append(change(ckpt))
-    except ReshardError as error:
-        document = options.refusal(error, dst)
+    for ckpt, own in zip(opened, by_step, strict=True):
         try:
-            if len(opened) > len(changed):
-                number = len(changed)
-                write_page(by_step[number], lambda: opened[number].document() | document)
-        except DestinationError as unwritten:  # which is not why there is no plan
-            click.echo(f"Warning: {unwritten.summary}", err=True)
-        raise
+            changed.append(change(ckpt))
+        except ReshardError as error:
+            document = ckpt.document() | options.refusal(error, dst)
+            with contextlib.suppress(DestinationError):  # which is not why there is no plan
+                write_page(own, lambda document=document: document)
+            raise
     return changed
 
 

@@ -23,20 +23,16 @@ def check_page(file: str | None, *checkpoints: str) -> None:
     if file is None:
         return
     path = pathlib.Path(file).resolve()
-    problem, begins = "", MARK
-    if file in ("", "-") or "://" in file:
-        problem = "a page must be a file on this machine"
-    elif path.exists() and not path.is_file():
-        problem = "it is not a file"
-    else:
-        try:  # permissions alone do not show whether a file system can be written to
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-            begins = path.read_text("utf-8", "replace") if path.exists() else ""
-        except OSError as error:
-            problem = f"{path.parent} cannot be written to: {error.strerror}"
-    if problem:
-        raise DestinationError(f"--html {file}: {problem}", hints=["--html page.html"])
+    hints = ["--html page.html"]
+    if file == "-" or "://" in file or (path.exists() and not path.is_file()):
+        raise DestinationError(f"--html {file}: a page must be a file on this machine", hints=hints)
+    try:  # permissions alone do not show whether a file system can be written to
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        begins = path.read_text("utf-8", "replace") if path.exists() else ""
+    except OSError as error:
+        text = f"--html {file}: it cannot be written: {error.strerror}"
+        raise DestinationError(text, hints=hints) from error
     for checkpoint in map(parse_location, checkpoints):
         if parse_location(str(path)).below(checkpoint.resolved()) is not None:
             text = f"--html {file}: it would be inside the checkpoint {checkpoint}"

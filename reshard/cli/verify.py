@@ -12,7 +12,6 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli import options, output
 from reshard.cli.changes import chosen_map
 from reshard.cli.conversion_options import conversion_options, converter
-from reshard.cli.model_argument import look_here
 from reshard.cli.working import working
 from reshard.errors import (
     ArgumentError,
@@ -105,29 +104,7 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     from reshard.convert import record  # its import takes as long as a small job
 
     if flags is not None:
-        look_here()  # for the functions of a map
-        apis = _api(ckpt), _api(other)
-        if flags["map_file"] and not flags["model"]:
-            reverse = ckpt.source.kind == "safetensors"
-            rules = chosen_map(ckpt if reverse else other, flags)
-            ready, differ = (
-                flags["map_file"].startswith("hf:"),
-                None not in apis and len({*apis}) > 1,
-            )
-            if ready or not (rules.to or differ):
-                return _by_map(other, rules, reverse, flags)
-        api = apis[0] or ("nnx" if _layout(other).api == "linen" else "linen")
-        try:
-            dropped = [path for path in record.recorded_drop(ckpt) if path in other]
-            globs = [*map(tree.format_glob, dropped)]
-            return converter(api, flags)(other, globs).checkpoint
-        except (ArgumentError, TreeMismatchError) as error:
-            hints = [
-                hint
-                for hint in error.hints
-                if not output.as_flags(hint).startswith(("--to ", "--drop "))
-            ]
-            raise type(error)(error.summary, error.problems, hints) from error
+        return _converted(ckpt, other, flags)
     recorded = record.has_record(ckpt)
     alike = recorded == record.has_record(other)
     if alike and not ckpt.keys().isdisjoint(other.keys()):
@@ -148,14 +125,30 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
     return record.like_recorded(other, ckpt) if recorded else record.from_record(other)[0]
 
 
-def _by_map(other: Checkpoint, rules: Any, reverse: bool, flags: dict[str, Any]) -> Checkpoint:
-    """The other checkpoint in the names of this one, by a map alone."""
+def _converted(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any]) -> Checkpoint:
+    """The other checkpoint, rewritten by the options: by a map alone, as `reshard ckpt --map` does,
+    or converted to the API of this one."""
+    from reshard.convert.record import recorded_drop
     from reshard.convert.remap import remap
 
-    if unused := [name for name in ("source_model", "init", "layout") if flags[name]]:
-        option = "--" + unused[0].replace("_", "-")
-        raise click.UsageError(f"with this --map, {option} requires --model")
-    return remap(other, rules, reverse=reverse)
+    apis = _api(ckpt), _api(other)
+    if (file := flags["map_file"]) and not flags["model"]:
+        reverse = ckpt.source.kind == "safetensors"
+        rules = chosen_map(ckpt if reverse else other, flags)
+        if file.startswith("hf:") or not (rules.to or {*apis} == {"linen", "nnx"}):
+            for name in ("source_model", "init", "layout"):
+                if flags[name]:
+                    option = "--" + name.replace("_", "-")
+                    raise click.UsageError(f"with this --map, {option} requires --model")
+            return remap(other, rules, reverse=reverse)
+    api = apis[0] or ("nnx" if _layout(other).api == "linen" else "linen")
+    dropped = [tree.format_glob(path) for path in recorded_drop(ckpt) if path in other]
+    try:
+        return converter(api, flags)(other, dropped).checkpoint
+    except (ArgumentError, TreeMismatchError) as error:
+        flags_of = map(output.as_flags, error.hints)  # `verify` has neither --to nor --drop
+        error.hints = tuple(hint for hint in flags_of if not hint.startswith(("--to ", "--drop ")))
+        raise
 
 
 def _api(ckpt: Checkpoint) -> str | None:

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from reshard.cli import options
-from reshard.cli.model_argument import marked_output
 from reshard.errors import ReshardError, first_line
 
 # How often Dask repeats a task that raised an error.
@@ -27,7 +26,7 @@ def working(flags: options.Flags) -> Iterator[dict[str, Any]]:
         warnings_told(),
         _workers(flags) as by,
         progress_bar(flags, by["workers"]) as progress,
-        marked_output(),  # of the functions of a map
+        contextlib.redirect_stdout(sys.stderr),  # of the functions of a map
     ):
         yield by | {"progress": progress}
 

@@ -157,20 +157,22 @@ class Ledger:
         shapes = self._shapes | {path: leaf.shape for path, leaf in left_out.items()}
         self._parameters = parameters_of(shapes, layout.api)
         self._random = random_state(leaves) | (set() if other is None else other.random_names())
-        # Copies of the parameters beside the model, like an average.
+        # Copies of the parameters next to the model, like an average.
         self._copies = _copies_of_parameters(ckpt, layout, self._parameters)
-        there = self._target.layout
-        # The target has the model below a key if there is optimizer state that it has no place for.
+        target_layout = self._target.layout
+        # The result has the model below a key if the target has no place for optimizer state.
         training = bool(layout.optimizer) or bool(self._copies)  # a step alone is no optimizer
-        alone = not (there.optimizer or there.step or there.beside)
+        alone = not (target_layout.optimizer or target_layout.step or target_layout.beside)
         self.prefix: Path = _MODEL if to == "nnx" and training and alone else ()
         # The result has no place of the target's for optimizer state.
         self._apart = self._by_map_alone or bool(self.prefix)
-        self._leaves_there: Mapping[Path, Any] = self._target.leaves
+        self._target_leaves: Mapping[Path, Any] = self._target.leaves
         # Where the optimizer's state is saved in the target, and copies of the parameters.
-        self._state_there, self._copies_there = there.optimizer, there.beside
-        self._checked = {path[0] for path in self._copies_there}  # keys of copies in the model
-        self._known = parameters_of(self._target.shapes(), to)
+        self._target_state, self._target_copies = target_layout.optimizer, target_layout.beside
+        self._target_copy_keys = {
+            path[0] for path in self._target_copies
+        }  # keys of copies in the model
+        self._target_parameters = parameters_of(self._target.shapes(), to)
         self.notes: list[str] = []
         self.groups: tuple[Modules, ...] = ()
         self._problems: list[str] = []
@@ -179,7 +181,7 @@ class Ledger:
         self._open: dict[Path, _Verdict] = {}
         # What is not decided: leaves of the source by saved path, of the target by place.
         self._verdicts: dict[Path, _Verdict] = {}
-        self._verdicts_there: dict[Path, _Verdict] = {}
+        self._target_verdicts: dict[Path, _Verdict] = {}
         # The rules for those of Linen's that are some of NNX's in one array.
         self._rules: dict[Path, Row] = {}
         self._surplus: list[Path] = []  # saved paths of leaves without a place
@@ -216,22 +218,22 @@ class Ledger:
         if not self._by_map_alone:
             target_side = side_of(target.leaves, target.layout, target.outline)
         rules = None if map_file is None else find_map(map_file, self._ckpt, self._to)
-        said = by_map(rules, source_side, target_side, self._left_out)
-        self._problems += said.problems
-        self._hints += said.hints
-        self._open |= dict.fromkeys(said.unexpected, _UNEXPECTED)
-        self.notes += said.notes
-        initial = self._initial([*said.initial, *init], said.optional)
+        map_result = by_map(rules, source_side, target_side, self._left_out)
+        self._problems += map_result.problems
+        self._hints += map_result.hints
+        self._open |= dict.fromkeys(map_result.unexpected, _UNEXPECTED)
+        self.notes += map_result.notes
+        initial = self._initial([*map_result.initial, *init], map_result.optional)
         if target_side is None:
-            self.model = said.map
+            self.model = map_result.map
             return initial
         own = [path for path, saved in target.layout.model.items() if saved in initial]
-        self.model, found = model_map(said, source_side, target_side, own)
+        self.model, found = model_map(map_result, source_side, target_side, own)
         self.notes += shown_once(
             f"{listed(one)} were matched to {listed(other)} by number"
             for one, other in (zip(*pairs, strict=True) for pairs in found.numbered)
         )
-        self._undecided(found, said, source_side, target_side)
+        self._undecided(found, map_result, source_side, target_side)
         self.groups = tuple(group for group in found.groups if group not in found.numbered)
         return initial
 
@@ -250,22 +252,22 @@ class Ledger:
         namespaces = (names.items(), below, [(path, path) for path in names.values()])
         named = named_in(namespaces, globs)
         if may := named_in(namespaces, (), optional) - named:
-            told = listed(sorted(may))
-            self.notes.append(f"the model's own initial value, as `optional` says: {told}")
+            shown = listed(sorted(may))
+            self.notes.append(f"the model's own initial value, as `optional` says: {shown}")
         return named | may
 
     def _undecided(
-        self, found: Alignment, said: map_rules.MapResult, source: Side, target: Side
+        self, found: Alignment, map_result: map_rules.MapResult, source: Side, target: Side
     ) -> None:
-        """Adds what structure does not decide of leaves beside what a map says, which may be one
-        for the other direction."""
+        """Adds the undecided leaves that the map has no rule for. The map may be one for the other
+        direction."""
         self._problems += shown_once(map(str, found.mismatches))
         self._problems += shown_once(map(str, found.abstentions))
         for entry in found.abstentions:
             if entry.rule is not None:
                 self._rules[entry.rule.inputs[0]] = entry.rule
             kind = "ambiguous"
-            if not (entry.linen and entry.nnx):  # there is nothing that it may be
+            if not (entry.linen and entry.nnx):  # it has no candidates
                 kind = "unexpected" if bool(entry.linen) == (self._to == "nnx") else "missing"
             why = (kind, str(entry))
             self._open |= dict.fromkeys((*entry.linen, *entry.nnx), why)
@@ -274,7 +276,7 @@ class Ledger:
             self._open |= {leaf.path: why for leaf in (*entry.inputs, entry.output)}
         known, saved = self._other is not None, self._layout.model
         if found.abstentions:
-            self._hints += hints_for(found.abstentions, said, source, target, known, saved)
+            self._hints += hints_for(found.abstentions, map_result, source, target, known, saved)
 
     # Optimizer state and copies of the parameters.
 
@@ -285,12 +287,12 @@ class Ledger:
             return {}
         state = {
             path: (leaf.shape, leaf.dtype)
-            for path, saved in self._state_there.items()
-            if isinstance(leaf := self._leaves_there[saved], TargetLeaf) and leaf.dtype is not None
+            for path, saved in self._target_state.items()
+            if isinstance(leaf := self._target_leaves[saved], TargetLeaf) and leaf.dtype is not None
         }
         return {
-            self._state_there[path]: owner
-            for path, owner in followers(self._known, state).items()
+            self._target_state[path]: owner
+            for path, owner in followers(self._target_parameters, state).items()
             if self._target.layout.model[owner] in initial
         }
 
@@ -300,17 +302,17 @@ class Ledger:
             path: (leaf.shape, leaf.dtype) if (leaf := self._arrays.get(saved)) else None
             for path, saved in self._layout.optimizer.items()
         }
-        part = self._following(leaves, self._state_there)
+        part = self._following(leaves, self._target_state)
         if part.problems:
             self._verdicts |= dict.fromkeys(self._layout.optimizer.values(), _STUCK)
-            there = (self.prefix + saved for saved in self._state_there.values())
-            self._verdicts_there |= dict.fromkeys(there, _STUCK)
+            places = (self.prefix + saved for saved in self._target_state.values())
+            self._target_verdicts |= dict.fromkeys(places, _STUCK)
             self._problems += [f"opt_state/{text}" for text in part.problems]
-            root = self._target.layout.optimizer_root if self._state_there else None
-            gone = (self._layout.optimizer_root, None if root else self._layout.step)
-            given = [f"drop={as_python([format_glob(path)])}" for path in gone if path]
+            root = self._target.layout.optimizer_root if self._target_state else None
+            dropped = (self._layout.optimizer_root, None if root else self._layout.step)
+            given = [f"drop={as_python([format_glob(path)])}" for path in dropped if path]
             given += [f"init={as_python([format_glob(root)])}"] if root else []
-            end = "resets that state" if root else "leaves that state out"
+            end = "resets the optimizer state" if root else "leaves the optimizer state out"
             self._hints.append(f"{' with '.join(given)} {end}")
         return part
 
@@ -318,40 +320,39 @@ class Ledger:
         """The map of copies of the parameters, which follow the model's leaves."""
         arrays = {path: self._arrays[saved] for path, saved in self._copies.items()}
         leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
-        part = self._following(leaves, self._copies_there, leaves)
+        part = self._following(leaves, self._target_copies, leaves)
         self._problems += part.problems
         return part
 
     def _following(
-        self, leaves: Leaves, there: Mapping[Path, Path], beside: Collection[Path] = ()
+        self, leaves: Leaves, target_paths: Mapping[Path, Path], copies: Collection[Path] = ()
     ) -> Followed:
-        """The map of leaves that follow the model's. `there`: their paths in the target -> saved
-        paths; `leaves` and `beside` as for `followed`."""
-        if not leaves and not there:
+        """The map of leaves that follow the model's: optimizer state or copies of parameters.
+        `target_paths`: their paths in the target -> saved paths."""
+        if not leaves and not target_paths:
             return Followed(LeafMap({}), {}, ())
         model, parameters = self.model, self._parameters
         owners = followers(parameters, leaves)
         unused, zero = {*model.dropped, *self._left_out}, model.must_be_zero.keys()
-        gone = unused | zero
-        rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in gone}
-        kept = {path: shape for path, shape in parameters.items() if path not in gone}
-        fewer = bool((gone & parameters.keys()) - self._random)
+        unconverted = unused | zero
+        rest = {path: leaf for path, leaf in leaves.items() if owners.get(path) not in unconverted}
+        kept = {path: shape for path, shape in parameters.items() if path not in unconverted}
+        fewer = bool((unconverted & parameters.keys()) - self._random)
         random = self._target.random_names()
-        more = bool(self._known.keys() - _made(model).keys() - random)  # parameters made of none
-        mirrors = mirrored(self._known, there)
-        # The collection of the parameters, if what follows them is without that key in the target.
-        ahead: Path = ("params",) if beside and not mirrors else ()
-        if self._to == "linen" and any(len(p) - len(root) < len(own) for p, own, root in mirrors):
-            ahead = ("params",)
-        ahead = () if self._to == "nnx" else ahead
-        found = followed(model, kept, rest, ahead, fewer or more, beside)
+        more = bool(self._target_parameters.keys() - _made(model).keys() - random)
+        mirrors = mirrored(self._target_parameters, target_paths)
+        # The collection of the parameters, if the paths in the target lack that key.
+        lacks = any(len(p) - len(root) < len(own) for p, own, root in mirrors)
+        lacks = lacks or (bool(copies) and not mirrors)
+        ahead: Path = ("params",) if self._to == "linen" and lacks else ()
+        found = followed(model, kept, rest, ahead, fewer or more, copies)
         if found.problems:
             return Followed(LeafMap({}), {}, found.problems)
         arrays = {path: leaf[0] for path, leaf in rest.items() if leaf}
         whole = renaming({path: path for path in arrays}, arrays).then(found.map)
         values = dict(whole.values)
         for path, owner, _ in mirrors:
-            leaf, value = self._leaves_there[there[path]], model.values.get(owner)
+            leaf, value = self._target_leaves[target_paths[path]], model.values.get(owner)
             if isinstance(value, Filled) and isinstance(leaf, TargetLeaf) and leaf.dtype:
                 if value.fill is not None:  # by a rule: its state is not known
                     continue
@@ -362,14 +363,14 @@ class Ledger:
             if owner in zero and (leaf := leaves[path]) is not None
         }
         dropped = tuple(path for path, owner in owners.items() if owner in unused)
-        if dropped and not beside:
-            told = listed(list(dict.fromkeys(owners[path] for path in dropped)))
+        if dropped and not copies:
+            shown = listed(list(dict.fromkeys(owners[path] for path in dropped)))
             text = f"{len(dropped)} leaves of optimizer state are dropped with their parameters"
-            self.notes.append(f"{text}: {told}")
+            self.notes.append(f"{text}: {shown}")
         found_map = LeafMap(values, whole.origin, dropped, {**whole.must_be_zero, **zeros})
         return dataclasses.replace(found, map=found_map)
 
-    # The places of leaves in the target: None if there is no place.
+    # The places of leaves in the target: None if a leaf has none.
 
     def _model_place(self, path: Path) -> Path | None:
         if self._by_map_alone:
@@ -380,21 +381,21 @@ class Ledger:
     def _state_place(self, path: Path) -> Path | None:
         if self._apart:
             return (*_OPTIMIZER, "opt_state", *path, "value") if self._to == "nnx" else None
-        saved = self._state_there.get(path)
-        return saved if saved and isinstance(self._leaves_there[saved], TargetLeaf) else None
+        saved = self._target_state.get(path)
+        return saved if saved and isinstance(self._target_leaves[saved], TargetLeaf) else None
 
     def _masked_place(self, path: Path) -> Path | None:
         """The place of optimizer state without a value, which only NNX saves."""
         root = (*_OPTIMIZER, "opt_state") if self._apart else self._target.layout.optimizer_root
-        if self._to == "linen" or root is None or path in self._state_there:
+        if self._to == "linen" or root is None or path in self._target_state:
             return None
         return (*root, *path, "value")
 
     def _copy_place(self, path: Path) -> Path | None:
         """The place of a leaf of a copy of the parameters. If the model has no copy under the same
         key, the leaf keeps its path."""
-        if path[0] in self._checked:
-            return self._copies_there.get(path)
+        if path[0] in self._target_copy_keys:
+            return self._target_copies.get(path)
         return (*path, "value") if self._to == "nnx" else path
 
     def _step_place(self) -> tuple[Path, np.dtype, str] | None:
@@ -439,7 +440,7 @@ class Ledger:
                 sources = LeafMap({path: value}).sources()
                 why = next(filter(None, map(self._owners_verdict, sources)), None)
                 if why is not None and at is not None:
-                    self._verdicts_there[at] = _MISSING if why is _UNEXPECTED else why
+                    self._target_verdicts[at] = _MISSING if why is _UNEXPECTED else why
                 elif why is None and at is None:
                     why = self._why_open(path) if found is self.model else None
                     if why is None:
@@ -474,11 +475,11 @@ class Ledger:
         for place, text, hint in differences(self.map, self._arrays, leaves, names):
             self._problems.append(text)
             if place is not None:
-                self._verdicts_there.setdefault(place, ("mismatch", text))
+                self._target_verdicts.setdefault(place, ("mismatch", text))
             self._hints += [hint] if hint else []
 
     def _check_beside(self) -> None:
-        """Adds the step counter, and other leaves beside the model, if they have no place."""
+        """Adds the step counter, and other leaves next to the model, if they have no place."""
         layout, step = self._layout, self._layout.step
         if step is not None and self._step_place() is None:
             self._unexpected(step, ("step",))
@@ -507,30 +508,30 @@ class Ledger:
     def _check_target(self, initial: set[Path]) -> None:
         """Adds the leaves of the target without a source. The hint to reset them is shown only if
         no leaf of the model is left to be placed, since that may be their source."""
-        there = self._target.layout
+        target_layout = self._target.layout
         lacking = [
             saved
             for saved, leaf in self._target.leaves.items()
             if isinstance(leaf, TargetLeaf) and self.prefix + saved not in self.map.values
         ]
-        names = {saved: path for path, saved in there.model.items()}
+        names = {saved: path for path, saved in target_layout.model.items()}
         missing = {*lacking} - initial
-        owners = _owners_of(there, self._target.shapes()) if missing else {}
+        owners = _owners_of(target_layout, self._target.shapes()) if missing else {}
         spare = self._open or not self._verdicts.keys().isdisjoint(self._layout.model.values())
-        anew = []
+        resettable = []
         for saved in lacking:
             leaf, random = self._target.leaf(saved), saved in self._target.random
             owner, place = owners.get(saved), self.prefix + saved
-            why = self._verdicts_there.get(place) or self._why_open(names.get(saved, owner))
+            why = self._target_verdicts.get(place) or self._why_open(names.get(saved, owner))
             if saved in initial:
                 why = ("initial", "")
-            elif random or not (why or (owner and there.model[owner] in missing)):
+            elif random or not (why or (owner and target_layout.model[owner] in missing)):
                 self._problems.append(
                     f"{format_path(names.get(saved, leaf.path))}  {leaf}: missing"
                 )
-                anew += [saved] if random or not spare else []
-            self._verdicts_there[place] = why or _MISSING
-        for glob, count in covering_globs(anew, self._target.names()):
+                resettable += [saved] if random or not spare else []
+            self._target_verdicts[place] = why or _MISSING
+        for glob, count in covering_globs(resettable, self._target.names()):
             text = f"keeps the model's own initial value: {count_leaves(count)}"
             self._hints.append(f"init={as_python([glob])} {text}")
         for saved in initial - {*lacking}:
@@ -548,24 +549,24 @@ class Ledger:
         found = []
         for row in outcomes(self.map):
             if self._verdicts.keys().isdisjoint(row.before):
-                why = None if row.after is None else self._verdicts_there.get(row.after)
+                why = None if row.after is None else self._target_verdicts.get(row.after)
                 found.append(row._replace(origin=why[0], problem=why[1]) if why else row)
         for saved, leaf in self._ckpt.items():
             why = self._verdicts.get(saved)
             if why is not None and isinstance(leaf, ArrayHandle | str):
                 found.append(Outcome((saved,), None, why[0], "", why[1]))
         made = {row.after for row in found}
-        for saved, leaf in self._leaves_there.items():
+        for saved, leaf in self._target_leaves.items():
             place = self.prefix + saved
             if place not in made and isinstance(leaf, TargetLeaf):
-                why = self._verdicts_there.get(place, _MISSING)
+                why = self._target_verdicts.get(place, _MISSING)
                 found.append(Outcome((), place, why[0], "", why[1]))
         return found
 
     def _draft(self, initial: set[Path]) -> str:
         """The text of a map of the model's decided leaves, with a `TODO` for each open leaf."""
-        model, there, names = self.model, self._target.shapes(), self._target.layout.model
-        made = [path for path in model.values if path in model.origin and path in there]
+        model, shapes, names = self.model, self._target.shapes(), self._target.layout.model
+        made = [path for path in model.values if path in model.origin and path in shapes]
         decided = dataclasses.replace(
             model,
             values={path: model.values[path] for path in made},
@@ -576,7 +577,7 @@ class Ledger:
         taken = {*made, *own}.union(*(row.outputs for row in self._rules.values()))
         # By shape, and by what is open: None is anything.
         fits: dict[tuple[Shape, _Verdict | None], list[Path]] = {}
-        for path, shape in there.items():
+        for path, shape in shapes.items():
             for why in dict.fromkeys((self._why_open(path), None)) if path not in taken else ():
                 fits.setdefault((shape, why), []).append(path)
         rows, near = [], set()
@@ -590,7 +591,7 @@ class Ledger:
                 rows.append(Row((path,), tuple(fits.get(key, ())[: MAX_CANDIDATES + 1])))
         candidates = {path for key in near for path in fits.get(key, ())}
         filled = taken | candidates
-        missing = [path for path in there if path not in filled]
+        missing = [path for path in shapes if path not in filled]
         return draft_map(decided, self._to, own, rows, missing)
 
     # The result.
@@ -601,7 +602,7 @@ class Ledger:
         """Sets the attributes and adds the notes of a conversion that is decided."""
         step = self._step_place()
         self.counters = {step[0]: step[1:]} if self._layout.step is not None and step else {}
-        leaves = self._leaves_there
+        leaves = self._target_leaves
         names = {saved: path for path, saved in self._target.layout.model.items()}
         made = _made(optimizer.map)
         if self._by_map_alone:
@@ -612,7 +613,7 @@ class Ledger:
                 "`optimizer`, unchecked"
             )
         for root, count in collections.Counter(path[:1] for path in _made(copies.map)).items():
-            self.notes.append(follows_note(root, count, root[0] in self._checked))
+            self.notes.append(follows_note(root, count, root[0] in self._target_copy_keys))
         if reset:
             self.notes.append(
                 f"{len(reset)} leaves of optimizer state keep the model's own initial values "

@@ -195,8 +195,8 @@ class LeafMap:
         _check_free(path for path in other.values if path in values)
         values |= other._of(self.values)
         for path, value in other.values.items():
-            told = [self.origin.get(p, "") for p in sources_of(value)] if self.origin else []
-            texts = ", ".join(filter(None, (*told, other.origin.get(path, "")))).split(", ")
+            before = [self.origin.get(p, "") for p in sources_of(value)] if self.origin else []
+            texts = ", ".join(filter(None, (*before, other.origin.get(path, "")))).split(", ")
             if texts != [""]:
                 origin[path] = ", ".join(dict.fromkeys(texts))
         must_be_zero = {
@@ -213,18 +213,18 @@ class LeafMap:
         origin: dict[Path, str] = {}
         must_be_zero: dict[Path, Filled] = {}
         back: dict[tuple[int, int], Value] = {}  # by the output of a call
-        said: dict[int, str] = {}
+        origin_of: dict[int, str] = {}
 
         def put(value: Value, made: Value, text: str | None) -> None:
             if isinstance(value, Source):
                 if value.path in values:
-                    raise TreeMismatchError(f"{format_path(value.path)} is used twice")
+                    raise TreeMismatchError(f"{format_path(value.path)} becomes two leaves")
                 values[value.path] = made
                 if text:
                     origin[value.path] = text
             elif isinstance(value, Output):
                 back[id(value.call), value.part] = made
-                said.setdefault(id(value.call), text or "")
+                origin_of.setdefault(id(value.call), text or "")
 
         for path, value in reversed(self.values.items()):
             if isinstance(value, Filled):
@@ -237,7 +237,7 @@ class LeafMap:
             if len(outputs) < len(call.shapes):
                 raise TreeMismatchError(f"a part of {call.operation} is not used")
             for value, made in zip(call.inputs, applied(undo, outputs), strict=True):
-                put(value, made, said[id(call)])
+                put(value, made, origin_of[id(call)])
         return LeafMap({**values, **self.must_be_zero}, origin, (), must_be_zero)
 
     def bind(self, leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
@@ -251,7 +251,7 @@ class LeafMap:
             if value.fill is not None and (problem := _differs(leaves[path], value.fill, value))
         ]
         if wrong:
-            raise TreeMismatchError("leaves that the map drops differ from its fill values", wrong)
+            raise TreeMismatchError("dropped leaves do not hold the constant of their rule", wrong)
 
         def run(call: Call, values: Sequence[Any]) -> Sequence[Leaf]:
             inputs = [leaf for leaf in values if isinstance(leaf, ArrayHandle)]
@@ -362,13 +362,13 @@ def from_rows(rows: Iterable[Row], leaves: Mapping[Path, Shape]) -> LeafMap:
             problems += [f"{row}: there is no {format_path(path)}" for path in missing]
             continue
         inputs = [values.pop(path) for path in row.inputs]
-        told = [*(origin.pop(path, "") for path in row.inputs), row.origin]
+        origins = [*(origin.pop(path, "") for path in row.inputs), row.origin]
         try:
             made = inputs if row.operation is None else applied(row.operation, inputs)
         except TreeMismatchError as error:
             problems.append(f"{row}: {error.summary}")
             continue
-        texts = ", ".join(filter(None, told)).split(", ")
+        texts = ", ".join(filter(None, origins)).split(", ")
         for path, value in zip(row.outputs, made, strict=True):
             if path in values:
                 problems.append(f"{row}: there is a {format_path(path)} already")

@@ -79,11 +79,13 @@ class Group(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """An expression. Back-references in braces have names in its source (`_1`, `_layer`)."""
+    """An expression. Back-references in braces have names in its source (`_1`, `_layer`). The
+    values of some names are known."""
 
     text: str
     source: str
     names: frozenset[str]
+    known: Mapping[str, float] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,8 +252,9 @@ class Template:
             if isinstance(piece, Group):
                 piece = str(names["i"]) if piece.key == 0 else _text_of(match, piece.key)
             elif isinstance(piece, Arithmetic):
-                groups = {n: number(_text_of(match, n[1:])) for n in piece.names if n not in names}
-                value = _value(piece, {**names, **groups})
+                known = {**piece.known, **names}
+                groups = {n: number(_text_of(match, n[1:])) for n in piece.names if n not in known}
+                value = _value(piece, known | groups)
                 if type(value) is not int:
                     raise ValueError(f"`{self}` makes {value}, which is not a whole number")
                 if value < 0:
@@ -272,9 +275,14 @@ def _text_of(match: re.Match[str], group: int | str) -> str:
     return match[int(group) if str(group).isdecimal() else group] or ""
 
 
-def parse_template(text: str, patterns: Sequence[Pattern], names: Collection[str] = ()) -> Template:
-    """A replacement that may refer to groups of the patterns and, in arithmetic, to the names.
-    Raises ValueError: one of these is missing, or braces do not hold arithmetic."""
+def parse_template(
+    text: str,
+    patterns: Sequence[Pattern],
+    names: Collection[str] = (),
+    numbers: Mapping[str, float] = {},
+) -> Template:
+    """A replacement that may refer to groups of the patterns and, in arithmetic, to the names and
+    the numbers. Raises ValueError: one of these is missing, or braces do not hold arithmetic."""
     pieces = list[Piece]()
     for token in _REPLACEMENT.finditer(text):
         name, index, doubled, source, plain = token.groups()
@@ -283,7 +291,7 @@ def parse_template(text: str, patterns: Sequence[Pattern], names: Collection[str
             # The whole match is `\g<0>`: its key stays a text.
             pieces.append(Group(int(key) if key.isdecimal() and int(key) else key))
         elif source is not None:
-            pieces.append(_arithmetic(source, patterns, names))
+            pieces.append(_arithmetic(source, patterns, names, numbers))
         elif doubled or plain:
             pieces.append(doubled[0] if doubled else plain)
         else:
@@ -352,19 +360,22 @@ def _value(expression: Arithmetic, names: Mapping[str, float]) -> float:
 
 
 def _arithmetic(
-    text: str, patterns: Sequence[Pattern], names: Collection[str]
+    text: str, patterns: Sequence[Pattern], names: Collection[str], numbers: Mapping[str, float]
 ) -> Arithmetic | Group:
     """The arithmetic in braces. Raises ValueError if it is not arithmetic on groups and names."""
     source = _REFERENCE.sub(lambda found: f"_{found[1] or found[2]}", text.strip() or "i")
     text = f"{{{text}}}"
     expression = _parsed(text, source)
-    for name in sorted(expression.names - {*names}):
+    known = {name: numbers[name] for name in (expression.names - {*names}) & {*numbers}}
+    for name in sorted(expression.names - {*names, *known}):
         if not name.startswith("_"):
             known = " and ".join(f"`{known}`" for known in sorted(names))
             others = f"; there is {known}" if names else ""
             raise ValueError(f"`{text}`: there is no name `{name}` here{others}")
         _check_group(text, name[1:], patterns)
-    return Group(0) if source == "i" else expression
+    if source == "i" and "i" in names:
+        return Group(0)
+    return expression._replace(known=known)
 
 
 def _check_group(text: str, group: str, patterns: Sequence[Pattern]) -> None:
@@ -613,7 +624,9 @@ def _undone(rule: Rule) -> list[Rule]:
     if key in PARTS and (numbered != (0 in groups) or any(t.groups != groups for t in targets)):
         raise ValueError("the paths of its parts contain different numbers")
     if values.get("order") is not None:
-        raise ValueError("`order` cannot be inverted: number the pieces, or list a regex for each")
+        raise ValueError(
+            "`concat` with `order` has no inverse: number the pieces with `by` instead"
+        )
     if key == "concat" and values["sizes"] is None:
         raise ValueError("`concat` lacks the `sizes` of the pieces")
     count = None if rule.by else len(sources)
@@ -703,10 +716,10 @@ def apply_map(
       TreeMismatchError: rules that match nothing, leaves with one new path or below another leaf,
         missing pieces, operations that do not fit, texts that should be numbers: all of them.
     """
-    leaves_now = _Tree(rules, leaves, left_out)
+    current = _Tree(rules, leaves, left_out)
     for rule in rules.rules:
-        leaves_now.apply(rule)
-    return leaves_now.result()
+        current.apply(rule)
+    return current.result()
 
 
 def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
@@ -732,13 +745,11 @@ def apply_inverse(rules: Map, leaves: Mapping[Path, Shape]) -> MapResult:
         again = apply_map(Map(rules.name, kept, keeps=rules.keeps), back.map.shapes).map.inverse()
     except TreeMismatchError as error:
         raise TreeMismatchError(summary, error.problems, error.hints) from error
-    made = [
-        [" and ".join(map(format_path, found.get(path, [path]))) for path in back.map.values]
-        for found in (back.map.made_of(), again.made_of())
-    ]
+    made = back.map.made_of()
     problems = [
-        f"{format_path(path)} would be made of {one}, but the map makes {other} of it"
-        for (path, value), one, other in zip(back.map.values.items(), *made, strict=True)
+        f"{format_path(path)}: the map does not make {' and '.join(map(format_path, of))} of it"
+        for path, value in back.map.values.items()
+        for of in [made.get(path, [path])]
         if again.values.get(path) != value
     ]
     if problems:
@@ -776,10 +787,10 @@ class _Tree:
     def __init__(self, rules: Map, leaves: Mapping[Path, Shape], left_out: Collection[Path]):
         self.rules = rules
         self.left_out = [format_path(path) for path in left_out]
-        self.here: dict[str, _Leaf] = {}
+        self.leaves: dict[str, _Leaf] = {}
         for place, (path, shape) in enumerate(leaves.items()):
             text = format_path(path)
-            self.here[text] = _Leaf(text, Source(path, tuple(shape)), (place,))
+            self.leaves[text] = _Leaf(text, Source(path, tuple(shape)), (place,))
         self.count = len(leaves)
         self.dropped: list[Path] = []
         self.constant: dict[Path, Filled] = {}
@@ -818,16 +829,17 @@ class _Tree:
     def hits(self, pattern: Pattern) -> list[_Leaf]:
         """The leaves that a pattern matches, in the order of the tree."""
         if pattern.literal is not None:
-            leaf = self.here.get(pattern.literal)
+            leaf = self.leaves.get(pattern.literal)
             return [] if leaf is None else [leaf]
         search = pattern.regex.search
         return sorted(
-            (leaf for text, leaf in self.here.items() if search(text)), key=lambda leaf: leaf.place
+            (leaf for text, leaf in self.leaves.items() if search(text)),
+            key=lambda leaf: leaf.place,
         )
 
     def drop(self, rule: Rule, leaf: _Leaf) -> None:
         """Drops a leaf of the source."""
-        del self.here[leaf.text]
+        del self.leaves[leaf.text]
         if not isinstance(leaf.value, Source):
             self.problem(rule, leaf.text, "an operation made it; drop its inputs")
         elif rule.fill is None:
@@ -917,32 +929,30 @@ class _Tree:
             if len(leaves) > 1
         ]
         needed = rule.pieces()
-        if needed is None:
-            if set(pieces) != set(range(len(pieces))):
-                numbers = ", ".join(map(str, sorted(pieces)))
-                wrong.append(f"its pieces have the numbers {numbers}, not 0 to {len(pieces) - 1}")
-            return wrong
-        return wrong + [
-            f"there is no piece for `{name}`"
-            for piece, name in enumerate(needed)
-            if piece not in pieces and (len(found) == 1 or found[piece])
-        ]
+        if needed is not None:
+            lacking = [piece for piece in range(len(needed)) if piece not in pieces]
+            lacking = [piece for piece in lacking if len(found) == 1 or found[piece]]
+            return wrong + [f"there is no piece for `{needed[piece]}`" for piece in lacking]
+        if sorted(pieces) != [*range(len(pieces))]:
+            numbers = ", ".join(map(str, sorted(pieces)))
+            wrong.append(f"its pieces have the numbers {numbers}, not 0 to {len(pieces) - 1}")
+        return wrong
 
     def carry_out(self, rule: Rule, moves: Sequence[_Move]) -> None:
         """Moves all leaves at the same time. Leaves that a rule creates come last."""
         last = self.count, rule.number
-        places = [min((self.here.pop(t).place for t in m.before), default=last) for m in moves]
+        places = [min((self.leaves.pop(t).place for t in m.before), default=last) for m in moves]
         new: dict[str, str] = {}
         for move, place in zip(moves, places, strict=True):
             before = " + ".join(move.before) or "fill"
             for part, (text, value) in enumerate(zip(move.after, move.values, strict=True)):
                 if text in new:
                     self.problems.append(f"{rule}: {new[text]} and {before} -> {text}")
-                elif text in self.here:
+                elif text in self.leaves:
                     self.problems.append(f"{rule}: {before} -> {text}: that leaf exists already")
                 else:
                     at = (*place, part) if len(move.after) > 1 else place
-                    self.here[text] = _Leaf(text, value, at, rule)
+                    self.leaves[text] = _Leaf(text, value, at, rule)
                     new[text] = before
                     continue
                 self.incomplete = True
@@ -956,12 +966,12 @@ class _Tree:
         self.problems.append(f"{rule}{which}: matches no leaf")
         if len(self.hints) >= _MOST_HINTS:
             return
-        for leaf in self.here.values():
+        for leaf in self.leaves.values():
             source = format_path(leaf.source or ())
             if leaf.last and leaf.text != source and search(source):
-                self.hints.append(f"`{source}` is `{leaf.text}` by rule {leaf.last.number}")
+                self.hints.append(f"rule {leaf.last.number} renamed `{source}` to `{leaf.text}`")
                 return
-        paths = (tuple(text.split("/")) for text in self.here)
+        paths = (tuple(text.split("/")) for text in self.leaves)
         near = tree.nearest_to_regex(pattern.literal or pattern.text, paths)
         self.hints += [f"the nearest leaf to `{pattern.text}` is `{name}`" for name in near]
 
@@ -970,7 +980,7 @@ class _Tree:
 
     def under(self, globs: Sequence[str]) -> list[tuple[_Leaf, str]]:
         """The leaves that globs match, each with the first such glob."""
-        leaves = {tree.glob_text(self.path(leaf)): leaf for leaf in self.here.values() if globs}
+        leaves = {tree.glob_text(self.path(leaf)): leaf for leaf in self.leaves.values() if globs}
         found: dict[str, str] = {}
         for glob in globs:
             for text in tree.named_by(leaves, glob):
@@ -985,8 +995,8 @@ class _Tree:
             self.notes.append(f"left out, as `optional` says: {listed(paths)}")
             self.dropped += paths
         for leaf in ignored:
-            del self.here[leaf.text]
-        last = sorted(self.here.values(), key=lambda leaf: leaf.place)
+            del self.leaves[leaf.text]
+        last = sorted(self.leaves.values(), key=lambda leaf: leaf.place)
         paths = [self.path(leaf) for leaf in last]
         if not self.incomplete:
             self.check_tree(last, paths)

@@ -90,9 +90,6 @@ _Parted = tuple[str | None, ...]
 _OPEN = re.compile(rf"""["']{TODO}\b""")
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack", "equal")
-# Names in the braces of a replacement, except names of groups. `{{` and `}}` are braces themselves.
-_BRACES = re.compile(r"\{\{|\}\}|\{[^{}]+\}")
-_NAME = re.compile(r"(?<![\\<\w])[^\W\d]\w*")
 # Levels of nested tables and lists. Map files have six.
 _MAX_LEVELS = 50
 _LARGEST = 1 << 63
@@ -221,7 +218,7 @@ _TEXT = (_is_text, "a text")
 _TEXTS = (_list_of(_is_text), "a list of texts")
 _ONE_OR_MORE = (
     lambda v: _is_text(v) or (_list_of(_is_text)(v) and v != []),
-    "a text or a list of them",
+    "a text or a list of texts",
 )
 _GROUP = (lambda v: _is_size(v) or _is_text(v), "a group or a text")
 _TABLE = (lambda value: isinstance(value, dict), "a table")
@@ -245,7 +242,7 @@ _NEW_SHAPE = (
         and min(v, default=0) >= -1
         and len(v) <= boxes.MOST_AXES
     ),
-    f"a list of at most {boxes.MOST_AXES} sizes, where one may be -1",
+    f"a list of at most {boxes.MOST_AXES} sizes; one may be -1",
 )
 # Their numbers may be expressions.
 _NUMERIC = (_INT, _COUNT, _INTS, _SIZES, _NUMBER, _FACTOR, _WIDTHS, _NEW_SHAPE)
@@ -298,13 +295,13 @@ class _File(NamedTuple):
             self.problems.append(f"{where}: {error}")
             return None
         if not fits(value):
-            self.problems.append(f"{where} is not {words}: {value!r:.80}")
+            self.problems.append(f"{where} must be {words}, not {value!r:.80}")
             return None
         return _frozen(value)
 
     def _table(self, table: Any, form: dict[str, Any], where: str) -> dict[str, Any] | None:
         if not isinstance(table, dict):
-            self.problems.append(f"{where} is not a table: {table!r:.80}")
+            self.problems.append(f"{where} must be a table, not {table!r:.80}")
             return None
         made, wrong = dict[str, Any](), False
         for name, inner in form.items():
@@ -336,16 +333,9 @@ class _File(NamedTuple):
         self, value: str | int, patterns: Sequence[Pattern], names: Collection[str], where: str
     ) -> Template:
         """A replacement, or the group of a number; the empty one, and a problem, if it is wrong."""
-
-        def named(name: re.Match[str]) -> str:
-            value = self.numbers.get(name[0])
-            return str(int(value)) if isinstance(value, int) else name[0]
-
         text = f"\\g<{value}>" if isinstance(value, int) else value
-        if self.numbers:
-            text = _BRACES.sub(lambda braces: _NAME.sub(named, braces[0]), text)
         try:
-            return parse_template(text, patterns, names)
+            return parse_template(text, patterns, names, self.numbers)
         except ValueError as error:
             self.problems.append(f"{where}: {error}")
             return Template(())
@@ -704,7 +694,7 @@ def _settings(rows: Sequence[Row], leaves: Mapping[tree.Path, boxes.Shape]) -> l
         shapes.update(zip(row.outputs, made, strict=False))  # dropped leaves have no outputs
         if isinstance(row.operation, ops.Constant):
             names = " and ".join(map(tree.format_path, row.outputs))
-            raise TreeMismatchError(f"no map can hold the values of {names}")
+            raise TreeMismatchError(f"a map file cannot hold these values in memory: {names}")
         settings.append({} if row.operation is None else _setting(row.operation, inputs))
     return settings
 

@@ -423,8 +423,8 @@ def _linen_model(
                 "the Linen model has other leaves than the checkpoint",
                 [str(error).partition(" (https:")[0]],
                 [
-                    "if reshard.rename(ckpt, [(..., ...)]) has given the leaves other names: a "
-                    "rule of map_file=... does so for the conversion alone",
+                    "if you renamed leaves, use a rule of map_file=... instead: then the source "
+                    "keeps its Linen names",
                 ],
             ) from error
 
@@ -489,11 +489,7 @@ def _noted(model: Any, kept: list[tuple[Path, Any]]) -> Iterator[None]:
 
 
 class _Reached(BaseException):
-    """The first call of a Linen module, which is as far as a model's code runs."""
-
-    def __init__(self, module: Any, method: str, arguments: Arguments):
-        super().__init__()
-        self.module, self.method, self.arguments = module, method, arguments
+    """The first call of a Linen module ends a model's code here. `args`: see `_linen_call`."""
 
 
 def _linen_call(model: Any) -> tuple[Any, str | None, Arguments | None]:
@@ -512,7 +508,8 @@ def _linen_call(model: Any) -> tuple[Any, str | None, Arguments | None]:
         with linen.intercept_methods(reached):
             state = model if make is None else make()
     except _Reached as found:
-        return found.module, found.method, found.arguments
+        module, method, arguments = found.args
+        return module, method, arguments
     apply = getattr(state, "apply_fn", None)
     if apply is None:
         raise ArgumentError(

@@ -165,14 +165,14 @@ def _adapted(
         if isinstance(operation, Stack | Unstack):
             axis = operation.axis % len(whole)
             if axis in _largest(whole) and isinstance(operation, Stack):
-                return f"the layers, axis {axis} of {list(whole)}, would be factored over"
+                return f"adafactor would factor it over the layers, axis {axis} of {list(whole)}"
             if axis in _largest(whole):
-                return f"it is factored over the layers, axis {axis} of {list(whole)}"
+                return f"adafactor has factored it over the layers, axis {axis} of {list(whole)}"
             place = sum(other < axis for other in kept)
             return dataclasses.replace(operation, axis=place)
     return (
-        f"it has {list(shapes[0])} of its parameter's {list(shape)}, and "
-        f"{type(operation).__name__.lower()} cannot be carried over to a part"
+        f"its shape {list(shapes[0])} is a part of its parameter's {list(shape)}, and "
+        f"{type(operation).__name__.lower()} cannot be applied to a part"
     )
 
 
@@ -248,18 +248,9 @@ def followed(
     found, placeholders = LeafMap({}), dict[Path, tuple[Path, ...]]()
     least = _least_factored(subtrees, parameters, leaves)
     for root, members in subtrees.items():
-        moments = {
-            parameter: _Moment(
-                (path,),
-                Source(path, leaf[0]) if (leaf := leaves[path]) else None,
-                leaf[1] if leaf else None,
-                least.get(path),
-            )
-            for parameter, path in members.items()
-        }
         parameter, path = next(iter(members.items()))
         before = parameter[: len(parameter) - (len(path) - len(root))]
-        subtree = _Subtree(root, before, moments, problems, found.must_be_zero)
+        subtree = _Subtree(root, before, members, leaves, least, problems, found.must_be_zero)
         inside = before if ahead is None else ahead
         for path, moment in model.evaluated(subtree.moment, subtree.run).items():
             place = _below(root, path, inside)
@@ -300,9 +291,9 @@ def _places(model: LeafMap, parameters: Collection[Path]) -> dict[Path, Path] | 
 
 def _keep_order(places: Mapping[Path, Path]) -> bool:
     """Whether parameters are in one order before and after, as optimizers flatten them: Linen sorts
-    names as text, NNX sorts positions of lists as numbers. Any of the two may have been used."""
+    names as text, NNX sorts positions of lists as numbers. Either order may have been used."""
     pairs = list(places.items())
-    if all(before[0] != "params" for before, _ in pairs):  # from NNX: what is none in Linen
+    if all(before[0] != "params" for before, _ in pairs):  # they come from NNX
         pairs = [pair for pair in pairs if pair[1][0] == "params"] or pairs
 
     def by_text(path: Path) -> list[str]:
@@ -320,23 +311,23 @@ def _keep_order(places: Mapping[Path, Path]) -> bool:
 def _unplaced(
     changed: Collection[Path], parameters: Mapping[Path, Shape], leaves: Leaves, subtrees: Subtrees
 ) -> tuple[list[str], dict[Path, str]]:
-    """Problems with leaves near the place of a parameter that changes, and not at it: a list in
+    """Problems with leaves that are near the place of a changed parameter, but not in it: a list in
     place of a moment, or a moment in a box although its parameter is in none. And problems with
-    arrays near no parameter, by path: one may be all moments in one vector (`optax.flatten`), whose
-    order depends on the parameters."""
+    arrays near no parameter, by path: such an array may hold all moments in one vector
+    (`optax.flatten`), and their order depends on the parameters."""
     if not leaves:
         return [], {}
     shared = shared_keys(parameters)
     ends: dict[Path, Path] = {}
     for path in parameters:
         keys = tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :]))
-        if len(keys) > 1:  # one is often the name of something else too
+        if len(keys) > 1:  # a single key is often the name of something else, too
             ends[keys] = path
     problems: list[str] = []
     alone: dict[Path, str] = {}
     followed = {path for members in subtrees.values() for path in members.values()}
     for path, leaf in leaves.items():
-        if leaf is None or leaf[0] == () or path in followed:  # counters, for one
+        if leaf is None or leaf[0] == () or path in followed:  # such as counters
             continue
         keys = (*map(str, path), "value")
         parts = itertools.combinations(range(len(path) + 2), 2)
@@ -344,12 +335,13 @@ def _unplaced(
         parameter = next((found for found in near if found is not None), None)
         if parameter in changed:
             problems.append(
-                f"{format_path(path)}: it is not in the place of {format_path(parameter or ())}"
+                f"{format_path(path)}: its path does not match that of its parameter "
+                f"{format_path(parameter or ())}"
             )
         elif parameter is None and not _is_small(path, leaf, parameters, leaves, subtrees):
             alone[path] = (
-                f"{format_path(path)}: {array_text(leaf[1].name, leaf[0])} mirrors no parameter, "
-                "and parameters change their order, shape or number"
+                f"{format_path(path)}: {array_text(leaf[1].name, leaf[0])} is of no parameter, and "
+                "parameters change their order, shape or number"
             )
     return problems, alone
 
@@ -405,13 +397,10 @@ def _least_factored(
 
 class _Moment(NamedTuple):
     """The moment of a parameter in a subtree: its paths in the state (several for leaves without a
-    value); its value, or None; its dtype; and from which size on adafactor may factor its
-    parameter, None if it is not adafactor's or is a factor."""
+    value), and its value, if it has one."""
 
     paths: tuple[Path, ...]
     value: Value | None = None
-    dtype: np.dtype | None = None
-    least: int | None = None
 
 
 # In place of a moment that cannot be made, for a reason among the problems.
@@ -420,17 +409,23 @@ _STUCK = "stuck"
 
 class _Subtree(NamedTuple):
     """One subtree, in which the map of the parameters is evaluated. `before`: what the paths of
-    parameters begin with before the conversion."""
+    parameters begin with before the conversion; `least`: see `_least_factored`."""
 
     root: Path
     before: Path
-    moments: Mapping[Path, _Moment]
+    members: Mapping[Path, Path]
+    leaves: Leaves
+    least: Mapping[Path, int]
     problems: list[str]
     must_be_zero: dict[Path, Filled]
 
     def moment(self, source: Source) -> _Moment | None:
         """The moment of a parameter, if it has one."""
-        return self.moments.get(source.path)
+        path = self.members.get(source.path)
+        if path is None:
+            return None
+        leaf = self.leaves[path]
+        return _Moment((path,), None if leaf is None else Source(path, leaf[0]))
 
     def run(self, call: Call, have: Sequence[Any]) -> Sequence[Any]:
         """The moments after an operation."""
@@ -464,20 +459,22 @@ class _Subtree(NamedTuple):
         if not valued:
             return [_Moment(paths)] * len(call.shapes)
         if isinstance(call.operation, Apply):
-            return f"its parameter is given to `{call.operation.name}`, which is for that alone"
+            name = call.operation.name
+            return f"`{name}` changes its parameter, and does not apply to optimizer state"
         if not isinstance(call.operation, Moving):
             return f"its parameter is {call.operation}, and optimizer state cannot follow that"
-        first, values = valued[0], [held.value for held in valued if held.value is not None]
+        values = [held.value for held in valued if held.value is not None]
         before, shapes = [v.shape for v in call.inputs], [value.shape for value in values]
         unused = [
             isinstance(value, Filled) or self._is_unused(value.shape, shape)
             for value, shape in zip(values, before, strict=True)
         ]
         if all(unused):
-            assert first.dtype is not None
-            zeros = Filled(_UNUSED, first.dtype)
+            leaf = self.leaves[valued[0].paths[0]]
+            assert leaf is not None
+            zeros = Filled(_UNUSED, leaf[1])
             self.must_be_zero.update(dict.fromkeys(paths, zeros))
-            return [_Moment((), zeros, first.dtype)] * len(call.shapes)
+            return [_Moment(paths[:1], zeros)] * len(call.shapes)
         if any(unused):
             return "only some of them have a moment"
         follows = _adapted(call.operation, shapes, before, paths)
@@ -487,10 +484,11 @@ class _Subtree(NamedTuple):
             after = applied(follows, values)
         except TreeMismatchError as error:
             return error.summary
+        least = self.least.get(paths[0], math.inf)
         for value in after:
-            if first.least is not None and _second_size(value.shape) >= first.least:
+            if _second_size(value.shape) >= least:
                 return f"adafactor may factor a parameter of the shape {list(value.shape)}"
-        return [_Moment(paths[:1], value, first.dtype, first.least) for value in after]
+        return [_Moment(paths[:1], value) for value in after]
 
     def _is_unused(self, shape: Shape, parameter: Shape) -> bool:
         """Whether a leaf only takes the place of a moment. If the parameter has one element, the

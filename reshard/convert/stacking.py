@@ -17,6 +17,7 @@ from reshard.tree import Path, format_path
 
 _DIGITS = 5  # of the number of layers in a cycle
 _HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any key"
+_SOME = "for some of the layers: `indices`, or `{0,2}` or `{:24}` in place of `{}` in an option"
 # Keys of the parameters, which have their optimizer state next to them.
 _COLLECTIONS = frozenset(("params", "model"))
 
@@ -32,7 +33,7 @@ def stack(
 ) -> Checkpoint:
     """Stack the arrays of layers into one array each, along a new axis.
 
-    Optimizer state follows its parameters: the state beside the `params` or `model` that holds
+    Optimizer state follows its parameters: the state next to the `params` or `model` that holds
     them.
 
     Args:
@@ -56,7 +57,6 @@ def stack(
       >>> ckpt["params/layers/kernel"]
       <params/layers/kernel: float32[2,32,32] P(None, None, 'model')>
     """
-    given = into
     layers, into, period = _parsed(layers, into, indices)
     mesh_axes = (names,) if isinstance(names, str) else tuple(names)
     groups, problems = _grouped(ckpt, layers, indices)
@@ -68,18 +68,14 @@ def stack(
     for stars, members in groups.items():
         order = list(range(len(members)) if indices is None else indices)
         lacking = [number for number in order if number not in members]
-        left = len(order) % period
         target = format_path(_filled(into, stars, 0))
         if lacking:
             have, gone = (", ".join(map(str, numbers)) for numbers in (sorted(members), lacking))
             problems.append(f"{target}: there is no layer {gone}, only {have}")
-            hints.append(_call(layers, given, axis, str(sorted(members)), mesh_axes))
-            continue
-        if left:
+        elif len(order) % period:
             problems.append(f"{target}: {len(order)} layers are not whole cycles of {period}")
-            if indices is None and period < len(order):
-                whole = _call(layers, given, axis, f"range({len(order) - left})", mesh_axes)
-                hints.append(f"{whole} leaves the last {left} as they are")
+        if lacking or len(order) % period:
+            hints = [_SOME]
             continue
         for position in range(period):
             made, numbers = _filled(into, stars, position), order[position::period]
@@ -208,12 +204,6 @@ def _grouped(
     return groups, problems
 
 
-def _call(before: str, after: str, axis: int, indices: str, names: Sequence[str]) -> str:
-    more = f", axis={axis}" * bool(axis) + f", indices={indices}"
-    more += f", names={tree.as_python([*names])}" * bool(names)
-    return f"reshard.stack(ckpt, {tree.as_python(before)}, into={tree.as_python(after)}{more})"
-
-
 def _unlike(
     ckpt: Checkpoint, target: Path, inputs: Mapping[int, Path], numbers: Sequence[int]
 ) -> list[str]:
@@ -221,8 +211,8 @@ def _unlike(
     without = [str(number) for number in numbers if number not in inputs]
     kinds = dict.fromkeys(_kind(ckpt[path]) for path in inputs.values())
     if without:
-        return [f"{format_path(target)}: layer {', '.join(without)} has none"]
-    return [f"{format_path(target)}: it is {' or '.join(kinds)}"] * (len(kinds) > 1)
+        return [f"{format_path(target)}: layer {', '.join(without)} has no such leaf"]
+    return [f"{format_path(target)}: its layers differ: {', '.join(kinds)}"] * (len(kinds) > 1)
 
 
 def _kind(leaf: Leaf) -> str:
@@ -283,7 +273,7 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
     not_zero = whole.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
-            "the optimizer's placeholders of layers are not zero",
+            "optimizer state that optax does not use must be zero, and is not",
             [format_path(path) for path in not_zero],
         )
     made: dict[Path, Leaf] = whole.bind(ckpt)
@@ -304,8 +294,8 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
 def _followed(
     ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle]
 ) -> Iterator[tuple[Followed, int]]:
-    """What becomes of the optimizer state next to each collection of parameters, and the depth of
-    the keys of both."""
+    """The map of the optimizer state next to each collection of parameters, and the depth of the
+    keys of both."""
     taken = model.sources()
     parts: dict[Path, dict[Path, Value]] = {}
     for path, value in model.values.items():
@@ -358,7 +348,7 @@ def _partition_problems(leaf: Leaf) -> list[str]:
 
 
 def _collisions(made: Mapping[Path, Leaf], kept: Mapping[Path, Leaf]) -> list[str]:
-    """Why new leaves cannot be beside those that are kept."""
+    """New leaves that collide with each other, or with leaves that are kept."""
     leaves = [((path, new), path) for new, paths in enumerate((kept, made)) for path in paths]
     problems = [
         format_path(path) + (f", below the leaf {format_path(other)}" if above else "")

@@ -30,23 +30,19 @@ _PLACING = threading.Lock()
 
 @contextlib.contextmanager
 def findable(name: str) -> Iterator[None]:
-    """Within the context, modules beside the file of a name, as for `load`, are found first."""
+    """Within the context, Python finds the modules in the folder of the file of a name first."""
     file, _ = _parts(name)
-    folder = os.path.dirname(os.path.abspath(file))
+    folder = os.path.dirname(os.path.abspath(file)) if file.endswith(".py") else ""
     with _PLACING:
-        needed = file.endswith(".py") and (folder in _PLACED or sys.path[:1] != [folder])
-        if needed:
-            if folder not in _PLACED:
-                sys.path.insert(0, folder)
-            _PLACED[folder] += 1
+        if folder and not _PLACED[folder]:
+            sys.path.insert(0, folder)
+        _PLACED[folder] += 1
     try:
         yield
     finally:
         with _PLACING:
-            if needed:
-                _PLACED[folder] -= 1
-            if needed and not _PLACED[folder]:
-                del _PLACED[folder]
+            _PLACED[folder] -= 1
+            if folder and not _PLACED[folder]:
                 with contextlib.suppress(ValueError):  # the user's code has removed it
                     sys.path.remove(folder)
 
@@ -89,7 +85,7 @@ def load(name: str, what: str) -> Any:
             why, hints = "it cannot be imported", [f"modules are looked for in {places}"]
         if part and isinstance(error, AttributeError):
             near = difflib.get_close_matches(part, dir(found), n=1)
-            hints = [f"the nearest is `{other}`" for other in near]
+            hints = [f"the nearest name is `{other}`" for other in near]
         problems = [str(error), *own_line(error, module)]
         raise ReshardError(f"{what} {name}: {why}", problems, hints) from error
     return found

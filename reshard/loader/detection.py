@@ -45,7 +45,7 @@ _ZARR = (".zarray", "zarr.json")
 RECORD_FILE = "reshard_digests.json"
 RECORD_TEMPORARY = f"{RECORD_FILE}.tmp"
 RECORD_FILES = (RECORD_FILE, RECORD_TEMPORARY)
-# What is copied beside the weights of a Hugging Face directory: names that end, or begin, so.
+# Ends and beginnings of names that are copied with the weights of a Hugging Face directory.
 _ENDS = (".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt")
 _BEGINS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _NOT_COPIED = (".index.json", RECORD_FILE, RECORD)
@@ -265,7 +265,7 @@ def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
 
 
 def is_copied(name: str) -> bool:
-    """Whether a file has a name that is copied beside the weights of a Hugging Face directory."""
+    """Whether a file of a Hugging Face directory is copied with its weights, by its name."""
     return (name.endswith(_ENDS) or name.startswith(_BEGINS)) and not name.endswith(_NOT_COPIED)
 
 

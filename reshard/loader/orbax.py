@@ -102,8 +102,7 @@ def source_of(
 
 
 def _entries(document: dict[str, Any], file: Location) -> list[tuple[Path, str, bool]]:
-    """The path and value type of each leaf, and whether its value is elsewhere. Removes them from
-    the document."""
+    """Takes from the document each leaf's path, value type, and whether its value is elsewhere."""
     entries = document.pop("tree_metadata", None)
     if not isinstance(entries, dict):
         raise CorruptCheckpointError(f"`{file}` has no tree_metadata")

@@ -142,8 +142,7 @@ def _chunks(
 
 
 def _value(root: Location, plain: PlainArray, start: int, nbytes: int) -> StoredValue:
-    """Some bytes of an array: a range of its file, or if they cross two runs, the bytes, which this
-    reads."""
+    """Some bytes of an array: a range of its file, or if they cross two runs, the read bytes."""
     if plain.inline is not None:
         return StoredValue(nbytes, inline=plain.inline)
     parts = []

@@ -31,6 +31,8 @@ from reshard.sharding.rules import (
 from reshard.tree import Path, as_python, format_path
 from reshard.units import count_leaves, format_bytes
 
+# Attributes of leaves in the JSON of a coverage.
+_FIELDS = ("shape", "spec", "names", "source", "device_bytes", "replicated")
 # Leaves that a printed coverage lists of each kind.
 _SHOWN = 10
 _SOURCES = {
@@ -163,14 +165,9 @@ class Coverage:
                 {
                     "path": format_path(leaf.path),
                     "keys": list(leaf.path),
-                    "shape": list(leaf.shape),
                     "bytes": leaf.nbytes,
                     "mesh": self.mesh.shape,
-                    "spec": [list(axes) for axes in leaf.spec],
-                    "names": leaf.names and list(leaf.names),
-                    "source": leaf.source,
-                    "device_bytes": leaf.device_bytes,
-                    "replicated": leaf.replicated,
+                    **{name: getattr(leaf, name) for name in _FIELDS},
                 }
                 for leaf in self.leaves
             ],

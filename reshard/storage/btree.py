@@ -66,8 +66,7 @@ def _files_bytes(content: bytes, position: int) -> tuple[int, int]:
 
 
 def _names(content: bytes, position: int) -> tuple[int, int, int, int]:
-    """Of names, each of which shares its beginning with the one before: their number, their bytes,
-    their bytes without the shared ones, and the end of their lengths."""
+    """The number of names, their bytes, their bytes without shared prefixes, and the position."""
     count, position = _total(content, position)
     shared, position = _total(content, position, count - 1)
     own, position = _total(content, position, count)
@@ -91,8 +90,7 @@ def _total(content: bytes, position: int, count: int = 1) -> tuple[int, int]:
 
 
 def _decompressed(frame: bytes) -> tuple[bytes, int]:
-    """The first bytes of the content of a zstd frame, and the number of its bytes. Counting stops a
-    little above `MAX_BTREE`."""
+    """The first bytes of a zstd frame's content, and the number of all, up to about `MAX_BTREE`."""
     import zstandard
 
     try:
@@ -131,8 +129,7 @@ def _file_table(files: Sequence[str]) -> tuple[bytes, list[int]]:
 
 
 def _keys(keys: Sequence[bytes], zeros: int) -> bytes:
-    """Sorted keys, each without the prefix that it shares with the one before. Some zeros follow
-    their lengths."""
+    """Sorted keys without the prefixes that they share; some zeros follow their lengths."""
     shared = [_shared(one, other) for one, other in itertools.pairwise(keys)]
     own = [key[start:] for key, start in zip(keys, [0, *shared], strict=True)]
     return _numbers([*shared, *map(len, own)]) + bytes(zeros) + b"".join(own)

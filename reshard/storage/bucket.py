@@ -104,19 +104,21 @@ class ListingCache:
 
     def list_below(self, top: "BucketLocation") -> None:
         """Lists everything below a directory, unless that is cached."""
-        if any(f"{top}/".startswith(f"{listed}/") for listed in self.complete):
-            return
-        entries = top._below()
-        self.children[top.path] = {}
+        if not any(f"{top}/".startswith(f"{listed}/") for listed in self.complete):
+            self.add(top.path, top._below())
+            self.complete.add(top.path)
+
+    def add(self, top: str, entries: Iterable[Entry]) -> None:
+        """Adds a list of a directory."""
+        self.children[top] = {}
         for entry in entries:
             *above, name = entry.path.split("/")
-            folder = top.path
+            folder = top
             for part in above:
                 _add(self.children[folder], Entry(part, False, True))
                 folder = f"{folder}/{part}"
                 self.children.setdefault(folder, {})
             _add(self.children[folder], entry._replace(path=name))
-        self.complete.add(top.path)
 
     def walk(self, top: str, below: str = "") -> Iterator[Entry]:
         """All cached entries below a directory."""
@@ -225,15 +227,12 @@ class BucketLocation(Location):
         return cache.children[self.path]
 
     def _list_children(self) -> dict[str, Entry]:
-        children: dict[str, Entry] = {}
-        for entry in self._below(shallow=True):
-            name, slash, _ = entry.path.partition("/")  # of a server without delimiters
-            _add(children, Entry(name, False, True) if slash else entry)
-        return children
+        listed = ListingCache(self.path)
+        listed.add(self.path, self._below(shallow=True))
+        return listed.children[self.path]
 
     def _ask(self, request: Callable[[Any, Any], Any], timeout: str = _ANSWER) -> Any:
-        """The answer to a request, a function of `obstore` and a store; or `_EXISTS`. Raises
-        ValueError or FileNotFoundError for an error."""
+        """The answer, or `_EXISTS`. A request is a function of `obstore` and a store."""
         obstore = _obstore()
         for tries_left in reversed(range(RETRIES["max_retries"] + 1)):
             store = _store(*self._parts[:2], timeout)
@@ -255,8 +254,7 @@ class BucketLocation(Location):
         raise AssertionError
 
     def _below(self, shallow: bool = False) -> list[Entry]:
-        """All objects below a directory, or if `shallow`, the objects and directories directly
-        below it. An object `a/` is listed as `a`."""
+        """All objects below a directory, or if `shallow`, the entries directly below it."""
         key, prefixes = self._key, []
         with translated_errors(f"the list of `{self}`"):
             try:
@@ -266,26 +264,23 @@ class BucketLocation(Location):
                 else:
                     objects = self._ask(lambda obs, store: obs.list(store, key).collect())
             except OnlyTensorStoreError:
-                return self._list_keys(shallow)
+                return self._list_keys()
             begin = len(key) + 1 if key else 0
             entries = [Entry(path[begin:], False, True) for path in prefixes]
             entries += [_entry(meta, begin) for meta in objects if meta["path"] != key]
             if shallow or all(entry.nbytes for entry in entries):
                 return entries
             # Is an empty object `a` the object `a/` that some tools make for a directory?
-            names = {entry.path for entry in self._list_keys(shallow)}
+            names = {entry.path for entry in self._list_keys()}
             return [entry for entry in entries if entry.path in names]
 
-    def _list_keys(self, shallow: bool) -> list[Entry]:
-        """The same by TensorStore, which lists all keys, without sizes."""
+    def _list_keys(self) -> list[Entry]:
+        """All objects below a directory by TensorStore, which lists all keys, without sizes."""
         prefix = f"{self._key}/" if self._key else ""
         below = ts.KvStore.KeyRange(prefix, f"{prefix[:-1]}0" if prefix else "")  # "0" is after "/"
         keys = self._store.list(below, len(prefix.encode())).result()
         names = [key.decode(errors="surrogateescape") for key in keys]
-        if not shallow:
-            return [Entry(name, True, False) for name in names if name and not name.endswith("/")]
-        parts = dict.fromkeys(name.partition("/")[:2] for name in names if name)
-        return [Entry(name, not slash, bool(slash)) for name, slash in parts]
+        return [Entry(name, True, False) for name in names if name and not name.endswith("/")]
 
     def entry(self, follow: bool = False) -> Entry | None:
         cache = self._cache

@@ -402,8 +402,7 @@ def write_box(
 
 
 def _write_mapped(target: Any, corner: int, values: np.ndarray, strides: Sequence[int]) -> None:
-    """Writes short runs into a mapped file, from byte `corner` on. Maps at most `_MAPPED` bytes at
-    once, unless one run of the last axis takes more."""
+    """Writes short runs into a mapped file, of which at most about `_MAPPED` bytes are mapped."""
     if values.ndim > 1 and (len(values) == 1 or _span(values[0], strides[1:]) > _MAPPED):
         for row, part in enumerate(values):
             _write_mapped(target, corner + row * strides[0], part, strides[1:])
