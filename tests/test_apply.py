@@ -277,8 +277,8 @@ def test_optimizer_state_does_not_follow_through_a_function(project, tmp_path):
     file = map_of(tmp_path, NORMALISED)
     error = refused(reshard.to_nnx, "trained", training, map_file=file)
     assert [problem for problem in error.problems if "functions" in problem] == [
-        f"opt_state/0/{name}/codes: its parameter is given to `functions:normalised`, which is for "
-        "that alone"
+        f"opt_state/0/{name}/codes: `functions:normalised` changes its parameter, and does not "
+        "apply to optimizer state"
         for name in ("mu", "nu")
     ]
     moments = "opt_state/0/*/codes"

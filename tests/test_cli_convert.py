@@ -1133,7 +1133,7 @@ def test_what_was_dropped_is_not_needed_to_verify_the_rest(how, run, folder):
         f"  inner/bias/value: its values are not those of `{folder}/changed`\n",
         "",
     )
-    assert "  ema/Dense_0/bias: not in the record\n" in refusal(
+    assert "  ema/Dense_0/bias: not in the record of the conversion\n" in refusal(
         run("verify", "out", "--against", "more")
     )
     # What was dropped has no way back.

@@ -927,7 +927,7 @@ MAKING = [
     ),
     (
         f"reshape = [{'1, ' * 32}2048]",
-        f"{RULE}`reshape`: `to` is not a list of at most 32 sizes, where one may be -1: "
+        f"{RULE}`reshape`: `to` must be a list of at most 32 sizes; one may be -1, not "
         f"[{'1, ' * 26}1",
     ),
     (

@@ -176,7 +176,7 @@ def test_what_has_no_way_back():
     source = Source(("a",), (4,))
     (cropped,) = applied(Crop(((1, 1),)), [source])
     assert "a crop cannot be inverted" in refusal(LeafMap({("b",): cropped}).inverse)
-    assert "a is used twice" in refusal(LeafMap({("b",): source, ("c",): source}).inverse)
+    assert "a becomes two leaves" in refusal(LeafMap({("b",): source, ("c",): source}).inverse)
 
 
 def test_all_rows_that_cannot_be_carried_out_are_told():

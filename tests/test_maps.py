@@ -433,20 +433,20 @@ fill = { value = 1, shape = [1], dtype = 'float32', count = 4611686018427387904 
 """
 TOLD = """
 the file: `vars`: `b`: `c + 1`: neither `[vars]` nor the config has `c`
-rule 1, `^x$`: `scale`: `by` is not a number other than 0: 0
-rule 2, `^x$`: `interleave`: `parts` is not a whole number: 1.5
+rule 1, `^x$`: `scale`: `by` must be a number other than 0, not 0
+rule 2, `^x$`: `interleave`: `parts` must be a whole number, not 1.5
 rule 2, `^x$`: `interleave`: `whole` is not known
 rule 2, `^x$`: `rope`: `head_size`: `d`: neither `[vars]` nor the config has `d`
-rule 2, `^x$`: `rope`: `to` is not `pairs` or `halves`: 'quarters'
+rule 2, `^x$`: `rope`: `to` must be `pairs` or `halves`, not 'quarters'
 rule 3, `^x$`: `split` cannot be combined with `to`
-rule 4, `^x$`: `fill`: `dtype` is not a dtype: 'float33'
+rule 4, `^x$`: `fill`: `dtype` must be a dtype, not 'float33'
 rule 4, `^x$`: `fill` needs either `to` or `from`
 rule 5, `^x$` + `^y$`: only `concat`, `stack` and `equal` take several regexes
 rule 6, `^x$`: `equal` needs a list in `from`
 rule 8, `^x$`: `add`: `9 ** 9 ** 9` has no value: math range error
 rule 8, `^x$`: `pad`: `to`: `f("os")` is not arithmetic: `+ - * / ** // %` and parentheses are all
 rule 8, `^x$`: `pad`: `value` is missing
-rule 9: `fill`: `count` is not a number from 1 to 65536: 4611686018427387904
+rule 9: `fill`: `count` must be a number from 1 to 65536, not 4611686018427387904
 """
 
 
@@ -689,7 +689,7 @@ def test_state_is_known_by_its_structure(tmp_path, name, inside):
     rules = rule("^params/a/w$", "scale = 2", "to = 'params/a/w'")
     stay = rule(f"^({name}/.*|params/b)$", r"to = '\1'")
     path = f"{name}/params/a/w" if inside else f"{name}/a/w"
-    told = f"{path}: it mirrors params/a/w as optimizer state does"
+    told = f"{path}: it looks like optimizer state of params/a/w"
     with pytest.raises(reshard.TreeMismatchError, match=told):
         remapped(tmp_path, tree, rules + stay)
     stay = rule("^params/b$", "to = 'params/b'") + rule(f"^{name}/", "drop = true")

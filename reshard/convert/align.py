@@ -140,14 +140,14 @@ def _value_of(match: Match) -> Value:
 
 def _match_norms(made: Alignment) -> None:
     """Matches the leaves that norms have for those of other layers, now that those are known."""
-    sources: dict[Path, Path] = {
-        match.output.path: match.inputs[0].path
+    outputs: dict[Path, Path] = {
+        match.inputs[0].path[1:]: match.output.path
         for match in made.found
-        if match.join is None and match.move == NO_MOVE
+        if match.join is None and match.move == NO_MOVE and layers.is_parameter(match.inputs[0])
     }
     for linen, nnx, origin in made.norms:
         matched = set()
-        for match in layers.normed(linen, nnx, sources):
+        for match in layers.normed(linen, nnx, outputs):
             matched.add(match.inputs[0].path)
             fits = match.shape == match.output.shape
             (made.found if fits else made.mismatches).append(

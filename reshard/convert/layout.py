@@ -311,7 +311,7 @@ class _Tree:
                 into = "model/" if proofs["nnx"] else "params/"
                 raise TreeMismatchError(
                     "the tree holds optimizer state, but neither `params` nor `model`",
-                    [f"at the top there is {_named(*((key,) for key in self.top))}"],
+                    [f"at the top are {_named(*((key,) for key in self.top))}"],
                     [_moved(key, into) for key in others if key in extra],
                 )
             proofs["nnx"].insert(0, f"the tree holds only {self._named_training()}")

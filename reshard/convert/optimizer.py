@@ -165,14 +165,14 @@ def _adapted(
         if isinstance(operation, Stack | Unstack):
             axis = operation.axis % len(whole)
             if axis in _largest(whole) and isinstance(operation, Stack):
-                return f"the layers, axis {axis} of {list(whole)}, would be factored over"
+                return f"adafactor would factor it over the layers, axis {axis} of {list(whole)}"
             if axis in _largest(whole):
-                return f"it is factored over the layers, axis {axis} of {list(whole)}"
+                return f"adafactor has factored it over the layers, axis {axis} of {list(whole)}"
             place = sum(other < axis for other in kept)
             return dataclasses.replace(operation, axis=place)
     return (
-        f"it has {list(shapes[0])} of its parameter's {list(shape)}, and "
-        f"{type(operation).__name__.lower()} cannot be carried over to a part"
+        f"its shape {list(shapes[0])} is a part of its parameter's {list(shape)}, and "
+        f"{type(operation).__name__.lower()} cannot be applied to a part"
     )
 
 
@@ -335,12 +335,13 @@ def _unplaced(
         parameter = next((found for found in near if found is not None), None)
         if parameter in changed:
             problems.append(
-                f"{format_path(path)}: it is not in the place of {format_path(parameter or ())}"
+                f"{format_path(path)}: its path does not match that of its parameter "
+                f"{format_path(parameter or ())}"
             )
         elif parameter is None and not _is_small(path, leaf, parameters, leaves, subtrees):
             alone[path] = (
-                f"{format_path(path)}: {array_text(leaf[1].name, leaf[0])} mirrors no parameter, "
-                "and parameters change their order, shape or number"
+                f"{format_path(path)}: {array_text(leaf[1].name, leaf[0])} is of no parameter, and "
+                "parameters change their order, shape or number"
             )
     return problems, alone
 
@@ -458,7 +459,8 @@ class _Subtree(NamedTuple):
         if not valued:
             return [_Moment(paths)] * len(call.shapes)
         if isinstance(call.operation, Apply):
-            return f"its parameter is given to `{call.operation.name}`, which is for that alone"
+            name = call.operation.name
+            return f"`{name}` changes its parameter, and does not apply to optimizer state"
         if not isinstance(call.operation, Moving):
             return f"its parameter is {call.operation}, and optimizer state cannot follow that"
         values = [held.value for held in valued if held.value is not None]

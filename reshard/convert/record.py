@@ -374,7 +374,9 @@ def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
         missing = sorted(format_path(path) for path in expected if path not in ckpt)
         problems = [f"{path}: not in the checkpoint" for path in missing]
         problems += [
-            f"{format_path(path)}: not in the record" for path in ckpt if path not in expected
+            f"{format_path(path)}: not in the record of the conversion"
+            for path in ckpt
+            if path not in expected
         ]
         summary = "the record of the conversion from Linen does not fit the checkpoint"
         _refuse(summary, problems)
@@ -406,7 +408,7 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
         for path, leaf in linen.items():
             kind = record.leaves.get(path)
             if kind is None and path not in dropped:
-                problems.append(f"{format_path(path)}: not in the record")
+                problems.append(f"{format_path(path)}: not in the record of the conversion")
             elif isinstance(kind, _Array):
                 problems += _unlike(leaf, kind)
         summary = f"`{linen.source.root}` differs from the source of `{ckpt.source.root}`"

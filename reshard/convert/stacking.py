@@ -211,8 +211,8 @@ def _unlike(
     without = [str(number) for number in numbers if number not in inputs]
     kinds = dict.fromkeys(_kind(ckpt[path]) for path in inputs.values())
     if without:
-        return [f"{format_path(target)}: layer {', '.join(without)} has none"]
-    return [f"{format_path(target)}: it is {' or '.join(kinds)}"] * (len(kinds) > 1)
+        return [f"{format_path(target)}: layer {', '.join(without)} has no such leaf"]
+    return [f"{format_path(target)}: its layers differ: {', '.join(kinds)}"] * (len(kinds) > 1)
 
 
 def _kind(leaf: Leaf) -> str:
@@ -273,7 +273,7 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
     not_zero = whole.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
-            "the optimizer's placeholders of layers are not zero",
+            "optimizer state that optax does not use must be zero, and is not",
             [format_path(path) for path in not_zero],
         )
     made: dict[Path, Leaf] = whole.bind(ckpt)
