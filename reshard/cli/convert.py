@@ -73,9 +73,9 @@ def command(
             made = convert(ckpt, flags["drop"] if later else ())
         if emit_map is not None and not made.map.values:
             raise ReshardError(
-                f"--emit-map {emit_map}: no map is written, since the record of the conversion "
-                "from Linen decides",
-                hints=["--model MODULE:NAME, the Linen model"],
+                f"--emit-map {emit_map}: no map is written, because this conversion follows the "
+                "record in SRC",
+                hints=["--model MODULE:NAME, with the Linen model, makes a map"],
             )
         if check:
             made = _checked(made, dst, flags)

@@ -154,7 +154,7 @@ def _sharding(ckpt: Checkpoint, name: str, mesh: str | None) -> tuple[ArrayHandl
     if problems := spec_problems(leaf.shape, sharding.mesh, sharding.spec):
         fits = ",".join(dict.fromkeys(f"{axis}=1" for entry in sharding.spec for axis in entry))
         hints = [f"--mesh {fits} fits any array"]
-        raise ShardingError(f"{name} does not fit `{sharding.mesh}`", problems, hints)
+        raise ShardingError(f"`{name}` does not fit the mesh `{sharding.mesh}`", problems, hints)
     return leaf, sharding
 
 

@@ -95,7 +95,7 @@ class Conversion:
         return {path: ckpt[saved] for path, saved in layout.model.items()}
 
     def compare_outputs(self, run: Mapping[str, RunModel], inputs: Any) -> OutputComparison:
-        """Runs both models, as `reshard.convert.model_run.compare_outputs` has it."""
+        """Runs both models: see `reshard.convert.model_run.compare_outputs`."""
         return compare_outputs(run, inputs, self.map, self.to, self.groups)
 
     def checked(self, model: Any, source: Any, check: Any) -> Checkpoint:
@@ -118,8 +118,8 @@ class Conversion:
         return self.compared(found).checked(model, source, False)
 
     def compared(self, found: OutputComparison, step: str = "") -> "Conversion":
-        """The conversion after its outputs were found to be equal: groups whose exchange changes
-        the outputs are cleared from the warning of order. `step`: the beginning of the note."""
+        """The conversion after its outputs were found to be equal. The warning of order no longer
+        names groups whose exchange changes the outputs. `step`: the beginning of the note."""
         open_ = [
             (by_order_in(groups, self.map, self.to), why)
             for groups, why in ((found.not_seen, NOT_SEEN), (found.not_tried, NOT_TRIED))

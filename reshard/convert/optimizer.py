@@ -291,9 +291,9 @@ def _places(model: LeafMap, parameters: Collection[Path]) -> dict[Path, Path] | 
 
 def _keep_order(places: Mapping[Path, Path]) -> bool:
     """Whether parameters are in one order before and after, as optimizers flatten them: Linen sorts
-    names as text, NNX sorts positions of lists as numbers. Any of the two may have been used."""
+    names as text, NNX sorts positions of lists as numbers. Either order may have been used."""
     pairs = list(places.items())
-    if all(before[0] != "params" for before, _ in pairs):  # from NNX: what is none in Linen
+    if all(before[0] != "params" for before, _ in pairs):  # they come from NNX
         pairs = [pair for pair in pairs if pair[1][0] == "params"] or pairs
 
     def by_text(path: Path) -> list[str]:
@@ -311,23 +311,23 @@ def _keep_order(places: Mapping[Path, Path]) -> bool:
 def _unplaced(
     changed: Collection[Path], parameters: Mapping[Path, Shape], leaves: Leaves, subtrees: Subtrees
 ) -> tuple[list[str], dict[Path, str]]:
-    """Problems with leaves near the place of a parameter that changes, and not at it: a list in
+    """Problems with leaves that are near the place of a changed parameter, but not in it: a list in
     place of a moment, or a moment in a box although its parameter is in none. And problems with
-    arrays near no parameter, by path: one may be all moments in one vector (`optax.flatten`), whose
-    order depends on the parameters."""
+    arrays near no parameter, by path: such an array may hold all moments in one vector
+    (`optax.flatten`), and their order depends on the parameters."""
     if not leaves:
         return [], {}
     shared = shared_keys(parameters)
     ends: dict[Path, Path] = {}
     for path in parameters:
         keys = tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :]))
-        if len(keys) > 1:  # one is often the name of something else too
+        if len(keys) > 1:  # a single key is often the name of something else, too
             ends[keys] = path
     problems: list[str] = []
     alone: dict[Path, str] = {}
     followed = {path for members in subtrees.values() for path in members.values()}
     for path, leaf in leaves.items():
-        if leaf is None or leaf[0] == () or path in followed:  # counters, for one
+        if leaf is None or leaf[0] == () or path in followed:  # such as counters
             continue
         keys = (*map(str, path), "value")
         parts = itertools.combinations(range(len(path) + 2), 2)

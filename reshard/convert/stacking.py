@@ -33,7 +33,7 @@ def stack(
 ) -> Checkpoint:
     """Stack the arrays of layers into one array each, along a new axis.
 
-    Optimizer state follows its parameters: the state beside the `params` or `model` that holds
+    Optimizer state follows its parameters: the state next to the `params` or `model` that holds
     them.
 
     Args:
@@ -294,8 +294,8 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
 def _followed(
     ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle]
 ) -> Iterator[tuple[Followed, int]]:
-    """What becomes of the optimizer state next to each collection of parameters, and the depth of
-    the keys of both."""
+    """The map of the optimizer state next to each collection of parameters, and the depth of the
+    keys of both."""
     taken = model.sources()
     parts: dict[Path, dict[Path, Value]] = {}
     for path, value in model.values.items():
@@ -348,7 +348,7 @@ def _partition_problems(leaf: Leaf) -> list[str]:
 
 
 def _collisions(made: Mapping[Path, Leaf], kept: Mapping[Path, Leaf]) -> list[str]:
-    """Why new leaves cannot be beside those that are kept."""
+    """New leaves that collide with each other, or with leaves that are kept."""
     leaves = [((path, new), path) for new, paths in enumerate((kept, made)) for path in paths]
     problems = [
         format_path(path) + (f", below the leaf {format_path(other)}" if above else "")
