@@ -548,6 +548,9 @@ class _Level:
                 reason = ""  # What is not alike in them is told of them.
             if reason:
                 self._undecided.append(dataclasses.replace(group, reason=reason))
+                # What differs in the only two candidates is evidence about the modules around them.
+                inside = made[0].mismatches if len(made) == 1 else []
+                self._made.mismatches += [x for x in inside if str(x) != reason]
             else:
                 decided.append((group, made))
         # What is not decided may hold the counterparts of what is.
