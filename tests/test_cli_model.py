@@ -159,7 +159,7 @@ def test_what_is_wrong_with_a_model_is_said(folder):
     assert run(folder, "--model", "mine:stat") == (
         "Error: --model mine:stat: it cannot be imported\n"
         "  module 'mine' has no attribute 'stat'\n\n"
-        "hint: the nearest is `state`\n"
+        "hint: the nearest name is `state`\n"
     )
     assert run(folder, "--model", "mine.py") == (
         "Error: --model mine.py: this name does not have the form `package.module:callable`\n\n"

@@ -601,9 +601,9 @@ def test_inspect_shows_the_tree(run):
     assert [re.sub("  +", "  ", line) for line in out.splitlines()[2:]] == [
         "opt_state/0/mu/embed  30.00 KiB  #######  float32[96,80]  P('data', 'model')",
         "params  61.97 KiB  #############  10 leaves",
-        "  embed  30.00 KiB  #######  float32[96,80]  replicated",
+        "  embed  30.00 KiB  #######  float32[96,80]  P()",
         "  layers/{0..2}  31.97 KiB  #######  9 leaves",
-        "  bias  480 B  3 leaves  float32[40]  replicated",
+        "  bias  480 B  3 leaves  float32[40]  P()",
         f"  kernel  22.50 KiB  #####  3 leaves  float32[48,40]  {split}",
         f"  proj  9.00 KiB  ##  3 leaves  float32[8,6,16]  {both}",
         "rate  8 B  float64[]  Python scalar",

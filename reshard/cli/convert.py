@@ -120,7 +120,7 @@ def _draft(file: str | None) -> Iterator[None]:
     try:
         yield
     except TreeMismatchError as error:
-        if file is not None and error.draft is not None and not pathlib.Path(file).exists():
+        if file is not None and error.draft is not None:
             text = error.draft()
             with open(file, "x", encoding="utf-8") as out:
                 out.write(text)
