@@ -497,10 +497,10 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     ]
     assert by_path(load("alone/default")) == made
     assert refusal(run("convert", "out", "back", "--to", "linen", "--emit-map", "record.toml")) == (
-        "Error: --emit-map record.toml: no map is written, since the record of the conversion from "
-        "Linen decides\n"
+        "Error: --emit-map record.toml: no map is written, because this conversion follows the "
+        "record in SRC\n"
         "\n"
-        "hint: --model MODULE:NAME, the Linen model\n"
+        "hint: --model MODULE:NAME, with the Linen model, makes a map\n"
     )
     names = {name for name in files(folder) if name.endswith("toml")}
     assert names == {"map.toml", "names.toml", "whole.toml", "alone.toml"}
@@ -870,10 +870,13 @@ IN_TREE = {
         "\n"
         "hint: modules are looked for in FOLDER/old, the current directory and on PYTHONPATH",
     ),
-    "no variables": ({"old/train.py": "def linen():\n    pass\n"}, "`linen` returned None"),
+    "no variables": (
+        {"old/train.py": "def linen():\n    pass\n"},
+        "`linen` returned None, not a state",
+    ),
     "a process that ends": (
         {"old/train.py": "import os\nos._exit(7)\n"},
-        "--source-model old/train.py:linen: its process ended with status 7",
+        "--source-model old/train.py:linen: the process of its code ended with exit status 7",
     ),
 }
 

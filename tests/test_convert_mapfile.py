@@ -1172,12 +1172,12 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """,
         {"a/w": (2, 3), "b/w": (2, 4), "c": (6,), "d": (0,), "e": (2, 2), "g": (2, 2)},
         """
-  rule 1, `^a/w$`: a/w: axes [0] do not reorder [2, 3]
+  rule 1, `^a/w$`: a/w: axes [0] are not an order of all axes of [2, 3], which are [0, 1]
   rule 2, `^b/w$`: b/w: [2, 4] cannot be reshaped to [3, -1]
   rule 3, `^c$`: c: its shape is [6], not [5]
   rule 4, `d`: d: [0] cannot be reshaped to [0, -1]
-  rule 5, `e`: e: [(1, 0)] cannot pad [2, 2]
-  rule 7, `g`: g: [2, 2] is not a result of padding by [(0, 0), (2, 2)]
+  rule 5, `e`: e: [(1, 0)] cannot pad [2, 2]: each axis needs two widths, of 0 or more
+  rule 7, `g`: g: [2, 2] cannot be the result of padding by [(0, 0), (2, 2)]
 """,
     ),
     "parts": (
@@ -1192,9 +1192,9 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         {"a": (2, 3), "b": (2, 4), "c": (6,), "e": (2, 3), "f": (0, 3)},
         """
   rule 1, `^a$`: a: axis 1 of [2, 3] does not have 2 equal parts; give `sizes`
-  rule 2, `^b$`: b: axis 1 of [2, 4] cannot be split into [1, 2]
-  rule 3, `^c$`: c: [6] has no axis 1
-  rule 4, `^e$`: e: axis 1 of [2, 3] does not have 2 parts
+  rule 2, `^b$`: b: axis 1 of [2, 4] cannot be split into [1, 2]: positive sizes must add up to 4
+  rule 3, `^c$`: c: an array of [6] has no axis 1
+  rule 4, `^e$`: e: axis 1 of [2, 3] makes 3 arrays, not 2
   rule 5, `^f$`: f: axis 0 of [0, 3] cannot be divided into parts
 """,
     ),
@@ -1212,8 +1212,8 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """
   rule 1, `^(.)/w$`: a/w: `a` is not a number
   rule 2, `^layer_(\\d)/`: layers/a: its pieces have the numbers 1, 2, not 0 to 1
-  rule 2, `^layer_(\\d)/`: layers/b: [2] and [3] cannot be stacked
-  rule 3, `^l_(\\d)/`: l/x: [2, 1] has no axis 7
+  rule 2, `^layer_(\\d)/`: layers/b: [2] and [3] cannot be stacked: their shapes must be equal
+  rule 3, `^l_(\\d)/`: l/x: an array of [2, 1] has no axis 7
   rule 4, `_(\\d)`: m_0_0: the regex matches this path more than once; anchor it with `^` and `$`
   rule 5, `^n(\\d)(.)$`: n: n0x and n0y would both be its piece 0
 """,

@@ -136,13 +136,6 @@ def test_renamed_parameters_take_their_state_along(name, collection):
     assert {*found.map.origin.values()} == {"path"}
 
 
-@EACH
-def test_the_collection_may_be_a_level_of_the_state_too(name):
-    """`TrainState(params=variables)`, as MaxText has it."""
-    steps = renaming_rows(RENAMED, "params", "params")
-    followed(steps, below(NAMES, "params"), OPTIMIZERS[name], AFTER)
-
-
 FULL = [
     (Transpose((2, 0, 1)), [(4, 6, 2)]),
     (Reshape((24,)), [(4, 6)]),
@@ -241,12 +234,6 @@ def test_placeholders_know_what_they_were():
         ("0", "mu", "one", "b"): None,
         ("0", "mu", "other", "b"): None,
     }
-
-
-def test_without_optimizer_state_there_is_nothing_to_do():
-    for parameters in ({("params", "a"): (2, 3)}, {}):
-        found = follow([row("params/a", "x", Transpose((1, 0)))], parameters, {})
-        assert found == Followed(LeafMap({}), {}, ())
 
 
 def test_what_is_neither_changed_nor_a_mirror_is_left_alone():

@@ -188,7 +188,8 @@ def test_all_rows_that_cannot_be_carried_out_are_told():
     ]
     assert refusal(from_rows, rows, {("a",): (2,), ("d",): (), ("e",): ()}) == (
         "operations that cannot be applied\n"
-        "  b -> c  axes in the order 0, 1: axes [0, 1] do not reorder [2]\n"
+        "  b -> c  axes in the order 0, 1: "
+        "axes [0, 1] are not an order of all axes of [2], which are [0]\n"
         "  x + y -> z  2 joined along axis 0: there is no x\n"
         "  x + y -> z  2 joined along axis 0: there is no y\n"
         "  d -> e: there is a e already"

@@ -362,7 +362,7 @@ def test_every_number_times_a_factor_is_rounded_once(tmp_path, dtype):
 
 def test_what_under_or_overflows(tmp_path):
     tiny = np.array([2**-14, 1e-7, 0, np.nan, np.inf, -1], "f2")
-    told = "scaled by 0.125: 1 elements underflow in float16"
+    told = "elements scaled by 0.125 underflow in float16"
     with pytest.raises(reshard.TreeMismatchError, match=told) as error:
         computed(tmp_path, tiny, "scale = 0.125")[0]["y"].read()
     assert error.value.hints == ("`rounds = true` in the rule's `scale` allows that",)
@@ -370,12 +370,12 @@ def test_what_under_or_overflows(tmp_path):
     assert made["y"].read().tobytes() == (tiny.astype("f4") / 8).astype("f2").tobytes()
     assert reshard.plan(made).rounded.arrays == 1
     for rule in ("scale = 2", "scale = 1.5", "add = 30000"):
-        with pytest.raises(reshard.TreeMismatchError, match="1 elements overflow in float16"):
+        with pytest.raises(reshard.TreeMismatchError, match="overflow in float16"):
             computed(tmp_path, np.array([60000, 1, np.inf], "f2"), rule)[0]["y"].read()
     with pytest.raises(reshard.TreeMismatchError, match="x: int32 cannot be scaled by 2"):
         computed(tmp_path, np.arange(3, dtype="i4"), "scale = 2")
     smallest = np.array([1e-40, 1], BF16)
-    with pytest.raises(reshard.TreeMismatchError, match="1 elements underflow in bfloat16"):
+    with pytest.raises(reshard.TreeMismatchError, match="underflow in bfloat16"):
         computed(tmp_path, smallest, "scale = '2 ** -30'")[0]["y"].read()
 
 
@@ -463,8 +463,11 @@ def test_sizes_that_do_not_fit(tmp_path):
     cases = [
         ("pad = { axis = 0, to = 4, value = 0 }", "axis 0 has the size 6, more than 4: `pad` only"),
         ("pad = { axis = 1, from = 3, to = 4, value = 0 }", "axis 1 has the size 2, not 3"),
-        ("rope = { axis = 0, head_size = 4, to = 'pairs' }", "have blocks of 4 with 2 equal parts"),
-        ("interleave = { axis = 1, parts = 3 }", "does not have 3 equal parts"),
+        (
+            "rope = { axis = 0, head_size = 4, to = 'pairs' }",
+            "cannot be divided into blocks of 4, each of 2 equal parts",
+        ),
+        ("interleave = { axis = 1, parts = 3 }", "cannot be divided into 3 equal parts"),
     ]
     ckpt = opened(tmp_path, x)
     for rule, told in cases:
@@ -480,7 +483,7 @@ def test_sizes_that_do_not_fit(tmp_path):
         ):
             reshard.remap(ckpt, map_of(tmp_path, filled + "\n[[rule]]\nfrom='^.$'\nto='a\\g<0>'"))
     for shape, told in (
-        ("[0]", "z: a new array must not be empty"),
+        ("[0]", r"z: a new array of \[0\] has no elements"),
         (f"[{2**62}, 4]", "more than any"),
     ):
         filled = f"[[rule]]\nto='z'\nfill={{value=1, shape={shape}, dtype='int8'}}"
@@ -649,7 +652,7 @@ def test_equal_arrays_are_compared_before_they_are_cut(tmp_path, cut):
 @pytest.mark.parametrize("dtype", ["f2", BF16, "f4"])
 def test_no_factor_makes_an_element_zero(tmp_path, dtype):
     x = np.array([1.5, 0, -0.0, 2], dtype)
-    with pytest.raises(reshard.TreeMismatchError, match="2 elements underflow in"):
+    with pytest.raises(reshard.TreeMismatchError, match="underflow in"):
         computed(tmp_path, x, "scale = 1e-300")[0]["y"].read()
     made, _ = computed(tmp_path, x, "scale = { by = 1e-300, rounds = true }")
     assert not made["y"].read().any()

@@ -575,7 +575,7 @@ SOME += "`indices`, or `{0,2}` or `{:24}` in place of `{}` in an option"
 UNCLEAR = "the path does not name the layers"
 NEAREST = "\n\nhint: the leaf nearest to `@` is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers cannot be stacked"
-KEYS = "params/l0/w: PRNG keys can only be moved, stacked or unstacked"
+KEYS = "`params/l0/w` holds PRNG keys, which can only be renamed, stacked or unstacked"
 STEP = "operations that cannot be applied\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
 TAKEN = "leaves exist at these paths already"
 
@@ -671,11 +671,11 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     # Axes that arrays do not have.
     (
         *(stack, layers_of({"b": (3,), "w": (2, 3)}), ("params/layer_{}", "params/l", 2)),
-        STEP + "2 stacked along axis 2: [3, 1] has no axis 2",
+        STEP + "2 stacked along axis 2: an array of [3, 1] has no axis 2",
     ),
     (
         *(stack, layers_of({"b": (), "w": (2, 3)}), ("params/layer_{}", "params/l", -2)),
-        STEP + "2 stacked along axis -2: [1] has no axis -2",
+        STEP + "2 stacked along axis -2: an array of [1] has no axis -2",
     ),
     (
         stack,
@@ -800,12 +800,12 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
         "  params/l/w  float32[3, 4, 8]: P('pipe', None, 'model') names axis 'pipe', which "
         "`stage=2,model=4` lacks",
         "stage": "the layers cannot be stacked with these partition specs\n"
-        "  params/l/b  float32[3, 4]: dimension 0 of 3 does not divide by 2 (stage)\n"
-        "  params/l/w  float32[3, 4, 8]: dimension 0 of 3 does not divide by 2 (stage)",
+        "  params/l/b  float32[3, 4]: dimension 0 has size 3, not a multiple of 2 (stage)\n"
+        "  params/l/w  float32[3, 4, 8]: dimension 0 has size 3, not a multiple of 2 (stage)",
         "model": "the layers cannot be stacked with these partition specs\n"
-        "  params/l/b  float32[3, 4]: dimension 0 of 3 does not divide by 4 (model)\n"
+        "  params/l/b  float32[3, 4]: dimension 0 has size 3, not a multiple of 4 (model)\n"
         "  params/l/w  float32[3, 4, 8]: P('model', None, 'model') uses axis 'model' 2 times\n"
-        "  params/l/w  float32[3, 4, 8]: dimension 0 of 3 does not divide by 4 (model)",
+        "  params/l/w  float32[3, 4, 8]: dimension 0 has size 3, not a multiple of 4 (model)",
     }.items():
         assert refused(stack, ckpt, ALL, names=names) == message
     alone = put(tmp_path / "b", tree_of(ALIKE))

@@ -47,8 +47,8 @@ _COUNTERPARTS = {
     "Linear": (),
     "LinearGeneral": (),
 }
-# Class in NNX -> the attributes that hold other modules. A compact method of Linen makes these
-# modules beside it, not in it.
+# Class in NNX -> the attributes that hold other modules. In a compact method of Linen, these modules
+# are its siblings.
 WRAPPERS = {
     "Sequential": ("layers",),
     "RNN": ("cell",),

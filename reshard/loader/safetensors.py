@@ -124,7 +124,7 @@ def _header(place: Location, size: int, problems: list[str]) -> tuple[Mapping[st
     """The descriptions of the tensors, and the offset of the data."""
     try:
         if size < 8:
-            raise ValueError(f"its header has {size} bytes")
+            raise ValueError(f"it has {size} bytes, too few for a header")
         length = int.from_bytes(place.part(0, 8), "little")
         if length > min(MAX_HEADER, size - 8):
             text = f"a header of {format_bytes(length)} in a file of {format_bytes(size)}"

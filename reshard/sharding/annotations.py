@@ -316,7 +316,7 @@ class _Cover:
         for name, count in collections.Counter(names).items():
             ruled = isinstance(name, str) and (not passes or name in with_rule)
             if semantics == "linen" and count > 1 and ruled:
-                problems.append(f"{text}: its names {names} have '{name}' twice")
+                problems.append(f"{text}: its axes {names} have the name '{name}' twice")
         for name in resolved.unmatched:
             on_mesh = name in self._mesh.axis_names
             if on_mesh and passes:
@@ -334,7 +334,9 @@ class _Cover:
                 rule = f"the rule {replicates} replicates dimensions named '{name}'"
                 self.hints.append(rule + near)
             elif self._without_rules and leaf.own_rules is None:
-                problems.append(f"{text}: its axes have logical names {names}, and no rules")
+                problems.append(
+                    f"{text}: its axes have logical names {names}, but no rules were given"
+                )
                 self.hints.append('rules=[("embed", "data"), ...] gives them, rules=[] replicates')
             self.unmatched.setdefault(name, []).append(leaf.path)
         return resolved.spec, tuple(place for place in resolved.used if place < len(self._rules))

@@ -461,7 +461,7 @@ def _check_fits(handle: ArrayHandle) -> None:
         if problems:
             fits = ",".join(f"{name}=1" for name in mesh.axis_names)
             raise errors.ShardingError(
-                f"{format_path(handle.path)} does not fit `{mesh}`",
+                f"`{format_path(handle.path)}` does not fit the mesh `{mesh}`",
                 problems,
                 [f"reshard.to_mesh(ckpt, {as_python(fits)}) fits any array"],
             )
