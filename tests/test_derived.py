@@ -1004,7 +1004,7 @@ def test_a_restore_in_the_least_memory(large, case):
     requests = requests_of(forming)
     with pytest.raises(reshard.MemoryLimitError) as error:
         read_arrays(requests, 1000)
-    (least,) = re.findall(r'max_memory="(\d+)KiB" is the least that reads it', str(error.value))
+    (least,) = re.findall(r'max_memory="(\d+)KiB" is the least that is enough', str(error.value))
     with pytest.raises(reshard.MemoryLimitError):
         read_arrays(requests, (int(least) - 1) << 10)
     assert_read(forming, requests, int(least) << 10)

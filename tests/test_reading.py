@@ -57,7 +57,7 @@ def does_not_fit(least, *names):
     return (
         "one chunk, encoded and decoded, takes more than the memory limit of "
         f"{format_bytes(least - 1)}\n{lines}\n"
-        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that reads it'
+        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that is enough'
     )
 
 

@@ -999,7 +999,7 @@ def test_a_chunk_that_does_not_fit(tmp_path):
         "one chunk, encoded and decoded, takes more than the memory limit of 1.00 MiB\n"
         f"  a: {charges['a'] / 2**20:.2f} MiB\n"
         f"  b: {charges['b'] / 2**20:.2f} MiB\n\n"
-        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that reads it'
+        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that is enough'
     )
     assert caught.value.least == least
     for enough in (least, f"{-(-least // 1024)}KiB"):

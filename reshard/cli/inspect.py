@@ -140,7 +140,7 @@ def _sharding(ckpt: Checkpoint, name: str, mesh: str | None) -> tuple[ArrayHandl
     leaf = next((a for a in ckpt.arrays if format_path(a.path) == name), None)
     if leaf is None:
         near = tree.nearest(name, (a.path for a in ckpt.arrays))
-        hints = [f"the nearest is `{n}`" for n in near[:1]]
+        hints = [f"the nearest array is `{n}`" for n in near[:1]]
         raise TreeMismatchError(f"no array at `{name}`", hints=hints)
     sharding = leaf.sharding
     if mesh is not None:

@@ -47,8 +47,8 @@ _COUNTERPARTS = {
     "Linear": (),
     "LinearGeneral": (),
 }
-# Class in NNX -> the attributes that hold other modules. In a compact method of Linen, these modules
-# are its siblings.
+# Class in NNX -> the attributes that hold other modules. In a compact method of Linen, these are
+# siblings of the module.
 WRAPPERS = {
     "Sequential": ("layers",),
     "RNN": ("cell",),

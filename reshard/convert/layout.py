@@ -430,8 +430,8 @@ class _Tree:
         return roots, nested
 
     def _check_variables(self) -> None:
-        """Raises TreeMismatchError if the containers next to `params/params` may be modules: no name
-        among theirs is one of Flax's collections."""
+        """Raises TreeMismatchError if the containers next to `params/params` may be modules: none
+        has the name of one of Flax's collections."""
         others = self.top["params"].keys() - {"params"}
         if not others or others & COLLECTIONS:
             return

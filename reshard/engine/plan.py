@@ -320,7 +320,7 @@ def too_large(array: ArrayPlan, needed: int, max_memory: int) -> MemoryLimitErro
         f"{format_path(array.path)}: rewriting one stored chunk of {list(array.source_chunk)} "
         f"({format_bytes(decoded)}) takes {format_bytes(needed)}, more than the memory limit of "
         f"{format_bytes(max_memory)}",
-        hints=[f'max_memory="{whole_kib(needed)}" is the least that rewrites it'],
+        hints=[f'max_memory="{whole_kib(needed)}" is the least that is enough'],
         least=needed,
     )
 
