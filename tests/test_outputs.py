@@ -648,3 +648,34 @@ def test_the_command_runs_two_models_or_none(project):
         words = [word for word in CHECK if word != "--check"]
         status, _, err = in_process.command([*words, "--model", "models:Net", "--inputs", "x:y"])
         assert status == 2 and "--inputs requires --check" in err
+
+
+class Counted(nnx.Module):
+    """Its output depends on a whole number."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, WIDTH, rngs=rngs)
+        self.count = nnx.Variable(jnp.full((), 1, jnp.int32))
+
+    def __call__(self, x):
+        return self.dense(x) * (1 + self.count[...])
+
+
+class Uncounted(nn.Module):
+    """The same, without it."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH, name="dense")(x)
+
+
+def test_outputs_that_depend_on_a_leaf_that_was_dropped(tmp_path):
+    """The leaf is a whole number, for which there is no NaN."""
+    saved = layouts.save_standard(tmp_path / "nnx", nnx.state(Counted(nnx.Rngs(0))))
+    models = (saved, of_ones(Uncounted()))
+    check = ((jnp.ones((2, 4)),), {})
+    options = {"source": Counted, "drop": "count", "check": check}
+    error = refused(reshard.to_linen, *models, of=reshard.ArgumentError, **options)
+    assert str(error) == (
+        "the outputs of the NNX model depend on leaves that the checkpoint lacks\n  count"
+    )
