@@ -298,7 +298,8 @@ def run(
 
     Raises:
       ArgumentError: the module or its arguments are unknown, the model has other leaves or does not
-        take these arguments, or there are no outputs.
+        take these arguments, its outputs depend on leaves that the checkpoint lacks, or there are
+        no outputs.
     """
     import jax
     import jax.core
@@ -327,6 +328,7 @@ def run(
 
     with jax.default_matmul_precision("highest"):
         values = [_value(leaf) for leaf in held.values()]
+        _check_present(call, api, held, values)
         floats = {n: value for n, value in enumerate(values) if is_floating(value.dtype)}
         outputs, calls = called({})
         if not outputs:
@@ -351,14 +353,31 @@ def run(
     return made._replace(noisy=noisy, seen=seen)
 
 
+def _check_present(call: _Call, api: str, held: Mapping[Path, Any], values: Sequence[Any]) -> None:
+    """Raises ArgumentError: the outputs of a model depend on leaves that the checkpoint lacks."""
+    import jax
+    from jax.interpreters import partial_eval
+
+    traced = jax.make_jaxpr(lambda given: call(given, []))(values).jaxpr
+    _, used = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+    missing = [
+        format_path(path)
+        for (path, leaf), is_used in zip(held.items(), used, strict=True)
+        if is_used and not isinstance(leaf, ArrayHandle)
+    ]
+    if missing:
+        text = f"the outputs of the {api} model depend on leaves that the checkpoint lacks"
+        raise ArgumentError(text, sorted(missing))
+
+
 def _value(leaf: Any) -> Any:
-    """The value of a leaf. NaN if the checkpoint lacks it: equal outputs do not depend on it."""
+    """The value of a leaf; zeros if the checkpoint lacks it."""
     import jax
 
     if not isinstance(leaf, ArrayHandle):
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.numpy.broadcast_to(jax.random.key(0), leaf.shape)
-        return jax.numpy.full(leaf.shape, np.nan if is_floating(leaf.dtype) else 0, leaf.dtype)
+        return jax.numpy.zeros(leaf.shape, leaf.dtype)
     read = checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes")
     values = leaf.rounded(np.asarray(read))
     if leaf.key_impl is not None:
