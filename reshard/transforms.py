@@ -134,7 +134,7 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
     if not is_floating(new):
         problem = "only floating-point arrays are cast, to floating-point dtypes"
     elif not hasattr(ts, new.name):
-        problem = "TensorStore does not store it"
+        problem = "TensorStore cannot store this dtype"
     if problem:
         hint = "`bfloat16`, `float16`, `float32`, `float8_e4m3fn`"
         raise ArgumentError(f"cast to {new.name}: {problem}", hints=[hint])

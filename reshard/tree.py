@@ -297,7 +297,7 @@ def rename_paths(paths: Sequence[Path], rules: Sequence[tuple[str, str]]) -> dic
             regex = re.compile(pattern)
             changed = {path: regex.sub(replacement, text) for path, text in texts.items()}
         except (re.error, IndexError, OverflowError, RecursionError, TypeError) as error:
-            raise ArgumentError(f"rename `{pattern}={replacement}`: {error}") from error
+            raise ArgumentError(f"rename `{pattern}={replacement}` is invalid: {error}") from error
         if changed == texts:
             problems.append(f"`{pattern}` matches no leaf")
             near = nearest_to_regex(pattern, (p for p in paths if texts[p] == printed[p]))

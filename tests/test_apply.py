@@ -251,7 +251,7 @@ def test_what_it_makes_must_be_what_the_model_has(tmp_path):
     said = "apply = { function = 'functions:normalised', dtype = 'bfloat16' }"
     ckpt = reshard.to_nnx("linen", in_bfloat16, map_file=map_of(tmp_path, said))
     told = str(refused(reshard.save, ckpt, tmp_path / "out", of=reshard.ReshardError))
-    made = "made float32[12, 5] of float32[12, 5], expected bfloat16[12, 5]"
+    made = "returned float32[12, 5] for float32[12, 5], expected bfloat16[12, 5]"
     assert f"`functions:normalised` {made}" in told
     assert not (tmp_path / "out").exists()
 
@@ -277,8 +277,8 @@ def test_optimizer_state_does_not_follow_through_a_function(project, tmp_path):
     file = map_of(tmp_path, NORMALISED)
     error = refused(reshard.to_nnx, "trained", training, map_file=file)
     assert [problem for problem in error.problems if "functions" in problem] == [
-        f"opt_state/0/{name}/codes: its parameter is given to `functions:normalised`, which is for "
-        "that alone"
+        f"opt_state/0/{name}/codes: `functions:normalised` changes its parameter, and does not "
+        "apply to optimizer state"
         for name in ("mu", "nu")
     ]
     moments = "opt_state/0/*/codes"
@@ -367,7 +367,9 @@ def test_functions_that_there_are_not(tmp_path, function, problem):
 
 def test_a_function_that_fails_leaves_nothing(tmp_path):
     ckpt = reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, "apply = 'functions:fails'"))
-    with pytest.raises(reshard.ReshardError, match=r"`functions:fails` failed on float32\[12, 5\]"):
+    with pytest.raises(
+        reshard.ReshardError, match=r"the function `functions:fails` failed on float32\[12, 5\]"
+    ):
         reshard.save(ckpt, tmp_path / "out")
     assert list(tmp_path.glob("out*")) == []
 
@@ -385,7 +387,7 @@ def test_a_map_to_linen_has_functions_too(project, tmp_path):
     ckpt = reshard.to_linen(tmp_path / "nnx", linen, map_file=file)
     np.testing.assert_array_equal(read(ckpt, "params/codes"), normalised(project[1]["codes"]))
     error = refused(reshard.to_nnx, "linen", Codebook, map_file=file)
-    assert "the operation `functions:normalised` has no inverse" in str(error)
+    assert "the function `functions:normalised` has no inverse" in str(error)
 
 
 def test_no_function_is_run_backwards(tmp_path):
@@ -393,7 +395,7 @@ def test_no_function_is_run_backwards(tmp_path):
     file = map_of(tmp_path, NORMALISED, 'to = "nnx"')
     for model in ((), (linen,)):
         error = refused(reshard.to_linen, tmp_path / "nnx", *model, map_file=file)
-        assert "the operation `functions:normalised` has no inverse" in str(error)
+        assert "the function `functions:normalised` has no inverse" in str(error)
 
 
 def test_the_whole_map_names_the_function(tmp_path):

@@ -174,8 +174,9 @@ def test_without_a_marker_it_is_uncommitted(saved, stores, layout):
         assert reshard.open(url).notes == ("step 20 was never committed and is left out",)
     number = 20 if layout == "manager" else None
     text = (
-        f"`{step}` was never committed: in a bucket, its `{MARKER}` is written last, and it is "
-        f"missing\n\nhint: if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
+        f"`{step}` was never committed: its `{MARKER}`, which is written last in a bucket, "
+        f"is missing\n\nhint: if it is a copy of a complete checkpoint, put a file `{MARKER}` "
+        "into it"
     )
     refused(reshard.UncommittedCheckpointError, text, reshard.open, url, step=number)
 

@@ -219,8 +219,8 @@ WARNING += "Dense_0 -> inner, Dense_1 -> outer"
 ORDER = {"leaves": 4, "modules": [["Dense_0", "inner"], ["Dense_1", "outer"]]}
 PLAN = """\
 16 arrays, #: 3 rewritten, 13 copied verbatim
-read     # in 3 chunks
-write    # in 3 chunks
+read     # in 88 chunks
+write    # in 88 chunks
 memory   # in flight at most
 device   # before, # after
 load     a restore reads exactly the bytes that it needs, before and after the job
@@ -251,8 +251,8 @@ def test_to_nnx_and_back(run, folder):
     assert (rngs["key"]["value"].dtype, rngs["count"]["value"]) == (jax.random.key(0).dtype, 0)
     assert masked(done(run("convert", "out", "back", "--to", "linen"))) == (
         "14 arrays, #: 1 rewritten, 13 copied verbatim\n"
-        "read     # in 1 chunk\n"
-        "write    # in 1 chunk\n"
+        "read     # in 86 chunks\n"
+        "write    # in 86 chunks\n"
         "memory   # in flight at most\n"
         "device   # before, # after\n"
         "load     a restore reads exactly the bytes that it needs, before and after the job\n"
@@ -497,10 +497,10 @@ def test_an_emitted_map_says_the_same_again(run, folder):
     ]
     assert by_path(load("alone/default")) == made
     assert refusal(run("convert", "out", "back", "--to", "linen", "--emit-map", "record.toml")) == (
-        "Error: --emit-map record.toml: no map is written, since the record of the conversion from "
-        "Linen decides\n"
+        "Error: --emit-map record.toml: no map is written, because this conversion follows the "
+        "record in SRC\n"
         "\n"
-        "hint: --model MODULE:NAME, the Linen model\n"
+        "hint: --model MODULE:NAME, with the Linen model, makes a map\n"
     )
     names = {name for name in files(folder) if name.endswith("toml")}
     assert names == {"map.toml", "names.toml", "whole.toml", "alone.toml"}
@@ -870,10 +870,13 @@ IN_TREE = {
         "\n"
         "hint: modules are looked for in FOLDER/old, the current directory and on PYTHONPATH",
     ),
-    "no variables": ({"old/train.py": "def linen():\n    pass\n"}, "`linen` returned None"),
+    "no variables": (
+        {"old/train.py": "def linen():\n    pass\n"},
+        "`linen` returned None, not a state",
+    ),
     "a process that ends": (
         {"old/train.py": "import os\nos._exit(7)\n"},
-        "--source-model old/train.py:linen: its process ended with status 7",
+        "--source-model old/train.py:linen: the process of its code ended with exit status 7",
     ),
 }
 
@@ -1133,7 +1136,7 @@ def test_what_was_dropped_is_not_needed_to_verify_the_rest(how, run, folder):
         f"  inner/bias/value: its values are not those of `{folder}/changed`\n",
         "",
     )
-    assert "  ema/Dense_0/bias: not in the record\n" in refusal(
+    assert "  ema/Dense_0/bias: not in the record of the conversion\n" in refusal(
         run("verify", "out", "--against", "more")
     )
     # What was dropped has no way back.

@@ -159,7 +159,7 @@ def test_what_is_wrong_with_a_model_is_said(folder):
     assert run(folder, "--model", "mine:stat") == (
         "Error: --model mine:stat: it cannot be imported\n"
         "  module 'mine' has no attribute 'stat'\n\n"
-        "hint: the nearest is `state`\n"
+        "hint: the nearest name is `state`\n"
     )
     assert run(folder, "--model", "mine.py") == (
         "Error: --model mine.py: this name does not have the form `package.module:callable`\n\n"
@@ -186,7 +186,7 @@ def test_to_mesh_takes_a_target_in_python(folder):
     ckpt = reshard.open(folder / "run")
     text = layouts.refused(reshard.ShardingError, reshard.to_mesh, ckpt, "2x4", target=target)
     assert text == (
-        "the target is on `data=4,model=2`, not on `data=2,model=4`\n\n"
+        "the target is on the mesh `data=4,model=2`, not on the new mesh `data=2,model=4`\n\n"
         "hint: build it with `reshard.target(model, mesh=...)` for the same mesh"
     )
 

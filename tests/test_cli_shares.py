@@ -45,7 +45,7 @@ def test_shares_and_their_commit(at):
         rest = f"wrote share {number} of 3; when all are written: reshard commit typed\n"
         assert share(at, "typed", f"{number}/3") == plan + rest
     assert refused(at, "commit", "typed") == (
-        f"Error: 1 of 3 shares of `{at / 'typed'}` is not complete\n  missing: 1\n\n"
+        f"Error: 1 of 3 shares of `{at / 'typed'}` is not complete\n  missing share numbers: 1\n\n"
         "hint: write the missing shares: 1\n"
     )
     document = json.loads(share(at, "typed", "1/3", "--json"))
@@ -101,8 +101,8 @@ def test_a_share_of_another_command_is_refused_with_the_first_command(at):
         r"(.*\n)  process \d+ on \S+, since .* UTC: (.*)\n\n(.*)\n", told, re.S
     ).groups()
     assert told == (
-        f"Error: the unfinished job for `{at / 'other'}` is a different one\n"
-        "  its arguments, its source or its version of reshard differ\n"
+        f"Error: the unfinished job for `{at / 'other'}` is not this job\n"
+        "  its arguments, its source or its version of reshard differ from those of this job\n"
     )
     assert who == "reshard ckpt run other --to 1x8 --shard 1/3 --dtype params/w0=bfloat16 --quiet"
     [left] = unfinished(at / "other")

@@ -45,7 +45,7 @@ from reshard.tree import as_python, format_path
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 RANDOM = "**/rngs/**"
-LEFT_OUT = 'drop=["opt_state"] with drop=["step"] leaves that state out'
+LEFT_OUT = 'drop=["opt_state"] with drop=["step"] leaves the optimizer state out'
 INPUTS = np.random.default_rng(0).normal(size=(7, 4)).astype("float32")
 
 
@@ -428,10 +428,10 @@ def test_factored_moments_that_cannot_follow_are_told_beside_all_else(tmp_path):
     message = f"""\
 `{path}` does not become the NNX model
   params/left: NNX has no counterpart
-  opt_state/0/v_row/q + 0/v_row/k: it has [4] of its parameter's [4, 6], and concat cannot be \
-carried over to a part
-  opt_state/0/v_col/q + 0/v_col/k: it has [6] of its parameter's [4, 6], and concat cannot be \
-carried over to a part
+  opt_state/0/v_row/q + 0/v_row/k: its shape [4] is a part of its parameter's [4, 6], \
+and concat cannot be applied to a part
+  opt_state/0/v_col/q + 0/v_col/k: its shape [6] is a part of its parameter's [4, 6], \
+and concat cannot be applied to a part
 
 hint: {LEFT_OUT}"""
     assert refusal(reshard.to_nnx, path, lambda: named(qk=(4, 12)), map_file=file) == message
@@ -450,7 +450,7 @@ def test_state_that_cannot_follow_starts_anew_as_the_hint_says(with_model, tmp_p
         return named(qk=(4, 12))
 
     (hint,) = refused(reshard.to_nnx, path, model, map_file=file).hints
-    anew = 'drop=["opt_state"] with init=["optimizer/opt_state"] resets that state'
+    anew = 'drop=["opt_state"] with init=["optimizer/opt_state"] resets the optimizer state'
     assert hint == (anew if with_model else LEFT_OUT)
     told = {"drop": [], "init": []}
     for option, value in re.findall(r"(drop|init)=(\[.*?\])", hint):
@@ -565,6 +565,20 @@ no leaf matches
 
 hint: the nearest leaf is `params/a`"""
     assert refusal(reshard.to_nnx, path, model, drop="params/missing") == message
+
+
+def test_a_tree_is_read_once_what_makes_it_ambiguous_is_dropped(tmp_path):
+    """Unless there may be optimizer state of dropped parameters."""
+    params, extra = {"a": some(3), "b": some(2)}, {"m": some(4)}
+    tree = {"params": {"params": params, "batch_stats": extra}, "batch_stats": extra}
+    path = save(tmp_path / "linen", tree | {"opt_state": [{"mu": {"params": params}}]})
+    convert, drop = functools.partial(reshard.to_nnx, path), ["batch_stats"]
+    summary = "several leaves would have the same path"
+    model = functools.partial(named, a=(3,), b=(2,))
+    assert refusal(convert, model).startswith(summary)
+    assert refusal(convert, model, drop=[*drop, "params/params/b"]).startswith(summary)
+    problems = refused(convert, model, drop=drop).problems
+    assert problems == ("batch_stats/m: NNX has no counterpart",)
 
 
 def test_initial_values_are_those_of_the_constructor(tmp_path):
@@ -950,10 +964,10 @@ def test_a_moment_with_a_source_does_not_keep_its_initial_value(tmp_path):
     source = save(tmp_path / "linen", tree)
     message = f"""\
 `{source}` does not become the NNX model
-  opt_state/0/trace/x: float32[2] mirrors no parameter, and parameters change their order, shape \
+  opt_state/0/trace/x: float32[2] is of no parameter, and parameters change their order, shape \
 or number
 
-hint: drop=["opt_state"] with init=["optimizer/opt_state"] resets that state"""
+hint: drop=["opt_state"] with init=["optimizer/opt_state"] resets the optimizer state"""
     model = functools.partial(beside_optimizer, MOMENTUM, a=(3,), x=(2,))
     assert refusal(reshard.to_nnx, source, model, init="x") == message
 
@@ -1047,7 +1061,7 @@ def test_numbers_that_may_be_of_parameters_or_not_are_told(tmp_path):
   opt_state/trust/a: it may be a number of parameter a, or one of the optimizer's own
   opt_state/trust/b: it may be a number of parameter b, or one of the optimizer's own
 
-hint: drop=["optimizer/opt_state"] with init=["opt_state"] resets that state"""
+hint: drop=["optimizer/opt_state"] with init=["opt_state"] resets the optimizer state"""
     assert refusal(reshard.to_linen, source, linen, map_file=file) == message
 
 
@@ -1055,7 +1069,7 @@ FLAT = optax.chain(optax.flatten(optax.adam(1e-3)), optax.scale(-1.0))
 
 
 def flat_refusal(source, size, api="NNX", hint=LEFT_OUT):
-    why = "mirrors no parameter, and parameters change their order, shape or number"
+    why = "is of no parameter, and parameters change their order, shape or number"
     return f"""\
 `{source}` does not become the {api} model
   opt_state/0/0/mu: float32[{size}] {why}
@@ -1070,14 +1084,14 @@ def test_moments_in_one_vector_are_refused_where_parameters_change_their_order(t
         (twin, LEFT_OUT),
         (
             lambda: training(FLAT),
-            'drop=["opt_state"] with init=["optimizer/opt_state"] resets that state',
+            'drop=["opt_state"] with init=["optimizer/opt_state"] resets the optimizer state',
         ),
     ):
         told = refusal(reshard.to_nnx, source, model, init=RANDOM)
         assert told == flat_refusal(source, 56, hint=hint)
     source = save(tmp_path / "nnx", saved_by_nnx(training(FLAT)))
     told = refusal(reshard.to_linen, source, train(FLAT), **BACK)
-    hint = 'drop=["optimizer/opt_state"] with init=["opt_state"] resets that state'
+    hint = 'drop=["optimizer/opt_state"] with init=["opt_state"] resets the optimizer state'
     assert told == flat_refusal(source, 56, "Linen", hint)
     # NNX sorts positions in a list as numbers, and Linen sorts names.
     linen = train_state_of({f"layers_{i}": some(3, seed=i) for i in range(11)}, FLAT)
@@ -1160,13 +1174,13 @@ def test_parameters_called_as_random_state_are_parameters(tmp_path):
     make = functools.partial(streams, "rngs", lambda seed: Of(count=nnx.Param(jnp.zeros(5))))
     source = save(tmp_path / "nnx", saved_by_nnx(make()))
     linen = train_state_of({"x": some(3), "y": some(4, 6)}, FLAT)
-    hint = 'drop=["optimizer/opt_state"] with init=["opt_state"] resets that state'
+    hint = 'drop=["optimizer/opt_state"] with init=["opt_state"] resets the optimizer state'
     told = flat_refusal(source, 32, "Linen", hint)
     for known in ({}, {"source": make}):
         drop = "model/rngs/**"
         assert refusal(reshard.to_linen, source, linen, drop=drop, **known) == told
     source = save(tmp_path / "linen", linen)
-    anew = 'drop=["opt_state"] with init=["optimizer/opt_state"] resets that state'
+    anew = 'drop=["opt_state"] with init=["optimizer/opt_state"] resets the optimizer state'
     for model, hint in ((make, anew), (functools.partial(make, optimizer=False), LEFT_OUT)):
         told = flat_refusal(source, 27, hint=hint)
         assert refusal(reshard.to_nnx, source, model, init="**/rngs/**") == told
@@ -1506,7 +1520,7 @@ def test_a_record_that_does_not_fit_is_an_error(tmp_path):
 the record of the conversion from Linen does not fit the checkpoint
   a/bias/value: not in the checkpoint
   b/value: not in the checkpoint
-  second/value: not in the record
+  second/value: not in the record of the conversion
 
 hint: model=..., the model of the result, converts without the record"""
     assert refusal(reshard.to_linen, tmp_path / "nnx") == message
@@ -1722,7 +1736,7 @@ def test_the_rule_that_renamed_a_leaf_is_named(tmp_path):
 {file}: the map does not fit the leaves
   rule 3, `^params/a/bias$`: matches no leaf
 
-hint: `params/a/bias` is `a/bias` by rule 1"""
+hint: rule 1 renamed `params/a/bias` to `a/bias`"""
     model = named(w=(4, 5), b=(5,))
     told = refusal(reshard.to_nnx, source, model, map_file=file)
     assert told == message
@@ -1733,7 +1747,7 @@ def test_a_map_for_the_other_way_is_told(tmp_path):
     linen = {"params": {"Dense_0": {"kernel": some(4, 5)}}}
     options = {"map_file": map_of(tmp_path, ("^params/Dense_0/", "./")), "layout": "nnx-state"}
     assert refusal(reshard.to_linen, source, linen, **options).splitlines()[3] == (
-        'hint: `to = "nnx"` above the rules, if it was written for that: it is then inverted'
+        'hint: if the rules make nnx leaves, put `to = "nnx"` above them: then they are inverted'
     )
 
 

@@ -76,7 +76,7 @@ def apply(text, shapes):
 
 
 def step(before, after, operation=None, origin="map"):
-    """A step of printed paths, a text or a list of them."""
+    """A step of printed paths, a text or a list of texts."""
     sides = [[side] if isinstance(side, str) else side for side in (before, after)]
     inputs, outputs = (tuple(map(split_path, side)) for side in sides)
     return Row(inputs, outputs, operation, origin)
@@ -582,7 +582,7 @@ unstack = { axis = 0, into = [
 def test_values_that_were_given_have_no_place_in_a_map():
     (scale,) = applied(Constant(np.ones(3)), [])
     found = LeafMap({("scale",): scale}, {("scale",): "map"})
-    assert refusal(write_map, found) == "no map can hold the values of scale"
+    assert refusal(write_map, found) == "a map file cannot hold these values in memory: scale"
 
 
 TODO_LEAVES = {("TODO",): (2,), ('TODO"',): (2,)}
@@ -701,7 +701,7 @@ map.toml: the map cannot be used in the opposite direction
   rule 6, `^a$`: a crop cannot be inverted: the cut elements are lost
   rule 7, `^a$`: axes [1, 1] are not a permutation of the axes
   rule 8, `^a$` + `^b$`: `concat` lacks the `sizes` of the pieces
-  rule 9, `^a$`: `order` cannot be inverted: number the pieces, or list a regex for each
+  rule 9, `^a$`: `concat` with `order` has no inverse: number the pieces with `by` instead
   rule 10, `^a$`: `{1 + 1}` contains more than text and `\1`
   rule 11, `^x_(\d+)/w$`: the new path lacks group 1
   rule 12, `^x_(\d+)/(\d+)$`: two numbers are adjacent, so the end of the first is ambiguous
@@ -990,18 +990,18 @@ def test_what_cannot_be_read():
         == r"""
 map.toml: its rules cannot be read
   the file: `x` is not known
-  the file: `to` is not `nnx` or `linen`: 'keras'
+  the file: `to` must be `nnx` or `linen`, not 'keras'
   `init`: `a//b` is not a path: a key is empty or its quotes do not close
-  rule 1: `from` is not a text or a list of them: 3
+  rule 1: `from` must be a text or a list of texts, not 3
   rule 1: it has no effect: give it `to`, an operation or `drop = true`
   rule 2, `x(`: `x(` is not a regex: missing ), unterminated subpattern at position 1
   rule 3: `from` is missing
   rule 3: it has no effect: give it `to`, an operation or `drop = true`
-  rule 4: `from` is not a text or a list of them: []
+  rule 4: `from` must be a text or a list of texts, not []
   rule 4: only `concat`, `stack` and `equal` take several regexes
   rule 5, `a`: `too` is not known: did you mean `to`?
   rule 5, `a`: it has no effect: give it `to`, an operation or `drop = true`
-  rule 6, `a`: `to` is not a text or a list of them: 7
+  rule 6, `a`: `to` must be a text or a list of texts, not 7
   rule 7, `a`: `to`: `\1`: the regex has no group `1`
   rule 8, `a`: `to`: `\g<x>`: the regex has no group `x`
   rule 9, `a`: `to`: `{x}`: there is no name `x` here
@@ -1011,23 +1011,23 @@ map.toml: its rules cannot be read
   rule 14, `a`: `to`: `{True}` is not arithmetic: `+ - * / ** // %` and parentheses are all
   rule 15, `a`: `to`: `{` has no partner; doubled it is the character
   rule 16, `a`: `to`: `}` has no partner; doubled it is the character
-  rule 17, `a`: `drop` is not true: False
+  rule 17, `a`: `drop` must be true, not False
   rule 18, `a`: `drop` cannot be combined with `to`
   rule 19, `a`: `init` is not known: put it before the first rule
   rule 20, `a` + `b`: only `concat`, `stack` and `equal` take several regexes
-  rule 21, `a`: `transpose` is not a list of whole numbers: 1
-  rule 21, `a`: `reshape`: `to` is not a list of at most 32 sizes, where one may be -1: [-1, -1]
-  rule 21, `a`: `pad` is not a table: 3
-  rule 22, `a`: `reshape`: `to` is not a list of at most 32 sizes, where one may be -1: [-2]
+  rule 21, `a`: `transpose` must be a list of whole numbers, not 1
+  rule 21, `a`: `reshape`: `to` must be a list of at most 32 sizes; one may be -1, not [-1, -1]
+  rule 21, `a`: `pad` must be a table, not 3
+  rule 22, `a`: `reshape`: `to` must be a list of at most 32 sizes; one may be -1, not [-2]
   rule 22, `a`: `reshape`: `of` is not known
-  rule 23, `a`: `pad`: `widths` is not a list of two sizes for each axis: [[1]]
+  rule 23, `a`: `pad`: `widths` must be a list of two sizes for each axis, not [[1]]
   rule 23, `a`: `pad`: `fill` is missing
-  rule 23, `a`: `crop`: `widths` is not a list of two sizes for each axis: [[-1, 0]]
+  rule 23, `a`: `crop`: `widths` must be a list of two sizes for each axis, not [[-1, 0]]
   rule 23, `a`: `crop`: `fill` is not known
-  rule 24, `a`: `split`: `axis` is not a whole number: 0.5
+  rule 24, `a`: `split`: `axis` must be a whole number, not 0.5
   rule 25, `a`: `split` cannot be combined with `to`
   rule 25, `a`: `split`: `sizes` has 2, `into` has 1
-  rule 26, `a`: `unstack`: `into` is not a text or a list of them: []
+  rule 26, `a`: `unstack`: `into` must be a text or a list of texts, not []
   rule 26, `a`: `split` and `unstack` need two rules
   rule 27, `a`: `unstack`: `sizes` is not known
   rule 27, `a`: `unstack`: `into`: `{j}`: there is no name `j` here; there is `i`
@@ -1037,16 +1037,16 @@ map.toml: its rules cannot be read
   rule 29, `(a)`: `stack`: `order` has a piece twice
   rule 29, `(a)`: `stack`: `by`: `\g<2>`: the regex has no group `2`
   rule 30, `a` + `b`: `concat`: `names` is not known
-  rule 30, `a` + `b`: `concat`: `sizes` is not a list of sizes: [-1]
+  rule 30, `a` + `b`: `concat`: `sizes` must be a list of sizes, not [-1]
   rule 30, `a` + `b`: `concat`: `axis` is missing
   rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`, which has an order
   rule 30, `a` + `b`: `to`: `\1`: the regex has no group `1`
   rule 31, `a` + `b`: `concat`: `order` requires `by`
-  rule 32, `(a)`: `nest`: `sizes` is not a list of sizes: 4
+  rule 32, `(a)`: `nest`: `sizes` must be a list of sizes, not 4
   rule 32, `(a)`: `to`: `{inner}`: there is no name `inner` here
   rule 33, `(a)`: `nest`: `inner`: `{i}`: there is no name `i` here
   rule 33, `(a)`: `to`: `{inner}`: there is no name `inner` here; there is `flat`
-  rule 34: `from` is not a text or a list of them: True
+  rule 34: `from` must be a text or a list of texts, not True
   rule 34: `split`: `axis` is missing
   rule 35, `a`: `split`: `sizes` is missing, as `into` does not give the number of parts
   rule 36, `(a)`: `nest`: it needs either `flat`, or `outer` and `inner`
@@ -1087,7 +1087,7 @@ WRONG = {
   rule 4, `^a/w$` + `^a/w2$`: `^a/w2$`: matches no leaf
   rule 5, `v$`: it changes no path
 
-hint: `params/a/w` is `a/w` by rule 1
+hint: rule 1 renamed `params/a/w` to `a/w`
 hint: the nearest leaf to `^a/w2$` is `a/w`
 """,
     ),
@@ -1172,12 +1172,12 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """,
         {"a/w": (2, 3), "b/w": (2, 4), "c": (6,), "d": (0,), "e": (2, 2), "g": (2, 2)},
         """
-  rule 1, `^a/w$`: a/w: axes [0] do not reorder [2, 3]
+  rule 1, `^a/w$`: a/w: axes [0] are not an order of all axes of [2, 3], which are [0, 1]
   rule 2, `^b/w$`: b/w: [2, 4] cannot be reshaped to [3, -1]
   rule 3, `^c$`: c: its shape is [6], not [5]
   rule 4, `d`: d: [0] cannot be reshaped to [0, -1]
-  rule 5, `e`: e: [(1, 0)] cannot pad [2, 2]
-  rule 7, `g`: g: [2, 2] is not a result of padding by [(0, 0), (2, 2)]
+  rule 5, `e`: e: [(1, 0)] cannot pad [2, 2]: each axis needs two widths, of 0 or more
+  rule 7, `g`: g: [2, 2] cannot be the result of padding by [(0, 0), (2, 2)]
 """,
     ),
     "parts": (
@@ -1192,9 +1192,9 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         {"a": (2, 3), "b": (2, 4), "c": (6,), "e": (2, 3), "f": (0, 3)},
         """
   rule 1, `^a$`: a: axis 1 of [2, 3] does not have 2 equal parts; give `sizes`
-  rule 2, `^b$`: b: axis 1 of [2, 4] cannot be split into [1, 2]
-  rule 3, `^c$`: c: [6] has no axis 1
-  rule 4, `^e$`: e: axis 1 of [2, 3] does not have 2 parts
+  rule 2, `^b$`: b: axis 1 of [2, 4] cannot be split into [1, 2]: positive sizes must add up to 4
+  rule 3, `^c$`: c: an array of [6] has no axis 1
+  rule 4, `^e$`: e: axis 1 of [2, 3] makes 3 arrays, not 2
   rule 5, `^f$`: f: axis 0 of [0, 3] cannot be divided into parts
 """,
     ),
@@ -1212,8 +1212,8 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """
   rule 1, `^(.)/w$`: a/w: `a` is not a number
   rule 2, `^layer_(\\d)/`: layers/a: its pieces have the numbers 1, 2, not 0 to 1
-  rule 2, `^layer_(\\d)/`: layers/b: [2] and [3] cannot be stacked
-  rule 3, `^l_(\\d)/`: l/x: [2, 1] has no axis 7
+  rule 2, `^layer_(\\d)/`: layers/b: [2] and [3] cannot be stacked: their shapes must be equal
+  rule 3, `^l_(\\d)/`: l/x: an array of [2, 1] has no axis 7
   rule 4, `_(\\d)`: m_0_0: the regex matches this path more than once; anchor it with `^` and `$`
   rule 5, `^n(\\d)(.)$`: n: n0x and n0y would both be its piece 0
 """,
@@ -1330,7 +1330,7 @@ def test_what_is_optional_is_so_in_the_opposite_direction():
 
 @pytest.mark.parametrize("value", ["false", "'yes'", "{ init = [] }"])
 def test_optional_is_true_or_not_there(value):
-    with pytest.raises(ArgumentError, match="rule 1, `a`: `optional` is not true: "):
+    with pytest.raises(ArgumentError, match="rule 1, `a`: `optional` must be true, not "):
         read(f"[[rule]]\nfrom = 'a'\nto = 'b'\noptional = {value}\n")
     with pytest.raises(ArgumentError, match="the file: `optional`: `more` is not known"):
         read("optional = { more = ['a'] }")

@@ -526,8 +526,8 @@ def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, c
     assert plans_of(plan)["s"].verbatim == alike
 
 
-DIFFERENT = "arrays of different kinds cannot be combined\n"
-EMPTY = "the results of operations must not be empty arrays\n"
+DIFFERENT = "arrays that differ in dtype, stored dtype or type cannot be combined\n"
+EMPTY = "an operation must not make an array without elements\n"
 
 
 def mismatch(operation, handles, outputs=1):
@@ -543,7 +543,7 @@ def test_what_does_not_apply_is_refused(source, tmp_path):
     own = {"a": random((4,)), "b": put(random((4,)), P()), "n": 3, "f": 0.5, "keys": keys}
     own["d"] = np.zeros(4)
     own = write(tmp_path / "in", own)
-    keys_stay = "keys: PRNG keys can only be moved, stacked or unstacked"
+    keys_stay = "`keys` holds PRNG keys, which can only be renamed, stacked or unstacked"
     for operation, handles, text in [
         (
             *(Stack(0), [ckpt["layer_0"], cast["layer_1"]]),
@@ -567,8 +567,16 @@ def test_what_does_not_apply_is_refused(source, tmp_path):
             *(Stack(0), [own["n"], own["f"]]),
             f"{DIFFERENT}  n  int64[] scalar\n  f  float64[] scalar",
         ),
-        (Transpose((1, 0)), [ckpt["together"]], "axes [1, 0] do not reorder [6, 16, 24]"),
-        (Stack(0), [ckpt["layer_0"], ckpt["qkv"]], "[32, 96] and [16, 36] cannot be stacked"),
+        (
+            Transpose((1, 0)),
+            [ckpt["together"]],
+            "axes [1, 0] are not an order of all axes of [6, 16, 24], which are [0, 1, 2]",
+        ),
+        (
+            Stack(0),
+            [ckpt["layer_0"], ckpt["qkv"]],
+            "[32, 96] and [16, 36] cannot be stacked: their shapes must be equal",
+        ),
         (Unstack(1, 2), [own["keys"]], keys_stay),
         (Transpose((1, 0)), [own["keys"]], keys_stay),
         (Stack(2), [own["keys"]], keys_stay),
@@ -996,7 +1004,7 @@ def test_a_restore_in_the_least_memory(large, case):
     requests = requests_of(forming)
     with pytest.raises(reshard.MemoryLimitError) as error:
         read_arrays(requests, 1000)
-    (least,) = re.findall(r'max_memory="(\d+)KiB" is the least that reads it', str(error.value))
+    (least,) = re.findall(r'max_memory="(\d+)KiB" is the least that is enough', str(error.value))
     with pytest.raises(reshard.MemoryLimitError):
         read_arrays(requests, (int(least) - 1) << 10)
     assert_read(forming, requests, int(least) << 10)

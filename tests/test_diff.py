@@ -336,7 +336,7 @@ def test_globs_may_match_leaves_of_either_side(two):
     assert refused(select=["parans", "x", "nothing"]) == (
         "no leaf matches\n  `parans`\n  `nothing`\n\nhint: the nearest leaf is `params/new`"
     )
-    assert refused(drop="**") == "no leaf is left\n  `**` is dropped"
+    assert refused(drop="**") == "no leaf is left to compare\n  `**` is dropped"
 
 
 # Contents.

@@ -142,7 +142,10 @@ OF_A_CHECKPOINT = [
         lambda ckpt: reshard.rename(ckpt, 3),
         "a rename must be a pair: a regex and a replacement\n  3",
     ),
-    (lambda ckpt: reshard.rename(ckpt, {3: "x"}), "rename `3=x`: first argument must be"),
+    (
+        lambda ckpt: reshard.rename(ckpt, {3: "x"}),
+        "rename `3=x` is invalid: first argument must be",
+    ),
     (
         lambda ckpt: reshard.diff(ckpt, ckpt, values=True, rtol="1"),
         "a tolerance must be a finite number, 0 or more\n  rtol='1'",

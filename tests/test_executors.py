@@ -112,7 +112,7 @@ def test_a_process_pool_that_breaks_ends_the_job_and_says_what_is_left(tmp_path)
     ):
         run_tasks(tasks, lambda nbytes: None, executor=pool)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "the executor has lost its workers, and 2 of 3 tasks are not done"
+    assert lines[0] == "the executor has lost its workers before 2 of 3 tasks were done"
     assert lines[1].startswith("  BrokenProcessPool: ")
     assert lines[2:] == ["  task 1", "  task 2"]
 
@@ -182,7 +182,7 @@ def test_what_an_executor_cannot_import_is_told_before_anything_is_written(sourc
 
     text = (
         "the executor's workers cannot import a module that they need\n  No module named 'mine'\n\n"
-        "hint: install the same packages there, and the modules of your functions"
+        "hint: install the same packages on the workers, and the modules of your functions"
     )
     executor = Watching(error=ModuleNotFoundError("No module named 'mine'"))
     options = {"chunks": 3000, "executor": executor}
@@ -205,7 +205,7 @@ def test_what_is_done_is_not_lost_with_an_executor(tmp_path):
     with pytest.raises(reshard.ReshardError) as caught:
         run_tasks(tasks, lambda nbytes: None, executor=Breaking())
     assert str(caught.value).splitlines() == [
-        "the executor has lost its workers, and 1 of 32 tasks are not done",
+        "the executor has lost its workers before 1 of 32 tasks were done",
         "  BrokenExecutor: all are gone",
         "  task 0",
     ]
@@ -238,7 +238,7 @@ def test_a_task_that_kills_dask_workers_is_told_of(dask, tmp_path):
         with pytest.raises(reshard.ReshardError) as caught:
             run_tasks([Tiny(0, log, "killed")], lambda nbytes: None, executor=executor)
         lines = str(caught.value).splitlines()
-        assert lines[0] == "the executor has lost its workers, and 1 of 1 tasks are not done"
+        assert lines[0] == "the executor has lost its workers before 1 of 1 tasks were done"
         assert lines[1].startswith("  KilledWorker: ")
         assert lines[-1] == "  task 0"
         client.wait_for_workers(2, timeout=60)

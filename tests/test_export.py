@@ -446,14 +446,14 @@ def test_unlike_a_directory(source, tree, model, tmp_path, whole):
     if not whole:
         (folder / INDEX).write_text('{"weight_map": null}')
         told = refused(CorruptCheckpointError, reshard.export, ckpt, tmp_path / "out", like=folder)
-        assert told == f"`{folder / INDEX}`: `weight_map` is not an object"
+        assert told == f"`{folder / INDEX}`: `weight_map` is not a JSON object"
     lines = text.partition("\n\n")[0].split("\n")
     assert lines[0] == f"the tensors differ from those of `{folder}`"
     assert sorted(lines[1:]) == sorted(
         [
-            f"  missing: lost: `{folder}` has it",
-            f"  unexpected: half bfloat16[8,24]: `{folder}` does not have it",
-            *[f"  mismatch: odd is float32[7,3,5], and [3, 7, 5] in `{folder}`"] * whole,
+            f"  missing: `lost`, which `{folder}` has",
+            f"  unexpected: `half` bfloat16[8,24], which `{folder}` lacks",
+            *[f"  mismatch: `odd` is float32[7,3,5], but [3, 7, 5] in `{folder}`"] * whole,
         ]
     )
     assert not (tmp_path / "out").exists()

@@ -32,6 +32,6 @@ def test_the_readme_names_the_floors():
 def test_a_dtype_that_no_tensorstore_has(data):
     ckpt = reshard.open(data / "orbax-0.4.4" / "default")
     assert refused(reshard.ArgumentError, reshard.cast, ckpt, "float8_e4m3") == (
-        "cast to float8_e4m3: TensorStore does not store it\n\n"
+        "cast to float8_e4m3: TensorStore cannot store this dtype\n\n"
         "hint: `bfloat16`, `float16`, `float32`, `float8_e4m3fn`"
     )

@@ -413,9 +413,15 @@ def test_what_other_writers_store(tmp_path, layout, ocdbt):
 @pytest.mark.parametrize(
     ("document", "text"),
     [
-        (zarr3("float32", LITTLE, fill_value="0x7fc00001"), 'has no fill value "0x7fc00001"'),
-        (zarr2("<f4", compressor={"id": "bz2", "level": 1}), "has no compressor bz2"),
-        (zarr3("float32", LITTLE, GZIP), "has no compressor gzip, zstd"),
+        (
+            zarr3("float32", LITTLE, fill_value="0x7fc00001"),
+            'cannot express its fill value "0x7fc00001"',
+        ),
+        (
+            zarr2("<f4", compressor={"id": "bz2", "level": 1}),
+            "does not support its compression: bz2",
+        ),
+        (zarr3("float32", LITTLE, GZIP), "does not support its compression: gzip, zstd"),
     ],
 )
 def test_what_the_other_zarr_has_not(tmp_path, document, text):
@@ -425,7 +431,7 @@ def test_what_the_other_zarr_has_not(tmp_path, document, text):
     layouts.save_pytree(path, {"w": jnp.asarray(values)}, use_ocdbt=False, use_zarr3=is_new)
     stored_so(path, "w", document, values)
     new = "zarr2" if is_new else "zarr3"
-    told = f"^arrays that cannot be stored as plain files, {new}\n  w: {new} {text}"
+    told = f"^some arrays cannot be stored as plain files, {new}\n  w: {new} {text}"
     with pytest.raises(reshard.ArgumentError, match=told):
         reshard.save(reshard.open(path), out, format=new)
     assert not out.exists()
@@ -445,10 +451,10 @@ def test_names_that_are_none_of_files(tmp_path):
     (path / "notes").write_text("rain")
     with pytest.raises(reshard.ArgumentError) as caught:
         reshard.save(reshard.open(path), out, ocdbt=False)
-    assert caught.value.summary == "arrays that cannot be stored as plain files"
+    assert caught.value.summary == "some arrays cannot be stored as plain files"
     assert sorted(caught.value.problems) == [
         "notes: `notes` is another file of the checkpoint",
-        f"{'x' * 80}: its name is longer than a file's may be",
+        f"{'x' * 80}: its name is longer than a file name, which has at most 255 bytes",
     ]
     assert not out.exists()
 

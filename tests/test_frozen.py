@@ -550,7 +550,7 @@ PROSE = (
     "modules are looked for in the current directory",
     "saved axes: ",
     "the mesh has the axes ",
-    "a function that does: ",
+    "use a function without arguments",
     "`to = ",
     "--layout chooses another",
     "reshard.stack(",

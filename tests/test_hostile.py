@@ -256,7 +256,7 @@ WHOLE = "`PATH` is damaged: some of its leaves cannot be found or read\n  w: "
 MEMBER = 'Error parsing object member "metadata": Error parsing object member '
 IN_RANGE = "Error parsing value at position 0: Expected integer in the range"
 DATABASE = "the OCDBT database in `PATH` "
-NO_ENTRY = " has an entry that cannot be read\n  "
+NO_ENTRY = " is damaged: an entry of `tree_metadata` cannot be read\n  "
 NOT_A_FILE = (
     "` is neither a file nor a directory\n\nhint: replace a symbolic link by what it points to"
 )
@@ -330,7 +330,10 @@ FAULTS = [
         ": its value_metadata_tree cannot be read: the JSON is nested too deeply",
         lambda f: edit(f, lambda d: d.update(value_metadata_tree="[" * 100_000)),
     ),
-    in_tree(" has no tree_metadata", lambda f: edit(f, lambda d: d.update(tree_metadata=[]))),
+    in_tree(
+        " is damaged: it lacks `tree_metadata`, the list of leaves",
+        lambda f: edit(f, lambda d: d.update(tree_metadata=[])),
+    ),
     in_tree(f"{NO_ENTRY}3", lambda f: edit(f, lambda d: d["tree_metadata"].update(x=3))),
     named('"../../evil": its name points outside the checkpoint', "../../evil"),
     named(
@@ -395,7 +398,7 @@ FAULTS = [
         "zarr2-files",
     ),
     sharding(
-        "P('data', 'model', None) has 3 dimensions, the array 2",
+        "P('data', 'model', None) is for 3 dimensions, but the array has 2",
         partition_spec=["data", "model", None],
     ),
     sharding(
@@ -429,7 +432,7 @@ FAULTS = [
     no_file("w/c/0/0", replace_by_pipe, "zarr3-files"),
     no_file("ocdbt.process_0", replace_by_link),
     no_file("manifest.ocdbt", replace_by_link),
-    Fault(WHOLE + "there is no array `w`", lambda p: replace_by_link(p / "w"), "zarr2-files"),
+    Fault(WHOLE + "its array is missing: `w`", lambda p: replace_by_link(p / "w"), "zarr2-files"),
     Fault(
         WHOLE + "its chunk `0.0` has 1.00 TiB, more than any of [4, 6] can have",
         lambda p: os.truncate(p / "w" / "0.0", 1 << 40),
@@ -531,7 +534,10 @@ def test_a_sharding_that_does_not_divide(tmp_path, base):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     edit_sharding(path, shape=[16, 1], device_mesh=None)
     ckpt, out = reshard.open(path), tmp_path / "out"
-    text = "w does not fit `data=16,model=1`\n  dimension 0 of 8 does not divide by 16 (data)\n\n"
+    text = (
+        "`w` does not fit the mesh `data=16,model=1`\n"
+        "  dimension 0 has size 8, not a multiple of 16 (data)\n\n"
+    )
     saves = f'{text}hint: reshard.to_mesh(ckpt, "data=1,model=1") fits any array'
     assert ours(lambda: reshard.save(ckpt, out), reshard.ShardingError) == saves
     inspects = f"Error: {text}hint: --mesh data=1,model=1 fits any array\n"
@@ -545,7 +551,10 @@ def test_keys_of_an_unknown_kind(tmp_path, base):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     edit_text(path / "array_metadatas/process_0", '"threefry2x32"', '"os.system"')
     reshard.save(reshard.open(path), tmp_path / "out")  # it is only text
-    text = "an array of shape [2] does not hold PRNG keys of the recorded kind `os.system`"
+    text = (
+        "the checkpoint records PRNG keys of the kind `os.system`, which JAX cannot make from an "
+        "array of shape [2]"
+    )
     said = ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), Corrupt)
     assert said.split("\n")[0] == text
 
@@ -564,7 +573,9 @@ def test_huge_arrays_of_absent_chunks(tmp_path, base):
     said = ours(lambda: reshard.save(reshard.to_mesh(ckpt, "1x4"), out), reshard.DestinationError)
     assert said.startswith(f"not enough disk space for `{out}`\n")
     said = ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), reshard.MemoryLimitError)
-    assert said == "large: this machine lacks memory for shards of the array, which has 16.00 TiB"
+    assert (
+        said == "large: this machine has too little memory for its shards of the array of 16.00 TiB"
+    )
 
 
 def test_links_and_pipes_among_the_siblings(tmp_path, base):
@@ -611,7 +622,10 @@ def test_steps_and_items_that_are_symbolic_links(tmp_path, base, level):
     copied(base, "zarr2-ocdbt", root / "3" / "default")
     replace_by_link(root / level)
     target = os.path.realpath(root / level)
-    text = f"`{root}/{level}` is a symbolic link\n\nhint: open what it points to: {target}"
+    text = (
+        f"`{root}/{level}` is a symbolic link, which reshard does not follow\n\nhint: open what "
+        f"it points to: {target}"
+    )
     assert ours(lambda: reshard.open(root), Format) == text
     assert reshard.open(root, step=3).source.step == "3"
 
@@ -915,7 +929,7 @@ def test_arithmetic_of_any_depth(tmp_path, base):
 def test_regexes_of_specs_that_cannot_be_compiled(base, text, why):
     ckpt = reshard.open(base("zarr2-files"))
     told = ours(lambda: reshard.to_mesh(ckpt, "1x4", [(text, "data")]), reshard.ShardingError)
-    assert told.startswith(f"the spec rules cannot be read\n  `{text}` is not a regex: {why}")
+    assert told.startswith(f"the specs cannot be read\n  `{text}` is not a regex: {why}")
 
 
 RULE = "  rule 1, `^params/large$`: "
@@ -927,7 +941,7 @@ MAKING = [
     ),
     (
         f"reshape = [{'1, ' * 32}2048]",
-        f"{RULE}`reshape`: `to` is not a list of at most 32 sizes, where one may be -1: "
+        f"{RULE}`reshape`: `to` must be a list of at most 32 sizes; one may be -1, not "
         f"[{'1, ' * 26}1",
     ),
     (
@@ -968,7 +982,7 @@ def test_too_many_chunks(tmp_path, base):
     ckpt = reshard.select(reshard.to_mesh(reshard.open(path), "data=1,model=1"), "large")
     told = ours(lambda: reshard.save(ckpt, tmp_path / "out", chunks=64), reshard.MemoryLimitError)
     assert told == (
-        "large: it would have 16801801 chunks of [1, 1], more than 4194304\n\n"
+        "large: the new grid would have 16801801 chunks of [1, 1], more than 4194304\n\n"
         'hint: chunks="keep" keeps the stored grid'
     )
     assert reshard.plan(ckpt, chunks="keep").chunks_written == 257 * 129

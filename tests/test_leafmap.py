@@ -177,7 +177,7 @@ def test_what_has_no_way_back():
     source = Source(("a",), (4,))
     (cropped,) = applied(Crop(((1, 1),)), [source])
     assert "a crop cannot be inverted" in refusal(LeafMap({("b",): cropped}).inverse)
-    assert "a is used twice" in refusal(LeafMap({("b",): source, ("c",): source}).inverse)
+    assert "a becomes two leaves" in refusal(LeafMap({("b",): source, ("c",): source}).inverse)
 
 
 def test_all_rows_that_cannot_be_carried_out_are_told():
@@ -189,7 +189,8 @@ def test_all_rows_that_cannot_be_carried_out_are_told():
     ]
     assert refusal(from_rows, rows, {("a",): (2,), ("d",): (), ("e",): ()}) == (
         "operations that cannot be applied\n"
-        "  b -> c  axes in the order 0, 1: axes [0, 1] do not reorder [2]\n"
+        "  b -> c  axes in the order 0, 1: "
+        "axes [0, 1] are not an order of all axes of [2], which are [0]\n"
         "  x + y -> z  2 joined along axis 0: there is no x\n"
         "  x + y -> z  2 joined along axis 0: there is no y\n"
         "  d -> e: there is a e already"

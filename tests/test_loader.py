@@ -218,7 +218,7 @@ def test_an_item_with_an_unfinished_deletion(two_trees, tmp_path):
     layouts.record_deletion(run / "7", "ema")
     text, end = deleted(run / "7", "ema")
     for path in (run, run / "7"):
-        not_found(f"{text}hint: its items: config, params\n{end}", path, item="ema")
+        not_found(f"{text}hint: other items: config, params\n{end}", path, item="ema")
         ckpt = reshard.open(path)
         assert (ckpt.source.item, ckpt.source.items) == ("params", ("config", "params"))
         assert ckpt.notes == ("item 'ema' is left out: its deletion is unfinished",)
@@ -226,7 +226,7 @@ def test_an_item_with_an_unfinished_deletion(two_trees, tmp_path):
     not_found(f"{text}{end}", run / "7" / "ema")
     assert reshard.open(run / "7" / "params")["w"].shape == (5,)
     shutil.rmtree(run / "7" / "ema")  # it was stopped later
-    not_found(f"{text}hint: its items: config, params\n{end}", run, item="ema")
+    not_found(f"{text}hint: other items: config, params\n{end}", run, item="ema")
     assert reshard.open(run)["w"].shape == (5,)
 
 
@@ -234,7 +234,7 @@ def test_the_only_tree_is_being_deleted(copy):
     path = copy("items")
     layouts.record_deletion(path / "3", "state")
     text, end = deleted(path / "3", "state")
-    not_found(f"{text}hint: its items: array, config, key\n{end}", path)
+    not_found(f"{text}hint: other items: array, config, key\n{end}", path)
     not_found(text + end, path / "3" / "state")
 
 
@@ -312,7 +312,7 @@ def test_a_tree_without_its_arrays(data):
     not_a_format(
         f"`{path}/checkpoint` holds a tree whose arrays are in other files. Orbax 0.2 and "
         "Flax wrote such files, which `reshard` does not read\n\n"
-        "hint: restore it with the program that saved it, and save it with Orbax",
+        "hint: restore it with the program that saved it, and save it with a newer Orbax",
         path,
     )
 
@@ -415,8 +415,8 @@ def test_a_merged_database_without_a_manifest(copy, layout, folder):
     (path / "manifest.ocdbt").unlink()
     (path / "d").rename(path / folder)
     corrupt(
-        f"`{path}` has no manifest.ocdbt, and `{path}/{folder}` holds its data: the "
-        "databases of its processes were merged, and the merged one has lost its manifest",
+        f"`{path}` is incomplete: `{path}/{folder}` holds its data, but manifest.ocdbt, which "
+        "lists it, is missing",
         path,
     )
     shutil.rmtree(path / folder)
@@ -435,23 +435,23 @@ def test_missing_arrays_and_strings(copy, layout):
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         reshard.open(path)
     assert sorted(caught.value.problems) == [
-        "list/0: there is no array `list.0`",
-        "params/embed: there is no array `params.embed`",
+        "list/0: its array is missing: `list.0`",
+        "params/embed: its array is missing: `params.embed`",
     ]
     path = copy(layout, "without_strings")
     (path / "_strings.json").unlink()
     with pytest.raises(reshard.CorruptCheckpointError) as caught:
         reshard.open(path)
     assert sorted(caught.value.problems) == [
-        "text/a.b: a string that `_strings.json` lacks",
-        "text/name: a string that `_strings.json` lacks",
+        "text/a.b: its string is missing in `_strings.json`",
+        "text/name: its string is missing in `_strings.json`",
     ]
 
 
 def test_a_document_that_is_not_an_object(copy):
     path = copy("standalone")
     (path / "_METADATA").write_text("[]")
-    corrupt(f"`{path}/_METADATA` is not a JSON object", path)
+    corrupt(f"`{path}/_METADATA` is JSON, but not an object", path)
 
 
 COLLISION = {"a": {"b.c": np.arange(6.0)}, "a.b": {"c": -np.arange(6.0)}, "other": np.arange(4)}

@@ -97,41 +97,43 @@ TAKES, WRITE = "takes its axis names from the saved meshes", "hint: name the axe
         ({}, [MANY], "every axis of the mesh `` needs at least one device"),
         (Mesh(("a",), (0,)), [], "every axis of the mesh `a=0` needs at least one device"),
         ("data=1,data=2", [], "the mesh `data=1,data=2` names an axis twice"),
-        ("1x8", [], f"`1x8` {TAKES}, and none was saved\n\n{WRITE}`data=1,model=8`"),
+        ("1x8", [], f"the mesh `1x8` {TAKES}, but no mesh was saved\n\n{WRITE}`data=1,model=8`"),
         (
             "8",
             [SAVED],
-            f"`8` {TAKES}, which have 2, not 1\n  data=2,model=4\n\n{WRITE}`data=1,model=8`",
+            f"the mesh `8` {TAKES}, but they have 2 axes, not 1\n  "
+            f"data=2,model=4\n\n{WRITE}`data=1,model=8`",
         ),
         (
             "2x2x2",
             [SAVED],
-            f"`2x2x2` {TAKES}, which have 2, not 3\n  data=2,model=4\n\n"
+            f"the mesh `2x2x2` {TAKES}, but they have 2 axes, not 3\n  data=2,model=4\n\n"
             f"{WRITE}`data=2,model=2,axis2=2`",
         ),
         (
             "1x8",
             [SAVED, Mesh(("x", "y"), (4, 2)), EIGHT],
-            f"`1x8` {TAKES}, and they do not agree on them\n"
+            f"the mesh `1x8` {TAKES}, but these have different axes\n"
             f"  data=1,model=8\n  data=2,model=4\n  x=4,y=2\n\n"
             f"{WRITE}`data=1,model=1,x=1,y=8`",
         ),
         (
             "16",
             [Mesh(("x",), (2,)), Mesh(("x", "y"), (10, 2)), Mesh(("x", "y"), (2, 2))],
-            f"`16` {TAKES}, and they do not agree on them\n  x=2\n  x=2,y=2\n  x=10,y=2\n\n"
+            f"the mesh `16` {TAKES}, but these have different axes\n  x=2\n  x=2,y=2\n  "
+            "x=10,y=2\n\n"
             f"{WRITE}`x=1,y=16`",
         ),
         (
             "2x2x2",
             [MANY],
-            f"`2x2x2` {TAKES}, which have 6, not 3\n  {MANY}\n\n"
+            f"the mesh `2x2x2` {TAKES}, but they have 6 axes, not 3\n  {MANY}\n\n"
             f"{WRITE}`replica=1,data=1,fsdp=1,stage=2,tensor=2,expert=2`",
         ),
         (
             "8",
             [MANY],
-            f"`8` {TAKES}, which have 6, not 1\n  {MANY}\n\n"
+            f"the mesh `8` {TAKES}, but they have 6 axes, not 1\n  {MANY}\n\n"
             f"{WRITE}`replica=1,data=1,fsdp=1,stage=1,tensor=8,expert=1`",
         ),
     ],
@@ -199,9 +201,13 @@ def test_rename_axes_renames_and_replicates():
 @pytest.mark.parametrize(
     ("shape", "spec", "problems"),
     [
-        ((15, 24), (("data",), ("model",)), ["dimension 0 of 15 does not divide by 2 (data)"]),
-        ((16,), (("data",), ()), ["P('data', None) has 2 dimensions, the array 1"]),
-        ((), (("data",),), ["P('data') has 1 dimensions, the array 0"]),
+        (
+            (15, 24),
+            (("data",), ("model",)),
+            ["dimension 0 has size 15, not a multiple of 2 (data)"],
+        ),
+        ((16,), (("data",), ()), ["P('data', None) is for 2 dimensions, but the array has 1"]),
+        ((), (("data",),), ["P('data') is for 1 dimensions, but the array has 0"]),
         ((16, 24), (("data",), ("data",)), ["P('data', 'data') uses axis 'data' 2 times"]),
         (
             (16, 24),
@@ -215,12 +221,13 @@ def test_rename_axes_renames_and_replicates():
             (15, 3),
             (("x", "data"), ("model", "data"), ("data",)),
             [
-                "P(('x', 'data'), ('model', 'data'), 'data') has 3 dimensions, the array 2",
+                "P(('x', 'data'), ('model', 'data'), 'data') is for 3 dimensions, but the array "
+                "has 2",
                 "P(('x', 'data'), ('model', 'data'), 'data') names axis 'x', which "
                 "`data=2,model=4` lacks",
                 "P(('x', 'data'), ('model', 'data'), 'data') uses axis 'data' 3 times",
-                "dimension 0 of 15 does not divide by 2 (x*data)",
-                "dimension 1 of 3 does not divide by 8 (model*data)",
+                "dimension 0 has size 15, not a multiple of 2 (x*data)",
+                "dimension 1 has size 3, not a multiple of 8 (model*data)",
             ],
         ),
     ],
@@ -344,15 +351,15 @@ def test_every_leaf_that_does_not_fit_is_named_and_specs_that_fit(trained):
     ckpt = reshard.select(trained, ["params", "opt_state/0/mu/wi", "wi"])
     problems, hints = told(ckpt, "2x9")
     assert problems == [
-        f"{leaf} does not divide by 9 (model)"
+        f"{leaf}, not a multiple of 9 (model)"
         for leaf in (
-            "opt_state/0/mu/wi  float32[8, 80]: dimension 1 of 80",
-            "params/embed  float32[8, 40]: dimension 1 of 40",
-            "params/layer_1/bias  float32[24]: dimension 0 of 24",
-            "params/layer_2/bias  float32[24]: dimension 0 of 24",
-            "params/layer_10/bias  float32[24]: dimension 0 of 24",
-            "params/wi  float32[8, 80]: dimension 1 of 80",
-            "wi  float32[16]: dimension 0 of 16",
+            "opt_state/0/mu/wi  float32[8, 80]: dimension 1 has size 80",
+            "params/embed  float32[8, 40]: dimension 1 has size 40",
+            "params/layer_1/bias  float32[24]: dimension 0 has size 24",
+            "params/layer_2/bias  float32[24]: dimension 0 has size 24",
+            "params/layer_10/bias  float32[24]: dimension 0 has size 24",
+            "params/wi  float32[8, 80]: dimension 1 has size 80",
+            "wi  float32[16]: dimension 0 has size 16",
         )
     ]
     assert hints == [
@@ -404,7 +411,7 @@ def test_a_misspelt_axis_is_named(trained):
     ckpt = reshard.select(trained, ["params/wi", "opt_state/sums/wi"])
     problems, hints = told(ckpt, "1x8", [("/wi$", "modle,")])
     assert problems == [
-        "opt_state/sums/wi  float32[8]: P('modle', None) has 2 dimensions, the array 1",
+        "opt_state/sums/wi  float32[8]: P('modle', None) is for 2 dimensions, but the array has 1",
         "opt_state/sums/wi  float32[8]: P('modle', None) names axis 'modle', which "
         "`data=1,model=8` lacks",
         "params/wi  float32[8, 80]: P('modle', None) names axis 'modle', which `data=1,model=8` "

@@ -219,7 +219,7 @@ def test_files_that_are_not_one_tree(tmp_path):
     assert lines[1:] == [
         "  w: it occurs twice",
         "  `x` is missing, with 1 tensor that the index names in it: `v`",
-        "  `w`: it is in `opt_state.msgpack`, and the index names it in `flax_model.msgpack`",
+        "  `w` is in `opt_state.msgpack`, but the index names `flax_model.msgpack`",
     ]
 
 
@@ -315,14 +315,14 @@ WRONG = {
     "text for bytes": (packed(ext(1, [4], "int8", "abcd")), "it has 4 bytes, and int8"),
     "a name": (msgpack.packb({"..": ext(1, [1], "int8", b"1")}), "its name points outside the"),
     "parts": (chunked((3, 3), F4, F4), r"a/w: its parts do not form \[3, 3\] of one dtype"),
-    "no parts": (chunked((3, 3)), "a/w is malformed: Flax writes chunked arrays in another form"),
+    "no parts": (chunked((3, 3)), "a/w is not a chunked array in the form that Flax writes"),
     "more parts": (
         chunked((4,), F4, extra=1),
-        "a/w is malformed: Flax writes chunked arrays in another form",
+        "a/w is not a chunked array in the form that Flax writes",
     ),
     "two axes": (
         chunked((4, -1), F4),
-        "a/w is malformed: Flax writes chunked arrays in another form",
+        "a/w is not a chunked array in the form that Flax writes",
     ),
 }
 

@@ -107,7 +107,7 @@ def test_names_that_files_cannot_have(zarr3, tmp_path):
     tree = {key: values(seed) for seed, key in enumerate(NOT_FILES)} | {"w": values(99)}
     ckpt, out = put(tmp_path / "saved", tree, use_zarr3=zarr3), tmp_path / "out"
     told = [f"{format_path((key,))}: {why}" for key, why in sorted(NOT_FILES.items())]
-    summary = "arrays that cannot be stored as plain files"
+    summary = "some arrays cannot be stored as plain files"
     for plan in (reshard.plan(ckpt, ocdbt=False), reshard.plan(ckpt, out, ocdbt=False)):
         assert plan.problems == (summary, *told)
         assert plan.hints == ("ocdbt=True stores them in a database",)

@@ -440,7 +440,7 @@ def test_a_coverage_and_an_array_have_a_page():
         "5% of the bytes",
     ]
     assert found.lists["Problems"] == [
-        "kernel  [32, 30]: dimension 1 of 30 does not divide by 4 (model)"
+        "kernel  [32, 30]: dimension 1 has size 30, not a multiple of 4 (model)"
     ]
     assert [layout[1] for layout in found.data["layouts"]] == [28, 3840]
 
@@ -452,7 +452,7 @@ def test_objects_show_themselves_in_a_frame(ckpt, planned, run):
         framed = x._repr_html_()
         assert framed.startswith('<iframe sandbox="allow-scripts" width="100%" ')
         assert html.unescape(framed).endswith(f'srcdoc="{to_html(x)}"></iframe>')
-    with pytest.raises(reshard.ArgumentError, match="there is no page of str"):
+    with pytest.raises(reshard.ArgumentError, match="an object of type `str` has no page"):
         reshard.to_html("run/1")
 
 
@@ -524,7 +524,7 @@ def test_html_replaces_only_a_page(run, tmp_path):
     assert [*tmp_path.iterdir()] == [file]
     file.write_text("<!doctype html>\nsomething else")
     told = refused(run, *words)
-    assert told.startswith(f"Error: --html {file}: this file exists and is not a page\n")
+    assert told.startswith(f"Error: --html {file}: the file exists and is not a page of reshard\n")
     assert file.read_text() == "<!doctype html>\nsomething else"
 
 
@@ -551,12 +551,12 @@ def test_a_wrong_file_is_an_error_before_the_work(run, tmp_path, monkeypatch, co
     # A page inside a checkpoint would damage the checkpoint.
     (tmp_path / "link").symlink_to(run / "run")
     for file in (run / "run" / "1" / "page.html", tmp_path / "link" / "1" / "x.html"):
-        assert told(file) == f"it would be inside the checkpoint {run / 'run' / '1'}"
+        assert told(file) == f"the page would be inside the checkpoint {run / 'run' / '1'}"
         assert not file.exists()
     if command == "ckpt":
         out = run / "out"
         out.mkdir()
-        assert told(out / "x.html") == f"it would be inside the checkpoint {out}"
+        assert told(out / "x.html") == f"the page would be inside the checkpoint {out}"
         out.rmdir()
 
 
@@ -601,9 +601,9 @@ def test_inspect_shows_the_tree(run):
     assert [re.sub("  +", "  ", line) for line in out.splitlines()[2:]] == [
         "opt_state/0/mu/embed  30.00 KiB  #######  float32[96,80]  P('data', 'model')",
         "params  61.97 KiB  #############  10 leaves",
-        "  embed  30.00 KiB  #######  float32[96,80]  replicated",
+        "  embed  30.00 KiB  #######  float32[96,80]  P()",
         "  layers/{0..2}  31.97 KiB  #######  9 leaves",
-        "  bias  480 B  3 leaves  float32[40]  replicated",
+        "  bias  480 B  3 leaves  float32[40]  P()",
         f"  kernel  22.50 KiB  #####  3 leaves  float32[48,40]  {split}",
         f"  proj  9.00 KiB  ##  3 leaves  float32[8,6,16]  {both}",
         "rate  8 B  float64[]  Python scalar",

@@ -137,7 +137,7 @@ def plan_within(array, chunks, memory):
 
 def named_minimum(error):
     """The bytes of the first hint. The message names the same number."""
-    hint = " is the least that rewrites it"
+    hint = " is the least that is enough"
     hinted = re.fullmatch(rf'max_memory="(\d+)KiB"{hint}', error.hints[0])
     assert hinted is not None
     least = int(hinted[1]) * 1024
@@ -232,7 +232,7 @@ def test_keep_with_a_cast_and_too_little_memory_is_an_error():
     assert plan_array(cast, "keep", least).chunk == (MIB,)
     with pytest.raises(MemoryLimitError) as caught:
         plan_array(cast, "keep", least - 1)
-    assert caught.value.hints == ('max_memory="10256KiB" is the least that rewrites it',)
+    assert caught.value.hints == ('max_memory="10256KiB" is the least that is enough',)
 
 
 @pytest.mark.parametrize("chunks", ["shard", "keep", 64 << 10])
@@ -313,8 +313,8 @@ def test_a_chunk_that_cannot_fit_names_the_minimum():
     # 4 MiB encoded and decoded, a buffer of 64 KiB, and 16 KiB.
     text = (
         "params/w: rewriting one stored chunk of [1048576] (4.00 MiB) takes 8.08 MiB, more than "
-        "the limit of 1.00 MiB\n\n"
-        'hint: max_memory="8272KiB" is the least that rewrites it'
+        "the memory limit of 1.00 MiB\n\n"
+        'hint: max_memory="8272KiB" is the least that is enough'
     )
     array = layout((4 * MIB,), (MIB,), (MIB // 2,))
     refused(MemoryLimitError, text, plan_array, array, "shard", MIB)

@@ -55,8 +55,9 @@ def does_not_fit(least, *names):
     """What is said of chunks that each take so many bytes, with one byte less."""
     lines = "".join(f"  {name}: {format_bytes(least)}\n" for name in names)
     return (
-        f"one chunk, encoded and decoded, does not fit into {format_bytes(least - 1)}\n{lines}\n"
-        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that reads it'
+        "one chunk, encoded and decoded, takes more than the memory limit of "
+        f"{format_bytes(least - 1)}\n{lines}\n"
+        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that is enough'
     )
 
 

@@ -462,9 +462,9 @@ def test_a_job_that_cannot_read_for_its_digests_writes_nothing(tmp_path, monkeyp
     asked = {"max_memory": "2MiB", flag: True}
     args = reshard.open(path), tmp_path / "more"
     assert refused(reshard.MemoryLimitError, reshard.save, *args, **asked) == (
-        "one chunk, encoded and decoded, does not fit into 2.00 MiB\n"
+        "one chunk, encoded and decoded, takes more than the memory limit of 2.00 MiB\n"
         "  large: 8.02 MiB\n\n"
-        'hint: max_memory="8209KiB" is the least that reads it'
+        'hint: max_memory="8209KiB" is the least that is enough'
     )
 
 

@@ -719,7 +719,8 @@ def test_one_error_lists_all_mismatches(plain, target):
         "  step: the target has a Python float, the checkpoint a Python scalar (int64)\n"
         "  params/layer_0/bias: the target has float32[17], the checkpoint float32[16]\n"
         "  params/layer_0/kernel: the target has bfloat16[8, 16], the checkpoint float32[8, 16]\n"
-        "  params/layer_1/bias: it has no sharding\n\n" + "\n".join([CAST_HINT, TARGET_HINT])
+        "  params/layer_1/bias: in the target, it has no sharding\n\n"
+        + "\n".join([CAST_HINT, TARGET_HINT])
     )
     ckpt = reshard.open(path)
     before = layouts.bytes_read()
@@ -797,8 +798,8 @@ def test_keep_of_missing_leaves_and_of_leaves_without_a_value(plain, target):
     )
     assert refused(path, target, keep=("params/head/*", "step")) == (
         f"`{path}` {HEAD}: 2 kept without a value\n"
-        "  params/head/bias: keep names it, but it has no value\n"
-        "  params/head/kernel: keep names it, but it has no value\n\n" + KEPT_HINT
+        "  params/head/bias: keep names it, but in the target it has no value\n"
+        "  params/head/kernel: keep names it, but in the target it has no value\n\n" + KEPT_HINT
     )
     target["params"]["head"] = real(tree["params"]["head"], layouts.mesh((1, 8)))
     got = reshard.restore(path, target, keep=("params/head/*", "step"))
@@ -967,7 +968,9 @@ def test_an_abstract_mesh_is_the_one_in_context(plain, explicit):
     assert len(arrays) == 8
     text = refused(path, target)
     assert text.startswith(f"`{path}` {HEAD}: 8 without a usable sharding\n")
-    assert text.count("its sharding is on an AbstractMesh, which has no devices") == 8
+    assert (
+        text.count("in the target, its sharding is on an AbstractMesh, which has no devices") == 8
+    )
     with jax.set_mesh(on):
         got = reshard.restore(path, target)
     expected = abstract(tree, on)
@@ -993,10 +996,10 @@ def test_a_chunk_that_does_not_fit(tmp_path):
     }
     least = max(charges.values())
     assert str(caught.value) == (
-        "one chunk, encoded and decoded, does not fit into 1.00 MiB\n"
+        "one chunk, encoded and decoded, takes more than the memory limit of 1.00 MiB\n"
         f"  a: {charges['a'] / 2**20:.2f} MiB\n"
         f"  b: {charges['b'] / 2**20:.2f} MiB\n\n"
-        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that reads it'
+        f'hint: max_memory="{-(-least // 1024)}KiB" is the least that is enough'
     )
     assert caught.value.least == least
     for enough in (least, f"{-(-least // 1024)}KiB"):

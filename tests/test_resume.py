@@ -298,7 +298,7 @@ def test_other_arguments(sources, tmp_path):
         with pytest.raises(reshard.DestinationError) as error:
             save(source, out, resume=True, **options)
         lines = str(error.value).splitlines()
-        assert lines[0] == f"the unfinished job for `{out}` is a different one"
+        assert lines[0] == f"the unfinished job for `{out}` is not this job"
         assert lines[2].startswith("  process ")
         assert lines[-1] == "hint: overwrite=True starts again"
 

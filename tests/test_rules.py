@@ -81,13 +81,13 @@ def test_match_specs_against_a_plain_loop(paths, rules):
         ),
         (
             [("(", "data"), ("kernel", "data"), ("[a", "")],
-            "the spec rules cannot be read\n"
+            "the specs cannot be read\n"
             "  `(` is not a regex: missing ), unterminated subpattern at position 0\n"
             "  `[a` is not a regex: unterminated character set at position 0",
         ),
         (  # a glob
             [("**/kernel", "data"), ("params/den?e/**", "")],
-            "the spec rules cannot be read\n"
+            "the specs cannot be read\n"
             "  `**/kernel` is not a regex: nothing to repeat at position 0\n"
             "  `params/den?e/**` is not a regex: multiple repeat at position 14\n\n"
             "hint: as a regex, the glob `**/kernel` is `^(.*/)?kernel$`\n"
@@ -180,7 +180,8 @@ def test_all_wrong_rules_are_listed(rules, named):
         parse_rules(rules, ["embed"])
     lines = "".join(f"  {name}\n" for name in named)
     assert str(caught.value) == (
-        f"a rule is a logical name with a mesh axis, several, or None\n{lines}\n{HINT}"
+        "a rule must be a pair: a logical name, and a mesh axis, a tuple of mesh axes, or "
+        f"None\n{lines}\n{HINT}"
     )
 
 

@@ -225,7 +225,7 @@ def entry(begin, end, shape=(2,), dtype="F32"):
 
 
 WRONG = {
-    "short": (b"1234", "its header has 4 bytes"),
+    "short": (b"1234", "it has 4 bytes, too few for a header"),
     "long": (header({}, length=1 << 40), r"a header of 1.00 TiB in a file of 10 B"),
     "no json": (
         header(b"{..."),
@@ -287,10 +287,9 @@ def test_an_index_that_contradicts_the_files(parts, tensors):
     lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
     assert sorted(lines[1:]) == sorted(
         [
-            f"  `{first}`: it is in `{own}`, and the index names it in "
-            "`model-00002-of-00003.safetensors`",
+            f"  `{first}` is in `{own}`, but the index names `model-00002-of-00003.safetensors`",
             "  `x` is missing, with 1 tensor that the index names in it: `lost`",
-            f"  `{second}`: it is in `{own}`, and the index names it nowhere",
+            f"  `{second}` is in `{own}`, but the index does not list it",
         ]
     )
     index.write_text(json.dumps(document))

@@ -141,6 +141,6 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
 @pytest.mark.parametrize("number, count", [(3, 3), (-1, 3), (0, 0)])
 def test_shares_that_there_are_not(number, count):
     planned = Plan(())
-    text = f"there is no share {number} of {count}: they are numbered from 0"
+    text = f"there is no share {number} of {count}: shares are numbered from 0"
     with pytest.raises(reshard.ArgumentError, match=f"^{text}$"):
         planned.share(number, count)

@@ -77,7 +77,7 @@ def test_refusals_in_a_bucket(stores, jobs):
     save(path, url, share=(1, 2))
     with pytest.raises(reshard.DestinationError, match=f"the job of `{url}` has 2 shares, not 3"):
         save(path, url, share=(1, 3))
-    with pytest.raises(reshard.DestinationError, match="missing: 0\n"):
+    with pytest.raises(reshard.DestinationError, match="missing share numbers: 0\n"):
         reshard.commit(url)
     place = parse_location(url)
     (document,) = (place / e.path for e in place.walk() if e.path.endswith("/1.json"))

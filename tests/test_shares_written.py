@@ -155,7 +155,7 @@ def test_what_is_to_replace_another_is_missed(jobs, tmp_path, monkeypatch, numbe
         killed_in(monkeypatch, saving, "write_share", write, *arguments, overwrite=True)
     else:
         write(source, out, numbers, 2, overwrite=True)
-    with pytest.raises(reshard.DestinationError, match="missing: 0"):
+    with pytest.raises(reshard.DestinationError, match="missing share numbers: 0"):
         reshard.commit(out)
     assert hashes(out) == before
     write(source, out, range(2), 2, overwrite=True)
@@ -174,7 +174,9 @@ def test_what_is_gone_of_a_share_is_missed(jobs, tmp_path):
             file.write_bytes(file.read_bytes() + b"x")
         else:
             file.unlink()
-        with pytest.raises(reshard.DestinationError, match=r"(?s)1 of 7 shares .*missing: 2\n"):
+        with pytest.raises(
+            reshard.DestinationError, match=r"(?s)1 of 7 shares .*missing share numbers: 2\n"
+        ):
             reshard.commit(out)
         write(source, out, [2])
     reshard.commit(out)
@@ -224,12 +226,12 @@ def test_values_in_memory_and_functions(jobs, tmp_path):
 def test_missing_shares_are_listed_as_a_range(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     write(source, out, [1, 2, 4], 10)
-    several = f"7 of 10 shares of `{out}` are not complete\n  missing: 0,3,5-9\n"
+    several = f"7 of 10 shares of `{out}` are not complete\n  missing share numbers: 0,3,5-9\n"
     several += "  share 0, which also writes documents and other items, is not finished\n\n"
     several += "hint: write the missing shares: 0,3,5-9"
     refused(reshard.DestinationError, several, reshard.commit, out)
     write(source, out, [0, 3, 5, 6, 7, 8], 10)
-    one = f"1 of 10 shares of `{out}` is not complete\n  missing: 9\n\n"
+    one = f"1 of 10 shares of `{out}` is not complete\n  missing share numbers: 9\n\n"
     one += "hint: write the missing shares: 9"
     refused(reshard.DestinationError, one, reshard.commit, out)
     write(source, out, [9], 10)
@@ -245,8 +247,8 @@ def test_shares_of_other_jobs(jobs, tmp_path, monkeypatch):
     for options in ({"codec": "none"}, {"max_memory": "4MiB"}):
         with pytest.raises(reshard.DestinationError) as caught:
             save(source, out, share=(1, 7), **options)
-        assert caught.value.summary == f"the unfinished job for `{out}` is a different one"
-        told = "its arguments, its source or its version of reshard differ"
+        assert caught.value.summary == f"the unfinished job for `{out}` is not this job"
+        told = "its arguments, its source or its version of reshard differ from those of this job"
         assert caught.value.problems[0] == told
         assert caught.value.problems[1].startswith(f"process {os.getpid()} on {platform.node()}, ")
         assert caught.value.hints == (f"rm -r '{left}', then start again",)
@@ -254,7 +256,7 @@ def test_shares_of_other_jobs(jobs, tmp_path, monkeypatch):
     text += "hint: share=(..., ...) writes one of the 7 shares of that job"
     refused(reshard.DestinationError, text, write, source, out, [1], 8)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
-    with pytest.raises(reshard.DestinationError, match="is a different one"):
+    with pytest.raises(reshard.DestinationError, match="is not this job"):
         write(source, out, [3])
     assert hashes(left) == before
 
@@ -266,7 +268,7 @@ def test_a_source_that_changes(tmp_path, before_share):
     write(source, out, range(1 if before_share else 2), 2)
     (source / "_METADATA").write_bytes((source / "_METADATA").read_bytes() + b" ")
     if before_share:
-        with pytest.raises(reshard.DestinationError, match="is a different one"):
+        with pytest.raises(reshard.DestinationError, match="is not this job"):
             write(source, out, [1], 2)
     else:
         text = f"the source changed during the job\n  `{source}`\n\n"
@@ -288,7 +290,7 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     text = f"no shares exist for `{out}`\n\nhint: share=(..., ...) writes one of them"
     refused(reshard.CheckpointNotFoundError, text, reshard.commit, out)
-    text = "`0` is not a number of workers"
+    text = "workers must be a whole number of 1 or more, not 0"
     refused(reshard.ArgumentError, text, save, source, out, workers=0)
     assert [*tmp_path.iterdir()] == []
     write(source, out, [1], 2)
@@ -328,7 +330,7 @@ def test_documents_that_are_damaged_are_refused(jobs, tmp_path, name):
         refused(reshard.DestinationError, text, reshard.commit, out)
     file.unlink()
     missing = {"unshared": 0}.get(name, name)
-    with pytest.raises(reshard.DestinationError, match=rf"missing: {missing}\n"):
+    with pytest.raises(reshard.DestinationError, match=rf"missing share numbers: {missing}\n"):
         reshard.commit(out)
     write(source, out, [int(missing)], 3)
     assert reshard.commit(out)
@@ -342,7 +344,7 @@ def test_a_task_that_runs_again_after_its_job_was_committed(jobs, tmp_path):
     reshard.commit(out)
     before = hashes(out)
     write(source, out, [1], 2, overwrite=True)
-    with pytest.raises(reshard.DestinationError, match=r"missing: 0\n"):
+    with pytest.raises(reshard.DestinationError, match=r"missing share numbers: 0\n"):
         reshard.commit(out)
     assert hashes(out) == before
     shutil.rmtree(*unfinished(out))

@@ -311,7 +311,7 @@ def not_resumed(root, out, **options):
     with pytest.raises(reshard.DestinationError) as error:
         reshard.save(opened(root), out, resume=True, **options)
     lines = str(error.value).splitlines()
-    assert lines[0] == f"the unfinished job for `{out}` is a different one"
+    assert lines[0] == f"the unfinished job for `{out}` is not this job"
     assert lines[-1] == "hint: overwrite=True starts again"
     return lines
 
@@ -323,7 +323,10 @@ def test_resuming_after_the_source_changed(root, tmp_path, where, change):
     before = hashes(kept)
     change(root / where)
     lines = not_resumed(root, out)
-    assert lines[1] == "  its arguments, its source or its version of reshard differ"
+    assert (
+        lines[1]
+        == "  its arguments, its source or its version of reshard differ from those of this job"
+    )
     assert hashes(kept) == before
     reshard.save(opened(root), out, overwrite=True)
     assert copies(out) == copies(root)

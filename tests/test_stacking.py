@@ -575,7 +575,7 @@ SOME += "`indices`, or `{0,2}` or `{:24}` in place of `{}` in an option"
 UNCLEAR = "the path does not name the layers"
 NEAREST = "\n\nhint: the leaf nearest to `@` is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers cannot be stacked"
-KEYS = "params/l0/w: PRNG keys can only be moved, stacked or unstacked"
+KEYS = "`params/l0/w` holds PRNG keys, which can only be renamed, stacked or unstacked"
 STEP = "operations that cannot be applied\n  params/layer_0/b + params/layer_1/b -> params/l/b  "
 TAKEN = "leaves exist at these paths already"
 
@@ -651,17 +651,18 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
             "l2": {"a": (2,), "b": (2, 3), "e": None, "n": (3,)},
         },
         *(ALL, UNLIKE),
-        "params/l/b: it is jax.Array float32[2, 3] or jax.Array float32[3, 3]",
-        "params/l/c: layer 2 has none",
-        "params/l/e: it is None or {}",
-        "params/l/n: it is jax.Array float32[3] or None",
-        "params/l/d: layer 0, 2 has none",
+        "params/l/b: its layers differ: jax.Array float32[2, 3], jax.Array float32[3, 3]",
+        "params/l/c: layer 2 has no such leaf",
+        "params/l/e: its layers differ: None, {}",
+        "params/l/n: its layers differ: jax.Array float32[3], None",
+        "params/l/d: layer 0, 2 has no such leaf",
     ),
     (
         stack,
         {"l0": {"w": jnp.ones(3, "bfloat16")}, "l1": {"w": np.ones(3)}, "l2": {"w": 1.0}},
         *(ALL, UNLIKE),
-        "params/l/w: it is jax.Array bfloat16[3] or np.ndarray float64[3] or scalar float64[]",
+        "params/l/w: its layers differ: jax.Array bfloat16[3], np.ndarray float64[3], "
+        "scalar float64[]",
     ),
     (
         *(stack, {"l0": {"w": (2,)}, "l00": {"w": (2,)}, "l1": {"w": (2,)}}, ALL, UNLIKE),
@@ -670,11 +671,11 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     # Axes that arrays do not have.
     (
         *(stack, layers_of({"b": (3,), "w": (2, 3)}), ("params/layer_{}", "params/l", 2)),
-        STEP + "2 stacked along axis 2: [3, 1] has no axis 2",
+        STEP + "2 stacked along axis 2: an array of [3, 1] has no axis 2",
     ),
     (
         *(stack, layers_of({"b": (), "w": (2, 3)}), ("params/layer_{}", "params/l", -2)),
-        STEP + "2 stacked along axis -2: [1] has no axis -2",
+        STEP + "2 stacked along axis -2: an array of [1] has no axis -2",
     ),
     (
         stack,
@@ -753,8 +754,9 @@ NO_VALUE = BOTH + "they become one, but opt_state/{0}/{1}/w has no value"
         (
             {"mu": {"l0": {"w": [(2,), (3,)]}, "l1": {"w": {"value": (2, 3)}}}},
             [
-                f"opt_state/mu/{place}: it is not in the place of params/{parameter}/w"
-                for place, parameter in (("l0/w/0", "l0"), ("l0/w/1", "l0"), ("l1/w/value", "l1"))
+                f"opt_state/mu/{place}: its path does not match that of its parameter "
+                f"params/{own}/w"
+                for place, own in (("l0/w/0", "l0"), ("l0/w/1", "l0"), ("l1/w/value", "l1"))
             ],
         ),
     ],
@@ -768,7 +770,7 @@ def test_moments_in_one_vector_are_refused(tmp_path):
     """Beside the optimizer's state there may be tables of anything."""
     state = state_of(ALIKE, optax.flatten(optax.adam(1e-3)))
     tree = {"params": state.params, "table": np.arange(12.0)}
-    problem = "float32[12] mirrors no parameter, and parameters change their order, shape or number"
+    problem = "float32[12] is of no parameter, and parameters change their order, shape or number"
     ckpt = put(tmp_path / "a", tree | {"opt_state": state.opt_state})
     assert refused(stack, ckpt, ALL) == (
         f"{FOLLOW}\n  opt_state/0/mu: {problem}\n  opt_state/0/nu: {problem}{STATE_HINT}"
@@ -781,7 +783,7 @@ def test_placeholders_that_are_not_zero(tmp_path):
     state = {name: {f"l{i}": {"w": np.full(1, i, "f4")} for i in range(2)} for name in ("a", "b")}
     state["c"] = {f"l{i}": {"w": np.zeros(1, "f4")} for i in range(2)}
     ckpt = put(tmp_path / "a", tree_of(ALIKE) | {"opt_state": state})
-    message = "the optimizer's placeholders of layers are not zero"
+    message = "optimizer state that optax does not use must be zero, and is not"
     message += "\n  opt_state/a/l1/w\n  opt_state/b/l1/w"
     assert refused(stack, ckpt, ALL) == message
 
@@ -798,12 +800,12 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
         "  params/l/w  float32[3, 4, 8]: P('pipe', None, 'model') names axis 'pipe', which "
         "`stage=2,model=4` lacks",
         "stage": "the layers cannot be stacked with these partition specs\n"
-        "  params/l/b  float32[3, 4]: dimension 0 of 3 does not divide by 2 (stage)\n"
-        "  params/l/w  float32[3, 4, 8]: dimension 0 of 3 does not divide by 2 (stage)",
+        "  params/l/b  float32[3, 4]: dimension 0 has size 3, not a multiple of 2 (stage)\n"
+        "  params/l/w  float32[3, 4, 8]: dimension 0 has size 3, not a multiple of 2 (stage)",
         "model": "the layers cannot be stacked with these partition specs\n"
-        "  params/l/b  float32[3, 4]: dimension 0 of 3 does not divide by 4 (model)\n"
+        "  params/l/b  float32[3, 4]: dimension 0 has size 3, not a multiple of 4 (model)\n"
         "  params/l/w  float32[3, 4, 8]: P('model', None, 'model') uses axis 'model' 2 times\n"
-        "  params/l/w  float32[3, 4, 8]: dimension 0 of 3 does not divide by 4 (model)",
+        "  params/l/w  float32[3, 4, 8]: dimension 0 has size 3, not a multiple of 4 (model)",
     }.items():
         assert refused(stack, ckpt, ALL, names=names) == message
     alone = put(tmp_path / "b", tree_of(ALIKE))
@@ -865,7 +867,7 @@ def test_random_states_become_what_optax_has_of_stacked_layers_and_back(tmp_path
         stacked = stack(ckpt, "params/*_{}", "params/all_*", axis)
     except TreeMismatchError as error:
         assert error.summary == FOLLOW
-        reasons = ("would be factored over", "adafactor may factor a parameter of the shape")
+        reasons = ("adafactor would factor it", "adafactor may factor a parameter of the shape")
         assert all(any(reason in text for reason in reasons) for text in error.problems)
         return
     assert form_of(stacked) == wanted

@@ -517,7 +517,7 @@ def test_a_class_with_other_required_arguments_is_refused():
 
     assert raised(Sized, mesh=MESH, error=reshard.ArgumentError) == (
         "`Sized` cannot be called: missing a required argument: 'size'\n\n"
-        "hint: a function that does: `def make(): return Sized(...)`"
+        "hint: use a function without arguments, which calls `Sized`"
     )
     arguments = {"mesh": MESH, "inputs": (jnp.ones(2),), "error": reshard.ArgumentError}
     text = "`<lambda>` cannot be called: missing a required argument: 'y'"
@@ -535,7 +535,10 @@ def test_results_without_variables_are_refused():
         "`module` returned the Linen module Dense, which holds no variables\n\n"
         "hint: return the variables: `Dense(...).init(jax.random.key(0), x)`"
     )
-    assert raised(nothing, mesh=MESH, error=reshard.ArgumentError) == "`nothing` returned None"
+    assert (
+        raised(nothing, mesh=MESH, error=reshard.ArgumentError)
+        == "`nothing` returned None, not a state"
+    )
 
 
 @pytest.mark.parametrize("key", dict.fromkeys([OUT_SHARDING, "sharding_names", "sharding"]))
@@ -898,12 +901,15 @@ def test_all_problems_of_a_train_state_at_once():
         "  params/axis  [8, 8] ('data', 'expert'): P('data', 'expert') names axis 'expert', "
         "which `data=2,model=4` lacks\n"
         "  params/both  [8, 8] ('model', 'model'): P('model', 'model') uses axis 'model' 2 times\n"
-        "  params/long  [4] ('hidden', 'embed'): P('model', 'data') has 2 dimensions, the array 1\n"
+        "  params/long  [4] ('hidden', 'embed'): P('model', 'data') is for 2 dimensions, but the "
+        "array has 1\n"
         "  params/mixed: no rule has the logical name 'model', which is also an axis of "
         "`data=2,model=4`\n"
-        "  params/odd  [7, 6] ('embed', 'hidden'): dimension 0 of 7 does not divide by 2 (data)\n"
-        "  params/odd  [7, 6] ('embed', 'hidden'): dimension 1 of 6 does not divide by 4 (model)\n"
-        "  params/twice: its names ('embed', 'embed') have 'embed' twice\n\n"
+        "  params/odd  [7, 6] ('embed', 'hidden'): "
+        "dimension 0 has size 7, not a multiple of 2 (data)\n"
+        "  params/odd  [7, 6] ('embed', 'hidden'): "
+        "dimension 1 has size 6, not a multiple of 4 (model)\n"
+        "  params/twice: its axes ('embed', 'embed') have the name 'embed' twice\n\n"
         "hint: the rule (\"expert\", None) replicates dimensions named 'expert'\n"
         'hint: the rule ("model", "model") shards this axis, ("model", None) replicates it'
     )
@@ -923,11 +929,13 @@ def test_logical_names_without_rules():
     assert raised(MLP("logical"), mesh=MESH, inputs=(X,)) == (
         "the model does not fit the mesh `data=2,model=4`\n"
         "  params/DotReluDot_0/Dense_0/kernel: its axes have logical names ('embed', 'hidden'), "
-        "and no rules\n"
-        "  params/DotReluDot_0/W2: its axes have logical names ('hidden', 'embed'), and no rules\n"
+        "but no rules were given\n"
+        "  params/DotReluDot_0/W2: its axes have logical names ('hidden', 'embed'), but no rules "
+        "were given\n"
         "  params/DotReluDot_1/Dense_0/kernel: its axes have logical names ('embed', 'hidden'), "
-        "and no rules\n"
-        "  params/DotReluDot_1/W2: its axes have logical names ('hidden', 'embed'), and no rules\n"
+        "but no rules were given\n"
+        "  params/DotReluDot_1/W2: its axes have logical names ('hidden', 'embed'), but no rules "
+        "were given\n"
         "\n"
         'hint: rules=[("embed", "data"), ...] gives them, rules=[] replicates'
     )
@@ -942,10 +950,10 @@ WRONG_ARGUMENTS = [
         "the Linen module Dense needs inputs to make its variables\n\n"
         "hint: give `inputs`, or a function that returns its variables",
     ),
-    ({"inputs": (X,)}, "`inputs` are for a module or a callable, not dict"),
+    ({"inputs": (X,)}, "the model is a dict: only a module or a function takes `inputs`"),
     (
         {"model": nnx.State({}), "inputs": (X,)},
-        "`inputs` are for a module or a callable, not State",
+        "the model is a State: only a module or a function takes `inputs`",
     ),
     (
         {"semantics": "NNX"},
@@ -955,7 +963,7 @@ WRONG_ARGUMENTS = [
 WRONG_MODELS = [
     (
         {"rules": [("embed", 1), ("mlp", "model"), "x"]},
-        "a rule is a logical name with a mesh axis, several, or None\n"
+        "a rule must be a pair: a logical name, and a mesh axis, a tuple of mesh axes, or None\n"
         "  ('embed', 1)\n"
         "  'x'\n\n"
         'hint: rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]',
@@ -978,7 +986,7 @@ WRONG_MODELS = [
         {"specs": [("w", P("data", "model", None)), ("b$", P("x"))]},
         "the model does not fit the mesh `data=2,model=4`\n"
         "  layer/b  [8]: P('x') names axis 'x', which `data=2,model=4` lacks\n"
-        "  w  [8, 8]: P('data', 'model', None) has 3 dimensions, the array 2",
+        "  w  [8, 8]: P('data', 'model', None) is for 3 dimensions, but the array has 2",
     ),
     (
         {"mesh": None},

@@ -342,9 +342,18 @@ def test_renames_that_cannot_be_are_all_named(paths, rules, text):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (("(", "x"), "rename `(=x`: missing ), unterminated subpattern at position 0"),
-        (("^step$", r"\2"), r"rename `^step$=\2`: invalid group reference 2 at position 1"),
-        (("^step$", r"\g<n>"), r"rename `^step$=\g<n>`: unknown group name 'n'"),
+        (
+            ("(", "x"),
+            "rename `(=x` is invalid: missing ), unterminated subpattern at position 0",
+        ),
+        (
+            ("^step$", r"\2"),
+            r"rename `^step$=\2` is invalid: invalid group reference 2 at position 1",
+        ),
+        (
+            ("^step$", r"\g<n>"),
+            r"rename `^step$=\g<n>` is invalid: unknown group name 'n'",
+        ),
         (
             ("^step$", ""),
             f"`` is not a path: a key is empty or its quotes do not close\n\n{QUOTES}",

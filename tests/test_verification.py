@@ -533,7 +533,9 @@ def test_exit_status_2_if_verify_cannot_run(made, tmp_path, run):
     nothing = f"Error: nothing exists at `{tmp_path}/nothing`\n"
     assert refused(tmp_path, "verify", tmp_path / "nothing").startswith(nothing)
     told = refused(tmp_path, "verify", path, "--max-memory", "1KiB")
-    assert told.startswith("Error: one chunk, encoded and decoded, does not fit into 1.00 KiB\n")
+    assert told.startswith(
+        "Error: one chunk, encoded and decoded, takes more than the memory limit of 1.00 KiB\n"
+    )
     told = refused(tmp_path, "verify", path, "--against", tmp_path / "nothing")
     assert told.startswith(nothing)
     (tmp_path / "map.toml").touch()

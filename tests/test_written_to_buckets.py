@@ -260,7 +260,7 @@ def test_a_directory_that_is_swept_away_while_it_is_written(run, stores, url):
         files = [found.path for found in location.walk() if found.is_file]
         location.remove_files([path for path in files if re.search(part, path)])
 
-    short = rf"^1 of 1 shares of `{url}` is not complete\n  missing: 0\n"
+    short = rf"^1 of 1 shares of `{url}` is not complete\n  missing share numbers: 0\n"
     gone = (
         r"^files that the commit record names are missing\n(.|\n)*"
         rf"hint: delete `{url}` while no job"
@@ -319,7 +319,7 @@ def test_a_store_that_ignores_conditions(small, stores):
     url = f"{stores.bucket('gs')}/out"
     text = (
         f"`{url}` cannot be written\n"
-        "  this store ignores conditions of writes, so two jobs could mix\n\n"
+        "  this store ignores conditional writes, so two jobs could overwrite each other\n\n"
         "hint: write to a disk, and copy the result"
     )
     refused(text, on("1x8", small), url, error=reshard.StoreError)
@@ -372,7 +372,7 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
     if not recorded:
         error = reshard.DestinationExistsError
         refused(unfinished(url), on("1x8", small), url, error=error)
-        with pytest.raises(reshard.DestinationError, match="is a different one\n") as caught:
+        with pytest.raises(reshard.DestinationError, match="is not this job\n") as caught:
             reshard.save(on("2x4", small), url, resume=True)
         assert caught.value.hints[-1] == "overwrite=True starts again"
     assert_saved(url, small, stores, resume=True)

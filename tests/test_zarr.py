@@ -273,9 +273,12 @@ def test_keys_are_those_of_tensorstore(data, kind):
         assert pattern.fullmatch(key) is None
 
 
-def test_a_document_without_a_separator():
-    """zarr v2 arrays of other writers leave it out."""
+def test_what_other_writers_leave_out():
+    """It is what TensorStore reads."""
     document = zarr2((4, 4), (2, 2))
     del document["dimension_separator"]
+    assert encoding(document) == encoding(zarr2((4, 4), (2, 2)))
     assert encoding(document).chunk_key((0, 1)) == "0.1"
     assert encoding(document).chunk_index("1.0", 2) == (1, 0)
+    short = zarr3((4, 4), (2, 2), "bytes", {"name": "zstd", "configuration": {"level": 1}})
+    assert encoding(short) == encoding(zarr3((4, 4), (2, 2)))

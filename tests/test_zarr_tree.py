@@ -98,7 +98,10 @@ def test_both_versions_of_zarr_are_refused(tmp_path):
             {f"{driver}/a": np.ones(3), f"b/{driver}/c": np.ones(3)},
         )
     text = refused(CorruptCheckpointError, reshard.open, tmp_path)
-    assert text == f"`{tmp_path}` holds arrays of zarr v2 and of zarr v3"
+    assert (
+        text
+        == f"`{tmp_path}` holds arrays of zarr v2 and of zarr v3, but a checkpoint has one version"
+    )
 
 
 @pytest.mark.parametrize("ocdbt", [True, False])

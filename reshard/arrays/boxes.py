@@ -90,7 +90,7 @@ def inside(box: Box, outer: Box) -> Box:
 def from_front(axis: int, shape: Shape) -> int:
     """An axis, counted from the front."""
     if not -len(shape) <= axis < len(shape):
-        raise TreeMismatchError(f"{list(shape)} has no axis {axis}")
+        raise TreeMismatchError(f"an array of {list(shape)} has no axis {axis}")
     return axis % len(shape)
 
 
@@ -101,7 +101,7 @@ def shape_text(shapes: Sequence[Shape]) -> str:
 def one_shape(shapes: Sequence[Shape]) -> Shape:
     """The shape of the only array."""
     if len(shapes) != 1:
-        raise TreeMismatchError(f"{len(shapes)} arrays, but this operation takes 1")
+        raise TreeMismatchError(f"this operation takes 1 array, not {len(shapes)}")
     return shapes[0]
 
 

@@ -48,19 +48,20 @@ def apply(
     stored = widest(inputs) if isinstance(operation, ops.Concat | ops.Stack) else None
     if len({(h.dtype, stored or h.stored_dtype, h.value_type, h.key_impl) for h in inputs}) > 1:
         raise TreeMismatchError(
-            "arrays of different kinds cannot be combined",
+            "arrays that differ in dtype, stored dtype or type cannot be combined",
             [
                 f"{format_path(h.path)}  {h.describe()} {h.value_type}"
                 + (f", stored as {h.stored_dtype.name}" if h.dtype != h.stored_dtype else "")
+                + (f", PRNG keys of {h.key_impl}" if h.key_impl is not None else "")
                 for h in inputs
             ],
         )
     if first.key_impl is not None and not _of_whole_keys(operation, first.shape):
-        text = "PRNG keys can only be moved, stacked or unstacked"
-        raise TreeMismatchError(f"{format_path(first.path)}: {text}")
+        text = "holds PRNG keys, which can only be renamed, stacked or unstacked"
+        raise TreeMismatchError(f"`{format_path(first.path)}` {text}")
     pairs = zip(outputs, made, strict=True)
     if empty := [f"{format_path(p)}  {first.dtype.name}{list(s)}" for p, s in pairs if 0 in s]:
-        raise TreeMismatchError("the results of operations must not be empty arrays", empty)
+        raise TreeMismatchError("an operation must not make an array without elements", empty)
     if stored is not None:
         first = dataclasses.replace(first, stored_dtype=stored)
     first = _with_dtypes(operation, first)
@@ -100,9 +101,9 @@ def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
     if isinstance(operation, ops.Scale | ops.Add):
         stored, problem = ops.AFFINE, ""
         if not is_floating(dtype) or is_scale(dtype):
-            problem = "it is no float"
+            problem = "its dtype is not floating-point"
         elif saturates(dtype):
-            problem = "it has no infinity that would show an overflow"
+            problem = "its dtype has no infinity that would show an overflow"
         if problem:
             text = f"{format_path(handle.path)}: {dtype.name} cannot be {operation}: {problem}"
             raise TreeMismatchError(text)
@@ -192,7 +193,9 @@ def zeros(
     TreeMismatchError: the dtype has no such value."""
     boxes.check_size(shape)
     if 0 in shape:
-        raise TreeMismatchError(f"{format_path(path)}: a new array must not be empty")
+        raise TreeMismatchError(
+            f"{format_path(path)}: a new array of {list(shape)} has no elements"
+        )
     value = 0 if fill is None else fill
     if not has_value(dtype, value):
         raise TreeMismatchError(

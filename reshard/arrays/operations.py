@@ -157,7 +157,10 @@ class Transpose(_Moving):
     def shapes(self, inputs: Shapes) -> list[Shape]:
         shape = one_shape(inputs)
         if sorted(self.axes) != list(range(len(shape))):
-            raise TreeMismatchError(f"axes {list(self.axes)} do not reorder {list(shape)}")
+            raise TreeMismatchError(
+                f"axes {list(self.axes)} are not an order of all axes of {list(shape)}, "
+                f"which are {list(range(len(shape)))}"
+            )
         return [tuple(shape[axis] for axis in self.axes)]
 
     def inverse(self, inputs: Shapes) -> "Operation":
@@ -179,7 +182,8 @@ class Split(_Moving):
         axis = from_front(self.axis, shape)
         if shape[axis] != sum(self.sizes) or min(self.sizes, default=0) < 0:
             raise TreeMismatchError(
-                f"axis {self.axis} of {list(shape)} cannot be split into {list(self.sizes)}"
+                f"axis {self.axis} of {list(shape)} cannot be split into {list(self.sizes)}: "
+                f"positive sizes must add up to {shape[axis]}"
             )
         return [replaced(shape, axis, size) for size in self.sizes]
 
@@ -200,7 +204,10 @@ class Concat(_Moving):
         axis = from_front(self.axis, inputs[0])
         others = {replaced(shape, axis, 0) for shape in inputs if len(shape) == len(inputs[0])}
         if len(others) > 1 or len({len(shape) for shape in inputs}) > 1:
-            raise TreeMismatchError(f"{shape_text(inputs)} cannot be joined along axis {self.axis}")
+            raise TreeMismatchError(
+                f"{shape_text(inputs)} cannot be joined along axis {self.axis}: "
+                "their other axes must be equal"
+            )
         return [replaced(inputs[0], axis, sum(shape[axis] for shape in inputs))]
 
     def inverse(self, inputs: Shapes) -> "Operation":
@@ -221,7 +228,9 @@ class Stack(_Moving):
 
     def shapes(self, inputs: Shapes) -> list[Shape]:
         if len(set(inputs)) != 1:
-            raise TreeMismatchError(f"{shape_text(inputs)} cannot be stacked")
+            raise TreeMismatchError(
+                f"{shape_text(inputs)} cannot be stacked: their shapes must be equal"
+            )
         shape = inputs[0]
         axis = from_front(self.axis, (*shape, 1))
         made = (*shape[:axis], len(inputs), *shape[axis:])
@@ -252,7 +261,7 @@ class Unstack(_Moving):
         axis = from_front(self.axis, shape)
         if shape[axis] != self.count:
             raise TreeMismatchError(
-                f"axis {self.axis} of {list(shape)} does not have {self.count} parts"
+                f"axis {self.axis} of {list(shape)} makes {shape[axis]} arrays, not {self.count}"
             )
         if self.count > _MOST_PARTS:
             raise TreeMismatchError(
@@ -281,7 +290,10 @@ class Pad(_Moving):
     def shapes(self, inputs: Shapes) -> list[Shape]:
         shape = one_shape(inputs)
         if len(shape) != len(self.widths) or any(min(pair) < 0 for pair in self.widths):
-            raise TreeMismatchError(f"{list(self.widths)} cannot pad {list(shape)}")
+            raise TreeMismatchError(
+                f"{list(self.widths)} cannot pad {list(shape)}: "
+                "each axis needs two widths, of 0 or more"
+            )
         made = tuple(a + size + b for size, (a, b) in zip(shape, self.widths, strict=True))
         check_size(made)
         return [made]
@@ -321,7 +333,7 @@ class Crop(_Moving):
             min(a, b) < 0 or size < a + b for size, (a, b) in zip(shape, self.widths, strict=True)
         ):
             raise TreeMismatchError(
-                f"{list(shape)} is not a result of padding by {list(self.widths)}"
+                f"{list(shape)} cannot be the result of padding by {list(self.widths)}"
             )
         return [tuple(size - a - b for size, (a, b) in zip(shape, self.widths, strict=True))]
 
@@ -360,9 +372,10 @@ class Interleave(_Moving):
         size = shape[from_front(self.axis, shape)]
         block = self._block(size)
         if self.parts < 1 or block < 1 or size % block or block % self.parts:
-            blocks = "" if self.block is None else f"blocks of {self.block} with "
+            blocks = "" if self.block is None else f"blocks of {self.block}, each of "
             raise TreeMismatchError(
-                f"axis {self.axis} of {list(shape)} does not have {blocks}{self.parts} equal parts"
+                f"axis {self.axis} of {list(shape)} cannot be divided into {blocks}{self.parts} "
+                "equal parts"
             )
         return [shape]
 
@@ -532,7 +545,9 @@ class Copies(_Moving):
 
     def shapes(self, inputs: Shapes) -> list[Shape]:
         if not 0 < self.count <= _MOST_PARTS:
-            raise TreeMismatchError(f"there cannot be {self.count} copies")
+            raise TreeMismatchError(
+                f"the number of copies must be 1 to {_MOST_PARTS}, not {self.count}"
+            )
         return [one_shape(inputs)] * self.count
 
     def inverse(self, inputs: Shapes) -> "Operation":
@@ -608,7 +623,7 @@ class Equal(_Boxes):
 
     def shapes(self, inputs: Shapes) -> list[Shape]:
         if len(inputs) != self.count or len({*inputs}) != 1:
-            raise TreeMismatchError(f"{shape_text(inputs)} cannot be equal")
+            raise TreeMismatchError(f"arrays of {shape_text(inputs)} cannot be equal")
         return [inputs[0]]
 
     def inverse(self, inputs: Shapes) -> "Operation":
@@ -645,7 +660,9 @@ class _Affine(_Boxes):
 
     def shapes(self, inputs: Shapes) -> list[Shape]:
         if not self.constant or not math.isfinite(self.constant):
-            raise TreeMismatchError(f"{self}: the number must be finite, and not 0")
+            raise TreeMismatchError(
+                f"an array cannot be {self}: the number must be finite, and not 0"
+            )
         return [one_shape(inputs)]
 
     def compute(self, values: Sequence[np.ndarray], into: np.ndarray, dtype: np.dtype) -> None:
@@ -668,7 +685,7 @@ class _Affine(_Boxes):
         before, after = values[0].astype(dtype), into.astype(dtype)
         lost = np.count_nonzero(np.isfinite(before) & ~np.isfinite(after))
         if lost:
-            raise TreeMismatchError(f"{self}: {lost} elements overflow in {dtype.name}")
+            raise TreeMismatchError(f"elements {self} overflow in {dtype.name}")
         if self.zeroes:
             return
         same = (before == 0) == (after == 0)
@@ -678,7 +695,7 @@ class _Affine(_Boxes):
         lost = np.count_nonzero(~same & (before == before))
         if lost:
             raise TreeMismatchError(
-                f"{self}: {lost} elements underflow in {dtype.name}, which "
+                f"elements {self} underflow in {dtype.name}, which "
                 + ("rounds them" if self.exact else "makes them zero"),
                 hints=["`rounds = true` in the rule's `scale` allows that"],
             )
@@ -766,7 +783,7 @@ class Apply:
         return [made]
 
     def inverse(self, inputs: Shapes) -> NoReturn:
-        raise TreeMismatchError(f"the operation `{self.name}` has no inverse")
+        raise TreeMismatchError(f"the function `{self.name}` has no inverse")
 
     def specs(self, specs: Sequence[Spec], inputs: Shapes) -> list[Spec]:
         """An array of another shape is not partitioned."""
@@ -800,12 +817,14 @@ class Apply:
                 made = np.asarray(self.function(values))
             except Exception as error:
                 told = f"{type(error).__name__}: {error}"
-                raise ReshardError(f"`{self.name}` failed on {given}", [told]) from error
+                raise ReshardError(
+                    f"the function `{self.name}` failed on {given}", [told]
+                ) from error
         made = made.astype(made.dtype.newbyteorder("="), copy=False)
         if made.shape != shape or made.dtype != dtype:
             raise TreeMismatchError(
-                f"`{self.name}` made {made.dtype.name}{list(made.shape)} of {given}, "
-                f"expected {dtype.name}{list(shape)}",
+                f"the function `{self.name}` returned {made.dtype.name}{list(made.shape)} for "
+                f"{given}, expected {dtype.name}{list(shape)}",
                 hints=[f"apply = {{ function = '{self.name}', shape = [...], dtype = '...' }}"],
             )
         return made

@@ -282,7 +282,7 @@ def converted(encoding: Encoding, zarr_format: int) -> Encoding:
     codecs = [each for each in codecs if each[0] != "crc32c" or zarr_format == 3]
     names = [name for name, _ in codecs]
     if not {*names} <= _SHARED_CODECS or (zarr_format == 2 and len(names) > 1):
-        raise ValueError(f"zarr{zarr_format} has no compressor {', '.join(names)}")
+        raise ValueError(f"zarr{zarr_format} does not support its compression: {', '.join(names)}")
     orders = [_parts(text)[1]["order"] for text in encoding.transposes]
     reverses = len(orders) == 1 and orders[0] == sorted(orders[0], reverse=True)
     keys, separator = ("v2", ".") if zarr_format == 2 else ("default", "/")

@@ -73,9 +73,9 @@ def command(
             made = convert(ckpt, flags["drop"] if later else ())
         if emit_map is not None and not made.map.values:
             raise ReshardError(
-                f"--emit-map {emit_map}: no map is written, since the record of the conversion "
-                "from Linen decides",
-                hints=["--model MODULE:NAME, the Linen model"],
+                f"--emit-map {emit_map}: no map is written, because this conversion follows the "
+                "record in SRC",
+                hints=["--model MODULE:NAME, with the Linen model, makes a map"],
             )
         if check:
             made = _checked(made, dst, flags)
@@ -120,7 +120,7 @@ def _draft(file: str | None) -> Iterator[None]:
     try:
         yield
     except TreeMismatchError as error:
-        if file is not None and error.draft is not None and not pathlib.Path(file).exists():
+        if file is not None and error.draft is not None:
             text = error.draft()
             with open(file, "x", encoding="utf-8") as out:
                 out.write(text)

@@ -124,22 +124,11 @@ def _tree_rows(ckpt: Checkpoint, leaves: Mapping[Path, Leaf]) -> list[tuple[str,
         if row.leaf is not None:
             leaf = leaves[tuple(row.leaf["keys"])]
             kind = kind_text(leaf) if isinstance(leaf, ArrayHandle) else type_name(leaf)
-            spec = _tree_spec(leaf)
+            spec = sharding_text(leaf) if isinstance(leaf, ArrayHandle) else ""
         name, size = "  " * row.depth + row.name, format_bytes(row.nbytes)
         bar = "#" * round(_BAR * row.nbytes / total)
         cells.append((name, size, bar, f"{row.count} leaves" * (row.count > 1), kind, spec))
     return cells
-
-
-def _tree_spec(leaf: Leaf) -> str:
-    if not isinstance(leaf, ArrayHandle):
-        return ""
-    sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-        sizes = sharding.mesh.shape
-        if not any(sizes[axis] > 1 for axes in sharding.spec for axis in axes):
-            return "replicated"
-    return sharding_text(leaf)
 
 
 def _dims(shape: Sequence[int]) -> str:
@@ -151,7 +140,7 @@ def _sharding(ckpt: Checkpoint, name: str, mesh: str | None) -> tuple[ArrayHandl
     leaf = next((a for a in ckpt.arrays if format_path(a.path) == name), None)
     if leaf is None:
         near = tree.nearest(name, (a.path for a in ckpt.arrays))
-        hints = [f"the nearest is `{n}`" for n in near[:1]]
+        hints = [f"the nearest array is `{n}`" for n in near[:1]]
         raise TreeMismatchError(f"no array at `{name}`", hints=hints)
     sharding = leaf.sharding
     if mesh is not None:
@@ -165,7 +154,7 @@ def _sharding(ckpt: Checkpoint, name: str, mesh: str | None) -> tuple[ArrayHandl
     if problems := spec_problems(leaf.shape, sharding.mesh, sharding.spec):
         fits = ",".join(dict.fromkeys(f"{axis}=1" for entry in sharding.spec for axis in entry))
         hints = [f"--mesh {fits} fits any array"]
-        raise ShardingError(f"{name} does not fit `{sharding.mesh}`", problems, hints)
+        raise ShardingError(f"`{name}` does not fit the mesh `{sharding.mesh}`", problems, hints)
     return leaf, sharding
 
 

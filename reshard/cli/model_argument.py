@@ -81,7 +81,7 @@ def read_rules(path: str) -> tuple[Pairs | None, Pairs]:
     problems, found = [], {}
     for key, value in document.items():
         if key not in readers:
-            problems.append(f"{key}: not known")
+            problems.append(f"`{key}` is neither `rules` nor `specs`")
             continue
         try:
             found[key] = readers[key](value)

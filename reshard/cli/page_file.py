@@ -35,10 +35,10 @@ def check_page(file: str | None, *checkpoints: str) -> None:
         raise DestinationError(text, hints=hints) from error
     for checkpoint in map(parse_location, checkpoints):
         if parse_location(str(path)).below(checkpoint.resolved()) is not None:
-            text = f"--html {file}: it would be inside the checkpoint {checkpoint}"
+            text = f"--html {file}: the page would be inside the checkpoint {checkpoint}"
             raise DestinationError(text, hints=["write the page to another directory"])
     if begins and not begins.startswith(MARK):
-        text = f"--html {file}: this file exists and is not a page"
+        text = f"--html {file}: the file exists and is not a page of reshard"
         raise DestinationExistsError(text, hints=["write the page to another file"])
 
 

@@ -28,7 +28,9 @@ def run_in_subprocess(model: str, option: str, task: Callable[[Any], T]) -> T:
         process_group=0,  # only this process gets an interrupt from the keyboard, and kills it
     )
     if ran.returncode:
-        raise ReshardError(f"{option} {model}: its process ended with status {ran.returncode}")
+        raise ReshardError(
+            f"{option} {model}: the process of its code ended with exit status {ran.returncode}"
+        )
     result = pickle.loads(ran.stdout)
     if isinstance(result, ReshardError):
         raise result

@@ -140,14 +140,14 @@ def _value_of(match: Match) -> Value:
 
 def _match_norms(made: Alignment) -> None:
     """Matches the leaves that norms have for those of other layers, now that those are known."""
-    sources: dict[Path, Path] = {
-        match.output.path: match.inputs[0].path
+    outputs: dict[Path, Path] = {
+        match.inputs[0].path[1:]: match.output.path
         for match in made.found
-        if match.join is None and match.move == NO_MOVE
+        if match.join is None and match.move == NO_MOVE and layers.is_parameter(match.inputs[0])
     }
     for linen, nnx, origin in made.norms:
         matched = set()
-        for match in layers.normed(linen, nnx, sources):
+        for match in layers.normed(linen, nnx, outputs):
             matched.add(match.inputs[0].path)
             fits = match.shape == match.output.shape
             (made.found if fits else made.mismatches).append(
@@ -207,7 +207,7 @@ def _named_paths(module: Module) -> tuple[Path, ...]:
 #
 # Linen numbers the modules of a class (`Dense_0`, `Dense_1`) as they are made. NNX's are in the
 # order in which attributes are defined, and list members in the order of the list. A layer inside a
-# `Sequential`, an `RNN` or a norm counts at the place of that: Linen makes it beside it.
+# `Sequential`, an `RNN` or a norm counts at the place of that module: in Linen it is a sibling.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -459,7 +459,7 @@ class _Level:
         self._pair_names()
         if self._norm:
             self._made.norms.append((self._linen, self._nnx, self._origin))
-            # In Linen what it wraps may be beside it, and is paired there.
+            # In Linen the wrapped layer may be a sibling of the norm, and is paired there.
             self._taken |= {id(child) for child in self._nnx.children.values()}
         self._pair_classes()
         self._leave_open()
@@ -545,9 +545,12 @@ class _Level:
             made = [] if group.reason else self._tried(group)
             reason = group.reason or _unlike(group, made, self._stacked)
             if group.numbered and all(pairing.found for pairing in made):
-                reason = ""  # What is not alike in them is told of them.
+                reason = ""  # Differences inside them are reported on their own.
             if reason:
                 self._undecided.append(dataclasses.replace(group, reason=reason))
+                # What differs in the only two candidates is evidence about the modules around them.
+                inside = made[0].mismatches if len(made) == 1 else []
+                self._made.mismatches += [x for x in inside if str(x) != reason]
             else:
                 decided.append((group, made))
         # What is not decided may hold the counterparts of what is.

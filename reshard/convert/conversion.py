@@ -95,7 +95,7 @@ class Conversion:
         return {path: ckpt[saved] for path, saved in layout.model.items()}
 
     def compare_outputs(self, run: Mapping[str, RunModel], inputs: Any) -> OutputComparison:
-        """Runs both models, as `reshard.convert.model_run.compare_outputs` has it."""
+        """Runs both models: see `reshard.convert.model_run.compare_outputs`."""
         return compare_outputs(run, inputs, self.map, self.to, self.groups)
 
     def checked(self, model: Any, source: Any, check: Any) -> Checkpoint:
@@ -113,13 +113,13 @@ class Conversion:
             raise TreeMismatchError(
                 f"`{self.source.source.root}` is converted, but the outputs of the models differ",
                 found.problems,
-                ["the plan shows the place of every leaf"],
+                ["a plan lists which leaf became which: look there for exchanged leaves"],
             )
         return self.compared(found).checked(model, source, False)
 
     def compared(self, found: OutputComparison, step: str = "") -> "Conversion":
-        """The conversion after its outputs were found to be equal: groups whose exchange changes
-        the outputs are cleared from the warning of order. `step`: the beginning of the note."""
+        """The conversion after its outputs were found to be equal. The warning of order no longer
+        names groups whose exchange changes the outputs. `step`: the beginning of the note."""
         open_ = [
             (by_order_in(groups, self.map, self.to), why)
             for groups, why in ((found.not_seen, NOT_SEEN), (found.not_tried, NOT_TRIED))
@@ -334,11 +334,18 @@ def _laid_out(
     recorded = recorded_kind(ckpt) if kind is None else None
     try:
         layout = detect(ckpt, kind or recorded, api)
-    except TreeMismatchError:
+    except TreeMismatchError as error:
         if not drop:
             raise
-        ckpt, drop = select(ckpt, drop=drop), ()  # there are no names but the saved ones
-        layout = detect(ckpt, kind or recorded, api)
+        rest = select(ckpt, drop=drop)
+        found = detect(rest, kind or recorded, api)
+        try:
+            layout = detect(ckpt, found.kind, api)
+        except TreeMismatchError:
+            tops = {path[0] for path in found.model.values()}
+            if found.optimizer and any(path[0] in tops for path in ckpt if path not in rest):
+                raise error from None  # it may be the state of dropped parameters
+            return rest, found, {}
     if recorded is not None:
         layout = dataclasses.replace(layout, why=("the record of its conversion says so",))
     state = [(("opt_state", *path), saved) for path, saved in layout.optimizer.items()]

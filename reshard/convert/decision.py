@@ -312,7 +312,7 @@ class Ledger:
             dropped = (self._layout.optimizer_root, None if root else self._layout.step)
             given = [f"drop={as_python([format_glob(path)])}" for path in dropped if path]
             given += [f"init={as_python([format_glob(root)])}"] if root else []
-            end = "resets that state" if root else "leaves that state out"
+            end = "resets the optimizer state" if root else "leaves the optimizer state out"
             self._hints.append(f"{' with '.join(given)} {end}")
         return part
 

@@ -20,15 +20,15 @@ A collection in Linen is the class of a variable in NNX. `MGUCell`, `ConvLSTMCel
 are not in NNX.
 """
 
-import ast
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.boxes import Shape
 from reshard.arrays.operations import Concat
-from reshard.convert.module_tree import OWN, Leaf, Module, unlifted
+from reshard.convert.module_tree import OWN, Leaf, Module, by_path, unlifted
 from reshard.tree import Path, format_path
 
 _LSTM = ("LSTMCell", "OptimizedLSTMCell")
@@ -47,8 +47,8 @@ _COUNTERPARTS = {
     "Linear": (),
     "LinearGeneral": (),
 }
-# Class in NNX -> the attributes that hold other modules. A compact method of Linen makes these
-# modules beside it, not in it.
+# Class in NNX -> the attributes that hold other modules. In a compact method of Linen, these are
+# siblings of the module.
 WRAPPERS = {
     "Sequential": ("layers",),
     "RNN": ("cell",),
@@ -351,43 +351,34 @@ def is_norm(nnx: Module) -> bool:
     return nnx.kind in ("", *_NORM_KEYS) and bool(_norm_leaves(nnx))
 
 
-def normed(linen: Module, nnx: Module, sources: Mapping[Path, Path]) -> list[Match]:
+def normed(linen: Module, nnx: Module, outputs: Mapping[Path, Path]) -> list[Match]:
     """The matches of the leaves of a WeightNorm or SpectralNorm. Each is named after the leaf of
-    another layer: in Linen from the scope of that layer, in NNX from the layer itself."""
+    another layer: in Linen from the scope of that layer, in NNX from the layer itself. `outputs`:
+    Linen's parameters, without the collection, and their counterparts."""
+    leaves = _norm_leaves(nnx)
+    inside: dict[Path, Path] = {  # the model may have the layer at another path, too
+        leaf.path: (*path, name)
+        for path, module in by_path(nnx.children["layer_instance"]).items()
+        for name, (leaf, *_) in module.leaves.items()
+    }
     matches = []
-    for output, inner, suffix in _norm_leaves(nnx):
-        leaf = _leaf_at(nnx.children["layer_instance"], inner)
-        source = sources.get(leaf.path, ()) if leaf is not None else ()
-        # The layer is in the module itself, or beside it.
-        for depth in (len(linen.path), len(linen.path) - 1):
-            if depth >= 0 and source[1 : depth + 1] == linen.path[:depth]:
-                name = "/".join(map(str, (*source[depth + 1 :], suffix)))
-                matches += [Match((leaf,), output) for leaf in linen.leaves.get(name, ())]
+    for name, held in linen.leaves.items():
+        *inner, own = name.split("/")
+        # The layer is a submodule, or a sibling.
+        for scope in dict.fromkeys((linen.path, linen.path[:-1])):
+            path = inside.get(outputs.get((*scope, *inner), ()), ())
+            if path and (*path, own) in leaves:
+                matches += [Match((leaf,), leaves[*path, own]) for leaf in held]
     return matches
 
 
-def _norm_leaves(nnx: Module) -> list[tuple[Leaf, tuple[str, ...], str]]:
-    """Leaves of a norm, each with the path of its leaf in `layer_instance`, and its own name."""
-    found = []
+def _norm_leaves(nnx: Module) -> dict[Path, Leaf]:
+    """Leaves of a norm, by the path of the leaf that each is for in `layer_instance`, and its own
+    name."""
+    found: dict[Path, Leaf] = {}
     for kind, (attribute, own) in _NORM_KEYS.items():
-        if nnx.kind not in ("", kind) or not {"layer_instance", attribute} <= nnx.children.keys():
-            continue
-        for name, (leaf, *_) in nnx.children[attribute].leaves.items():
-            try:
-                key = ast.literal_eval(name)
-            except (ValueError, SyntaxError):
-                return []
-            if not isinstance(key, tuple) or len(key) < 2 - len(own):
-                return []
-            keys = (*map(str, key), *own)
-            found.append((leaf, keys[:-1], keys[-1]))
+        if nnx.kind in ("", kind) and {"layer_instance", attribute} <= nnx.children.keys():
+            for name, (leaf, *_) in nnx.children[attribute].leaves.items():
+                if name.startswith("("):  # a tuple of keys
+                    found[(*re.findall(r"\w+", name), *own)] = leaf
     return found
-
-
-def _leaf_at(module: Module, path: Sequence[str]) -> Leaf | None:
-    *way, name = path
-    for key in way:
-        if key not in module.children:
-            return None
-        module = module.children[key]
-    return next(iter(module.leaves.get(name, ())), None)

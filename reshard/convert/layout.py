@@ -40,7 +40,7 @@ OPTIMIZERS = ("opt_state", "optimizer", "opt", "optimizer_state")
 COLLECTIONS = frozenset(
     ("params", "batch_stats", "cache", "intermediates", "perturbations", "_overwrite_with_gradient")
 )
-# What a module that is saved itself has beside its attributes.
+# The key of a directly saved module that is none of its attributes.
 _BOOKKEEPING = "_pytree__state"
 # Names of arrays in the layers of both APIs; in NNX these are always variables.
 _STANDARD = frozenset(("kernel", "bias", "scale", "embedding", "mean", "var", "key", "count"))
@@ -141,7 +141,7 @@ class _SavedLeaf(NamedTuple):
 
     @property
     def is_held(self) -> bool:
-        """Whether it is all there is in a level named `value`."""
+        """Whether it is alone in a level named `value`."""
         return self.lone == len(self.keys) - 1
 
     @property
@@ -311,7 +311,7 @@ class _Tree:
                 into = "model/" if proofs["nnx"] else "params/"
                 raise TreeMismatchError(
                     "the tree holds optimizer state, but neither `params` nor `model`",
-                    [f"at the top there is {_named(*((key,) for key in self.top))}"],
+                    [f"at the top are {_named(*((key,) for key in self.top))}"],
                     [_moved(key, into) for key in others if key in extra],
                 )
             proofs["nnx"].insert(0, f"the tree holds only {self._named_training()}")
@@ -430,8 +430,8 @@ class _Tree:
         return roots, nested
 
     def _check_variables(self) -> None:
-        """Raises TreeMismatchError if the containers beside `params/params` may be modules: no name
-        among theirs is one of Flax's collections."""
+        """Raises TreeMismatchError if the containers next to `params/params` may be modules: none
+        has the name of one of Flax's collections."""
         others = self.top["params"].keys() - {"params"}
         if not others or others & COLLECTIONS:
             return
@@ -449,7 +449,7 @@ class _Tree:
         )
 
     def _is_collection(self, node: _Node, modules: _Node, depth: int) -> bool:
-        """Whether a container beside `params` is a collection of the user's own: of arrays, which
+        """Whether a container next to `params` is a collection of the user's own: of arrays, which
         are no copy of the parameters; in a train state, of the same modules as the parameters."""
         leaves = list(_leaves_of(node))
         if not leaves or isinstance(leaves[0].path[1], int):
@@ -616,7 +616,7 @@ def _boxes(model: Mapping[Path, Sequence[_SavedLeaf]]) -> Callable[[_SavedLeaf, 
 
     A level that holds nothing but `value` is a module with a parameter of that name if it has a
     name as Linen gives modules, or if another collection has other leaves in it. All others are
-    boxes if one of them must be, by its name, or if there is nothing outside of them.
+    boxes if one of them must be, by its name, or if all leaves are in them.
     """
     modules: set[tuple[str, ...]] = {()}
     holders: dict[tuple[str, ...], _SavedLeaf] = {}

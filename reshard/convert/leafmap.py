@@ -218,7 +218,7 @@ class LeafMap:
         def put(value: Value, made: Value, text: str | None) -> None:
             if isinstance(value, Source):
                 if value.path in values:
-                    raise TreeMismatchError(f"{format_path(value.path)} is used twice")
+                    raise TreeMismatchError(f"{format_path(value.path)} becomes two leaves")
                 values[value.path] = made
                 if text:
                     origin[value.path] = text
@@ -251,7 +251,7 @@ class LeafMap:
             if value.fill is not None and (problem := _differs(leaves[path], value.fill, value))
         ]
         if wrong:
-            raise TreeMismatchError("leaves that the map drops differ from its fill values", wrong)
+            raise TreeMismatchError("dropped leaves do not hold the constant of their rule", wrong)
 
         def run(call: Call, values: Sequence[Any]) -> Sequence[Leaf]:
             inputs = [leaf for leaf in values if isinstance(leaf, ArrayHandle)]

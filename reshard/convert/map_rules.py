@@ -624,7 +624,9 @@ def _undone(rule: Rule) -> list[Rule]:
     if key in PARTS and (numbered != (0 in groups) or any(t.groups != groups for t in targets)):
         raise ValueError("the paths of its parts contain different numbers")
     if values.get("order") is not None:
-        raise ValueError("`order` cannot be inverted: number the pieces, or list a regex for each")
+        raise ValueError(
+            "`concat` with `order` has no inverse: number the pieces with `by` instead"
+        )
     if key == "concat" and values["sizes"] is None:
         raise ValueError("`concat` lacks the `sizes` of the pieces")
     count = None if rule.by else len(sources)
@@ -967,7 +969,7 @@ class _Tree:
         for leaf in self.leaves.values():
             source = format_path(leaf.source or ())
             if leaf.last and leaf.text != source and search(source):
-                self.hints.append(f"`{source}` is `{leaf.text}` by rule {leaf.last.number}")
+                self.hints.append(f"rule {leaf.last.number} renamed `{source}` to `{leaf.text}`")
                 return
         paths = (tuple(text.split("/")) for text in self.leaves)
         near = tree.nearest_to_regex(pattern.literal or pattern.text, paths)

@@ -218,7 +218,7 @@ _TEXT = (_is_text, "a text")
 _TEXTS = (_list_of(_is_text), "a list of texts")
 _ONE_OR_MORE = (
     lambda v: _is_text(v) or (_list_of(_is_text)(v) and v != []),
-    "a text or a list of them",
+    "a text or a list of texts",
 )
 _GROUP = (lambda v: _is_size(v) or _is_text(v), "a group or a text")
 _TABLE = (lambda value: isinstance(value, dict), "a table")
@@ -242,7 +242,7 @@ _NEW_SHAPE = (
         and min(v, default=0) >= -1
         and len(v) <= boxes.MOST_AXES
     ),
-    f"a list of at most {boxes.MOST_AXES} sizes, where one may be -1",
+    f"a list of at most {boxes.MOST_AXES} sizes; one may be -1",
 )
 # Their numbers may be expressions.
 _NUMERIC = (_INT, _COUNT, _INTS, _SIZES, _NUMBER, _FACTOR, _WIDTHS, _NEW_SHAPE)
@@ -295,13 +295,13 @@ class _File(NamedTuple):
             self.problems.append(f"{where}: {error}")
             return None
         if not fits(value):
-            self.problems.append(f"{where} is not {words}: {value!r:.80}")
+            self.problems.append(f"{where} must be {words}, not {value!r:.80}")
             return None
         return _frozen(value)
 
     def _table(self, table: Any, form: dict[str, Any], where: str) -> dict[str, Any] | None:
         if not isinstance(table, dict):
-            self.problems.append(f"{where} is not a table: {table!r:.80}")
+            self.problems.append(f"{where} must be a table, not {table!r:.80}")
             return None
         made: dict[str, Any] = {name.rstrip("?"): None for name in form}
         for key, value in table.items():
@@ -695,7 +695,7 @@ def _settings(rows: Sequence[Row], leaves: Mapping[tree.Path, boxes.Shape]) -> l
         shapes.update(zip(row.outputs, made, strict=False))  # dropped leaves have no outputs
         if isinstance(row.operation, ops.Constant):
             names = " and ".join(map(tree.format_path, row.outputs))
-            raise TreeMismatchError(f"no map can hold the values of {names}")
+            raise TreeMismatchError(f"a map file cannot hold these values in memory: {names}")
         settings.append({} if row.operation is None else _setting(row.operation, inputs))
     return settings
 

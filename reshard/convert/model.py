@@ -78,7 +78,7 @@ class TargetTree:
         return random_state(leaves) | variables
 
     def leaf(self, saved: Path) -> TargetLeaf:
-        """The leaf that is saved there."""
+        """The leaf at a saved path."""
         found = self.leaves[saved]
         assert isinstance(found, TargetLeaf)
         return found
@@ -249,7 +249,7 @@ def nnx_outline(
     """The outline of the NNX model in a state.
 
     Args:
-      state: an NNX module, abstract or real, alone, in a `ModelAndOptimizer`, or beside optimizers
+      state: an NNX module, abstract or real, alone, in a `ModelAndOptimizer`, or next to optimizers
         in a dict or tuple; or a state without modules, of which only the paths are known.
       orders: those that `definition_orders` recorded while the state was made.
       leaves: the leaves of the state, if they are known.
@@ -258,7 +258,7 @@ def nnx_outline(
       The path of the model in the state, and its outline, with paths relative to the model.
 
     Raises:
-      ArgumentError: there are several models in it, or none beside an optimizer.
+      ArgumentError: it has several models, or an optimizer and no model.
     """
     from flax import nnx
 

@@ -304,8 +304,10 @@ def by_map(
         unmatched = [text for text in error.problems if text.endswith("matches no leaf")]
         if rules.to is not None or len(unmatched) < len(rules.rules):
             raise
-        other = f'`to = "{source.api}"` above the rules'
-        hint = f"{other}, if it was written for that: it is then inverted"
+        line = f'`to = "{source.api}"`'
+        hint = (
+            f"if the rules make {source.api} leaves, put {line} above them: then they are inverted"
+        )
         raise TreeMismatchError(error.summary, error.problems, [hint, *error.hints]) from error
     if end is None:
         texts = map(format_path, found.untouched)

@@ -423,8 +423,8 @@ def _linen_model(
                 "the Linen model has other leaves than the checkpoint",
                 [str(error).partition(" (https:")[0]],
                 [
-                    "if reshard.rename(ckpt, [(..., ...)]) has given the leaves other names: a "
-                    "rule of map_file=... does so for the conversion alone",
+                    "if you renamed leaves, use a rule of map_file=... instead: then the source "
+                    "keeps its Linen names",
                 ],
             ) from error
 

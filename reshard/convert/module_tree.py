@@ -64,7 +64,7 @@ class Module:
       children: its submodules, by name.
       leaves: its own leaves, by name; in Linen one for each collection.
       ordered: whether `children` are in the order in which they were defined.
-      repeated: names of children that are also elsewhere, and were defined there first.
+      repeated: names of children that another module defined first.
     """
 
     path: Names
@@ -77,7 +77,7 @@ class Module:
 
     @functools.cached_property
     def filled(self) -> bool:
-        """Whether there is a leaf in it, other than random numbers."""
+        """Whether it has a leaf other than random numbers."""
         own = any(leaf.kind not in RNG_KINDS for held in self.leaves.values() for leaf in held)
         return own or any(child.filled for child in self.children.values())
 

@@ -165,14 +165,14 @@ def _adapted(
         if isinstance(operation, Stack | Unstack):
             axis = operation.axis % len(whole)
             if axis in _largest(whole) and isinstance(operation, Stack):
-                return f"the layers, axis {axis} of {list(whole)}, would be factored over"
+                return f"adafactor would factor it over the layers, axis {axis} of {list(whole)}"
             if axis in _largest(whole):
-                return f"it is factored over the layers, axis {axis} of {list(whole)}"
+                return f"adafactor has factored it over the layers, axis {axis} of {list(whole)}"
             place = sum(other < axis for other in kept)
             return dataclasses.replace(operation, axis=place)
     return (
-        f"it has {list(shapes[0])} of its parameter's {list(shape)}, and "
-        f"{type(operation).__name__.lower()} cannot be carried over to a part"
+        f"its shape {list(shapes[0])} is a part of its parameter's {list(shape)}, and "
+        f"{type(operation).__name__.lower()} cannot be applied to a part"
     )
 
 
@@ -291,9 +291,9 @@ def _places(model: LeafMap, parameters: Collection[Path]) -> dict[Path, Path] | 
 
 def _keep_order(places: Mapping[Path, Path]) -> bool:
     """Whether parameters are in one order before and after, as optimizers flatten them: Linen sorts
-    names as text, NNX sorts positions of lists as numbers. Any of the two may have been used."""
+    names as text, NNX sorts positions of lists as numbers. Either order may have been used."""
     pairs = list(places.items())
-    if all(before[0] != "params" for before, _ in pairs):  # from NNX: what is none in Linen
+    if all(before[0] != "params" for before, _ in pairs):  # they come from NNX
         pairs = [pair for pair in pairs if pair[1][0] == "params"] or pairs
 
     def by_text(path: Path) -> list[str]:
@@ -311,23 +311,23 @@ def _keep_order(places: Mapping[Path, Path]) -> bool:
 def _unplaced(
     changed: Collection[Path], parameters: Mapping[Path, Shape], leaves: Leaves, subtrees: Subtrees
 ) -> tuple[list[str], dict[Path, str]]:
-    """Problems with leaves near the place of a parameter that changes, and not at it: a list in
+    """Problems with leaves that are near the place of a changed parameter, but not in it: a list in
     place of a moment, or a moment in a box although its parameter is in none. And problems with
-    arrays near no parameter, by path: one may be all moments in one vector (`optax.flatten`), whose
-    order depends on the parameters."""
+    arrays near no parameter, by path: such an array may hold all moments in one vector
+    (`optax.flatten`), and their order depends on the parameters."""
     if not leaves:
         return [], {}
     shared = shared_keys(parameters)
     ends: dict[Path, Path] = {}
     for path in parameters:
         keys = tuple(map(str, path[min(shared, max(len(path) - 2, 1)) :]))
-        if len(keys) > 1:  # one is often the name of something else too
+        if len(keys) > 1:  # a single key is often the name of something else, too
             ends[keys] = path
     problems: list[str] = []
     alone: dict[Path, str] = {}
     followed = {path for members in subtrees.values() for path in members.values()}
     for path, leaf in leaves.items():
-        if leaf is None or leaf[0] == () or path in followed:  # counters, for one
+        if leaf is None or leaf[0] == () or path in followed:  # such as counters
             continue
         keys = (*map(str, path), "value")
         parts = itertools.combinations(range(len(path) + 2), 2)
@@ -335,12 +335,13 @@ def _unplaced(
         parameter = next((found for found in near if found is not None), None)
         if parameter in changed:
             problems.append(
-                f"{format_path(path)}: it is not in the place of {format_path(parameter or ())}"
+                f"{format_path(path)}: its path does not match that of its parameter "
+                f"{format_path(parameter or ())}"
             )
         elif parameter is None and not _is_small(path, leaf, parameters, leaves, subtrees):
             alone[path] = (
-                f"{format_path(path)}: {array_text(leaf[1].name, leaf[0])} mirrors no parameter, "
-                "and parameters change their order, shape or number"
+                f"{format_path(path)}: {array_text(leaf[1].name, leaf[0])} is of no parameter, and "
+                "parameters change their order, shape or number"
             )
     return problems, alone
 
@@ -458,7 +459,8 @@ class _Subtree(NamedTuple):
         if not valued:
             return [_Moment(paths)] * len(call.shapes)
         if isinstance(call.operation, Apply):
-            return f"its parameter is given to `{call.operation.name}`, which is for that alone"
+            name = call.operation.name
+            return f"`{name}` changes its parameter, and does not apply to optimizer state"
         if not isinstance(call.operation, Moving):
             return f"its parameter is {call.operation}, and optimizer state cannot follow that"
         values = [held.value for held in valued if held.value is not None]

@@ -181,8 +181,8 @@ def _with_custom(ckpt: Checkpoint, key: str, document: dict[str, Any] | None) ->
     return ckpt.with_metadata({"custom_metadata": whole or None})
 
 
-# What only the order of modules of one class has matched, until the outputs of both models were
-# compared: a warning, and a record in the result and in all checkpoints that are made of it.
+# Leaves that only the order of modules of one class has matched. There is a warning, and a record
+# in the result and in all checkpoints that are made of it, until outputs have been compared.
 
 # Why `--check` does not say that an order is right.
 NOT_SEEN = "not seen: exchanging them does not change the outputs"
@@ -193,15 +193,15 @@ _SHOWN = 3
 
 
 class ByOrder(NamedTuple):
-    """How many leaves went by the order of modules, and which module each of these was taken for:
-    printed paths before and after, Linen's without a collection."""
+    """How many leaves order alone has matched, and their modules: pairs of printed paths before and
+    after, in Linen without the collection."""
 
     leaves: int
     modules: tuple[tuple[str, str], ...]
 
 
 def by_order(model: LeafMap, to: str) -> ByOrder | None:
-    """What went by order in the map of a model's leaves; None if nothing did."""
+    """The leaves in a model's map that order alone has matched; None if there are none."""
     paths = _by_structure(model)
     if not paths:
         return None
@@ -220,7 +220,8 @@ def _by_structure(model: LeafMap) -> list[Path]:
 
 
 def leaves_in(groups: Collection[Modules], leaves: Iterable[Path], api: str) -> dict[Path, Path]:
-    """Of a model's leaves in an API those in some modules -> their paths in these."""
+    """The leaves of a model, as an API has them, that are in some modules -> their paths in these
+    modules."""
     side, found = ("linen", "nnx").index(api), {}
     modules = {pair[side] for group in groups for pair in group}
     for leaf in leaves:
@@ -233,7 +234,7 @@ def leaves_in(groups: Collection[Modules], leaves: Iterable[Path], api: str) -> 
 
 
 def by_order_in(groups: Collection[Modules], model: LeafMap, to: str) -> ByOrder | None:
-    """What went by order in some groups of modules; arguments as for `by_order`."""
+    """The leaves that order alone has matched in some groups of modules; None without groups."""
     pairs = [pair if to == "nnx" else pair[::-1] for group in groups for pair in group]
     modules = tuple((format_path(one), format_path(other)) for one, other in pairs)
     leaves = leaves_in(groups, _by_structure(model), to)
@@ -241,7 +242,7 @@ def by_order_in(groups: Collection[Modules], model: LeafMap, to: str) -> ByOrder
 
 
 def both(one: ByOrder | None, other: ByOrder | None) -> ByOrder | None:
-    """What went by order in a conversion, and in another one before it."""
+    """The leaves that order alone has matched in a conversion, or in an earlier one."""
     if one is None or other is None:
         return one or other
     modules = tuple(dict.fromkeys((*one.modules, *other.modules)))
@@ -249,7 +250,7 @@ def both(one: ByOrder | None, other: ByOrder | None) -> ByOrder | None:
 
 
 def order_text(order: ByOrder) -> str:
-    """What went by order in words, with some of the pairs."""
+    """The leaves that order alone has matched, in words, with some of the modules."""
     leaves = "1 leaf was" if order.leaves == 1 else f"{order.leaves} leaves were"
     pairs = ", ".join(f"{one} -> {other}" for one, other in order.modules[:_SHOWN])
     more = len(order.modules) - _SHOWN
@@ -258,19 +259,19 @@ def order_text(order: ByOrder) -> str:
 
 
 def order_warning(order: ByOrder, why: str = "") -> str:
-    """The warning of what went by order; `why`: the reason why equal outputs do not clear it."""
+    """The warning. `why`: the reason why equal outputs do not clear it."""
     return f"{order_text(order)}; {why or 'check=True compares outputs'}"
 
 
 def with_order(ckpt: Checkpoint, order: ByOrder | None) -> Checkpoint:
-    """A checkpoint with this record of what went by order, or without one."""
+    """A checkpoint with this record of matches by order, or without one."""
     if order is None and not order_of(ckpt):
         return ckpt
     return _with_custom(ckpt, ORDER_KEY, None if order is None else order._asdict())
 
 
 def order_of(ckpt: Checkpoint) -> ByOrder | None:
-    """What went by order, as a checkpoint records it; None if that is nothing or unreadable."""
+    """A checkpoint's record of matches by order; None if it has none that can be read."""
     return _order_in(_custom(ckpt).get(ORDER_KEY))
 
 
@@ -374,7 +375,9 @@ def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
         missing = sorted(format_path(path) for path in expected if path not in ckpt)
         problems = [f"{path}: not in the checkpoint" for path in missing]
         problems += [
-            f"{format_path(path)}: not in the record" for path in ckpt if path not in expected
+            f"{format_path(path)}: not in the record of the conversion"
+            for path in ckpt
+            if path not in expected
         ]
         summary = "the record of the conversion from Linen does not fit the checkpoint"
         _refuse(summary, problems)
@@ -406,7 +409,7 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
         for path, leaf in linen.items():
             kind = record.leaves.get(path)
             if kind is None and path not in dropped:
-                problems.append(f"{format_path(path)}: not in the record")
+                problems.append(f"{format_path(path)}: not in the record of the conversion")
             elif isinstance(kind, _Array):
                 problems += _unlike(leaf, kind)
         summary = f"`{linen.source.root}` differs from the source of `{ckpt.source.root}`"

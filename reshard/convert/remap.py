@@ -113,11 +113,9 @@ def remap(
         raise TreeMismatchError(error.summary, error.problems, hints) from error
     problems = [*_problems(rules, result.map, leaves, reverse)]
     if len(old) < len(ckpt):
-        problems += ["a list and a dict in one place have keys of the same text"]
+        problems += ["a list element and a dict entry have the same path"]
     if problems:
-        raise TreeMismatchError(
-            f"{rules.name}: the new paths of the map do not form a tree", problems
-        )
+        raise TreeMismatchError(f"{rules.name}: the map cannot be applied to this tree", problems)
     made: dict[tree.Path, Leaf] = {}
     for path, leaf in result.map.bind(leaves).items():
         was = next(iter(sources_of(result.map.values[path])), path)
@@ -155,8 +153,8 @@ def _stateful(found: LeafMap) -> Iterator[str]:
     for path in state:
         parameters.pop(path)
     yield from (
-        f"{tree.format_path(path)}: it mirrors {tree.format_path(owner)} as optimizer state does, "
-        "and a rule changes only the values of that: change both, or drop it"
+        f"{tree.format_path(path)}: it looks like optimizer state of {tree.format_path(owner)}, "
+        "whose values a rule changes: add a rule for it, or drop it"
         for path, owner in _mirrors(changed, parameters)
     )
     owners = followers(dict.fromkeys(parameters, ()), dict.fromkeys(state)) if changed else {}

@@ -33,7 +33,7 @@ def stack(
 ) -> Checkpoint:
     """Stack the arrays of layers into one array each, along a new axis.
 
-    Optimizer state follows its parameters: the state beside the `params` or `model` that holds
+    Optimizer state follows its parameters: the state next to the `params` or `model` that holds
     them.
 
     Args:
@@ -211,8 +211,8 @@ def _unlike(
     without = [str(number) for number in numbers if number not in inputs]
     kinds = dict.fromkeys(_kind(ckpt[path]) for path in inputs.values())
     if without:
-        return [f"{format_path(target)}: layer {', '.join(without)} has none"]
-    return [f"{format_path(target)}: it is {' or '.join(kinds)}"] * (len(kinds) > 1)
+        return [f"{format_path(target)}: layer {', '.join(without)} has no such leaf"]
+    return [f"{format_path(target)}: its layers differ: {', '.join(kinds)}"] * (len(kinds) > 1)
 
 
 def _kind(leaf: Leaf) -> str:
@@ -273,7 +273,7 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
     not_zero = whole.not_zero(ckpt)
     if not_zero:
         raise TreeMismatchError(
-            "the optimizer's placeholders of layers are not zero",
+            "optimizer state that optax does not use must be zero, and is not",
             [format_path(path) for path in not_zero],
         )
     made: dict[Path, Leaf] = whole.bind(ckpt)
@@ -294,8 +294,8 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
 def _followed(
     ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle]
 ) -> Iterator[tuple[Followed, int]]:
-    """What becomes of the optimizer state next to each collection of parameters, and the depth of
-    the keys of both."""
+    """The map of the optimizer state next to each collection of parameters, and the depth of the
+    keys of both."""
     taken = model.sources()
     parts: dict[Path, dict[Path, Value]] = {}
     for path, value in model.values.items():
@@ -348,7 +348,7 @@ def _partition_problems(leaf: Leaf) -> list[str]:
 
 
 def _collisions(made: Mapping[Path, Leaf], kept: Mapping[Path, Leaf]) -> list[str]:
-    """Why new leaves cannot be beside those that are kept."""
+    """New leaves that collide with each other, or with leaves that are kept."""
     leaves = [((path, new), path) for new, paths in enumerate((kept, made)) for path in paths]
     problems = [
         format_path(path) + (f", below the leaf {format_path(other)}" if above else "")

@@ -85,7 +85,7 @@ def load(name: str, what: str) -> Any:
             why, hints = "it cannot be imported", [f"modules are looked for in {places}"]
         if part and isinstance(error, AttributeError):
             near = difflib.get_close_matches(part, dir(found), n=1)
-            hints = [f"the nearest is `{other}`" for other in near]
+            hints = [f"the nearest name is `{other}`" for other in near]
         problems = [str(error), *own_line(error, module)]
         raise ReshardError(f"{what} {name}: {why}", problems, hints) from error
     return found

@@ -61,9 +61,10 @@ def check_fits(costs: Iterable[tuple[Path, int]], max_memory: int) -> None:
     if too_large:
         least = max(cost for _, cost in too_large)
         raise MemoryLimitError(
-            f"one chunk, encoded and decoded, does not fit into {format_bytes(max_memory)}",
+            f"one chunk, encoded and decoded, takes more than the memory limit of "
+            f"{format_bytes(max_memory)}",
             [f"{format_path(path)}: {format_bytes(cost)}" for path, cost in too_large],
-            [f'max_memory="{whole_kib(least)}" is the least that reads it'],
+            [f'max_memory="{whole_kib(least)}" is the least that is enough'],
             least,
         )
 

@@ -232,8 +232,9 @@ def plan_array(array: ArrayPlan, chunks: int | str, max_memory: int) -> ArrayPla
         raise too_large(array, min(array.bytes_of(box) for _, box, _ in splits), max_memory)
     count = grid_size(shape, plan.chunk)
     if count > _MAX_CHUNKS:
-        found = f"{format_path(array.path)}: it would have {count} chunks of {list(plan.chunk)}"
-        raise MemoryLimitError(f"{found}, more than {_MAX_CHUNKS}", hints=[_KEEP])
+        found = f"{format_path(array.path)}: the new grid would have {count} chunks"
+        text = f"{found} of {list(plan.chunk)}, more than {_MAX_CHUNKS}"
+        raise MemoryLimitError(text, hints=[_KEEP])
     if array.same_bytes and plan.chunk == source:
         return dataclasses.replace(plan, box=None, passes=1.0)
     return plan
@@ -317,9 +318,9 @@ def too_large(array: ArrayPlan, needed: int, max_memory: int) -> MemoryLimitErro
     decoded = math.prod(array.source_chunk) * array.source_itemsize
     return MemoryLimitError(
         f"{format_path(array.path)}: rewriting one stored chunk of {list(array.source_chunk)} "
-        f"({format_bytes(decoded)}) takes {format_bytes(needed)}, more than the limit of "
+        f"({format_bytes(decoded)}) takes {format_bytes(needed)}, more than the memory limit of "
         f"{format_bytes(max_memory)}",
-        hints=[f'max_memory="{whole_kib(needed)}" is the least that rewrites it'],
+        hints=[f'max_memory="{whole_kib(needed)}" is the least that is enough'],
         least=needed,
     )
 

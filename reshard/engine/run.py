@@ -60,7 +60,7 @@ def task_count(nbytes: int, workers: int | None) -> int:
 def check_workers(workers: int | None) -> None:
     """Raises ArgumentError for a wrong number of workers."""
     if workers is not None and (type(workers) is not int or workers < 1):
-        raise ArgumentError(f"`{workers}` is not a number of workers")
+        raise ArgumentError(f"workers must be a whole number of 1 or more, not {workers!r}")
 
 
 def check_executor(executor: concurrent.futures.Executor | None) -> None:
@@ -82,7 +82,7 @@ def check_executor(executor: concurrent.futures.Executor | None) -> None:
 
 
 def _not_imported(error: Exception) -> ArgumentError:
-    hint = "install the same packages there, and the modules of your functions"
+    hint = "install the same packages on the workers, and the modules of your functions"
     text = "the executor's workers cannot import a module that they need"
     return ArgumentError(text, [str(error)], [hint])
 
@@ -131,8 +131,8 @@ def run_tasks(
                     future.cancel()
             if _is_lost(error):
                 left = run.left()
-                text = f"the executor has lost its workers, and {len(left)} of {len(tasks)} tasks"
-                raise ReshardError(f"{text} are not done", [_describe(error), *left]) from error
+                text = f"the executor has lost its workers before {len(left)} of {len(tasks)} tasks"
+                raise ReshardError(f"{text} were done", [_describe(error), *left]) from error
             raise
     return [run.results[number] for number in range(len(tasks))]
 
@@ -201,7 +201,7 @@ class _Run:
             }
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ArgumentError(
-                "the tasks cannot be sent to the workers",
+                "the tasks of this job cannot be pickled for the workers",
                 [str(error)],
                 ["define functions at the top level of a module, which workers import"],
             ) from error

@@ -212,7 +212,7 @@ def check_inside(item: Item) -> None:
     for directory in (item.root / item.step, item.directory):
         if directory != item.root and directory.is_symlink():
             raise CheckpointFormatError(
-                f"`{directory}` is a symbolic link",
+                f"`{directory}` is a symbolic link, which reshard does not follow",
                 hints=[f"open what it points to: {directory.resolved()}"],
             )
 
@@ -301,7 +301,7 @@ def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None
         if _is_item(directory / name) and not str(handlers.get(name)).endswith(_NOT_TREES)
     ]
     if deleted and (item == deleted or (item is None and not trees)):
-        raise _being_deleted(directory / deleted, [f"its items: {', '.join(items)}"])
+        raise _being_deleted(directory / deleted, [f"other items: {', '.join(items)}"])
     if item is None and not trees:
         if any(name.startswith(PROCESS) for name in names):  # of an item that is being written
             check_committed(directory, marked=True)
@@ -410,7 +410,7 @@ def _why_uncommitted(directory: Location, marked: bool) -> tuple[str, str] | Non
     hint = f"if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
     if (directory / RECORD).exists():
         hint = f"reshard.commit({as_python(str(directory))}) completes it"
-    return f"in a bucket, its `{MARKER}` is written last, and it is missing", hint
+    return f"its `{MARKER}`, which is written last in a bucket, is missing", hint
 
 
 def _unrecognised(directory: Location, names: list[str] | tuple[str, ...]) -> Exception:

@@ -32,7 +32,7 @@ def read_json(path: Location) -> dict[str, Any] | None:
     except ValueError as error:
         raise CorruptCheckpointError(f"`{path}` is not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise CorruptCheckpointError(f"`{path}` is not a JSON object")
+        raise CorruptCheckpointError(f"`{path}` is JSON, but not an object")
     return document
 
 

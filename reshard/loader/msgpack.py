@@ -78,7 +78,7 @@ def read(item: Item, requests: int) -> Checkpoint:
         raise CheckpointFormatError(
             f"`{root}` holds a tree whose arrays are in other files. Orbax 0.2 and Flax "
             "wrote such files, which `reshard` does not read",
-            hints=["restore it with the program that saved it, and save it with Orbax"],
+            hints=["restore it with the program that saved it, and save it with a newer Orbax"],
         )
     if not problems and any(not path for path, _ in pairs):
         raise CheckpointFormatError(f"`{root}` holds a single leaf, not a tree")
@@ -251,7 +251,7 @@ def _joined(parts: Mapping[Path, Any], what: str) -> PlainArray:
             ):
                 return joined
             raise ValueError(f"{what:.80}: its parts do not form {list(shape)} of one dtype")
-    raise ValueError(f"{what:.80} is malformed: Flax writes chunked arrays in another form")
+    raise ValueError(f"{what:.80} is not a chunked array in the form that Flax writes")
 
 
 def _number(leaf: Any) -> Any:

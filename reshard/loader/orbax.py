@@ -61,7 +61,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
             leaves[path] = text if isinstance(text, str) else ""
             other = by_name.setdefault((True, name), path)
             if not isinstance(text, str):
-                problems.append(f"{format_path(path)}: a string that `_strings.json` lacks")
+                problems.append(f"{format_path(path)}: its string is missing in `_strings.json`")
             elif other != path:
                 problems.append(
                     f"{format_path(other)} and {format_path(path)} are both stored as the string "
@@ -105,7 +105,9 @@ def _entries(document: dict[str, Any], file: Location) -> list[tuple[Path, str, 
     """Takes from the document each leaf's path, value type, and whether its value is elsewhere."""
     entries = document.pop("tree_metadata", None)
     if not isinstance(entries, dict):
-        raise CorruptCheckpointError(f"`{file}` has no tree_metadata")
+        raise CorruptCheckpointError(
+            f"`{file}` is damaged: it lacks `tree_metadata`, the list of leaves"
+        )
     return [_parse_entry(entry, file) for entry in entries.values()]
 
 
@@ -165,8 +167,8 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
         merged = next((folder for folder in folders if folder.is_dir() and folder.names()), None)
         if merged is not None:
             raise CorruptCheckpointError(
-                f"`{directory}` has no manifest.ocdbt, and `{merged}` holds its data: the "
-                "databases of its processes were merged, and the merged one has lost its manifest"
+                f"`{directory}` is incomplete: `{merged}` holds its data, but manifest.ocdbt, "
+                "which lists it, is missing"
             )
     fills = not document.get("store_array_data_equal_to_fill_value", False)
     zarr3 = bool(document.get("use_zarr3", False))
@@ -204,7 +206,7 @@ def _parse_entry(entry: Any, file: Location) -> tuple[Path, str, bool]:
         return path, str(value["value_type"]), bool(value.get("skip_deserialize"))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"`{file}` has an entry that cannot be read", [repr(entry)[:200]]
+            f"`{file}` is damaged: an entry of `tree_metadata` cannot be read", [repr(entry)[:200]]
         ) from error
 
 
@@ -247,7 +249,7 @@ def array(
     problems: list[str],
 ) -> ArrayHandle | None:
     if metadata is None:
-        problems.append(f"{format_path(path)}: there is no array `{name}`")
+        problems.append(f"{format_path(path)}: its array is missing: `{name}`")
         return None
     encoded = shardings.get(base64.urlsafe_b64encode(name.encode()).decode())
     key_impl = key_impls.get(name)

@@ -76,7 +76,7 @@ def checkpoint(
             chunk = _chunk_shape(leaf)
             seams += (len(leaf.runs) - 1) * math.prod(chunk) * leaf.dtype.itemsize
             if seams > max(_MOST_SEAMS, total // 16):
-                problems.append(f"{name:.80}: it is in {len(leaf.runs)} parts: they are too small")
+                problems.append(f"{name:.80}: its {len(leaf.runs)} parts are too small")
                 break
             metadata, store.values[name] = _chunks(root, leaf, chunk)
             opened[path] = array(path, name, leaf.value_type, store, metadata, {}, {}, problems)
@@ -108,8 +108,8 @@ def index_problems(index: Location, files: Mapping[str, str]) -> Iterator[str]:
     for name, actual in files.items():
         expected = named.get(name)
         if actual != expected:
-            where = f"in `{expected}`" if expected else "nowhere"
-            yield f"`{name:.80}`: it is in `{actual}`, and the index names it {where}"
+            other = f"names `{expected}`" if expected else "does not list it"
+            yield f"`{name:.80}` is in `{actual}`, but the index {other}"
 
 
 def _chunk_shape(plain: PlainArray) -> list[int]:

@@ -12,9 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
+from reshard.arrays.dtypes import parse_dtype
 from reshard.checkpoint import Checkpoint, Item
 from reshard.errors import UncommittedCheckpointError
 from reshard.loader.detection import RECORD, SAFETENSORS
@@ -28,23 +26,15 @@ from reshard.units import format_bytes
 INDEX = "model.safetensors.index.json"
 # The most bytes of a header: the limit of safetensors itself.
 MAX_HEADER = 100_000_000
-# safetensors' name of a dtype -> the dtype.
-DTYPES = {
-    "BOOL": np.dtype(bool),
-    **{f"{kind}8": np.dtype(f"{kind.lower()}1") for kind in "UI"},
-    **{
-        f"{kind}{size * 8}": np.dtype(f"{kind.lower()}{size}")
-        for kind in "UIF"
-        for size in (2, 4, 8)
-    },
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "C64": np.dtype(np.complex64),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
-}
+# safetensors' names of dtypes, each with NumPy's or JAX's.
+_NAMES = (
+    "BOOL:bool U8:uint8 U16:uint16 U32:uint32 U64:uint64 I8:int8 I16:int16 I32:int32 I64:int64 "
+    "F16:float16 F32:float32 F64:float64 C64:complex64 BF16:bfloat16 F8_E4M3:float8_e4m3fn "
+    "F8_E5M2:float8_e5m2 F8_E8M0:float8_e8m0fnu F8_E4M3FNUZ:float8_e4m3fnuz "
+    "F8_E5M2FNUZ:float8_e5m2fnuz"
+)
+_PAIRS = (pair.split(":") for pair in _NAMES.split())
+DTYPES = {name: parse_dtype(dtype) for name, dtype in _PAIRS}
 
 
 def read(item: Item, requests: int) -> Checkpoint:
@@ -134,7 +124,7 @@ def _header(place: Location, size: int, problems: list[str]) -> tuple[Mapping[st
     """The descriptions of the tensors, and the offset of the data."""
     try:
         if size < 8:
-            raise ValueError(f"its header has {size} bytes")
+            raise ValueError(f"it has {size} bytes, too few for a header")
         length = int.from_bytes(place.part(0, 8), "little")
         if length > min(MAX_HEADER, size - 8):
             text = f"a header of {format_bytes(length)} in a file of {format_bytes(size)}"

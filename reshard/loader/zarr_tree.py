@@ -18,7 +18,9 @@ def read(item: Item, requests: int) -> Checkpoint:
     stores = [ArrayStore(zarr3, root, parts, True, requests) for zarr3 in (False, True)]
     used = [store for store in stores if store.values]
     if len(used) > 1:
-        raise CorruptCheckpointError(f"`{root}` holds arrays of zarr v2 and of zarr v3")
+        raise CorruptCheckpointError(
+            f"`{root}` holds arrays of zarr v2 and of zarr v3, but a checkpoint has one version"
+        )
     if not used or not any("/" in name for name in used[0].values):
         raise without_tree(root)  # an item of Orbax: its names have no `/`
     (store,) = used
@@ -31,7 +33,7 @@ def read(item: Item, requests: int) -> Checkpoint:
             leaves[path] = array(path, name, "np.ndarray", store, metadata, {}, {}, problems)
     problems += tree_problems(leaves)
     if problems:
-        raise CorruptCheckpointError(f"`{root}` is not a tree of readable arrays", problems)
+        raise CorruptCheckpointError(f"`{root}` cannot be read as a tree of zarr arrays", problems)
     document = {"use_ocdbt": store.ocdbt, "use_zarr3": store.zarr3}
     return Checkpoint(leaves, source_of(item, store, document))
 

@@ -44,7 +44,7 @@ def to_html(x: Any) -> str:
       '<!doctype html>'
     """
     if not callable(getattr(type(x), "document", None)):
-        text = f"there is no page of {type(x).__name__}"
+        text = f"an object of type `{type(x).__name__}` has no page"
         raise ArgumentError(text, hints=["reshard.to_html(reshard.open(path))"])
     return page(x.document())
 

@@ -238,7 +238,9 @@ class _ArrayRead:
             self._buffers = self._buffers or self._shards.buffers(self._dtype)
         except MemoryError as error:
             path, size = format_path(self.handle.path), format_bytes(self.handle.nbytes)
-            text = f"{path}: this machine lacks memory for shards of the array, which has {size}"
+            text = (
+                f"{path}: this machine has too little memory for its shards of the array of {size}"
+            )
             raise MemoryLimitError(text) from error
         return self._buffers[start]
 
@@ -250,8 +252,8 @@ class _ArrayRead:
         bounds = ml_dtypes.iinfo(self._dtype)
         if values.size and (int(values.min()) < bounds.min or int(values.max()) > bounds.max):
             raise TreeMismatchError(
-                f"{format_path(self.handle.path)}: its values do not fit {self._dtype.name}",
-                [f"from {values.min()} to {values.max()}, saved as {self.handle.dtype.name}"],
+                f"{format_path(self.handle.path)}: {self._dtype.name} cannot hold its values "
+                f"from {values.min()} to {values.max()}, saved as {self.handle.dtype.name}"
             )
         return values.astype(self._dtype)
 

@@ -247,17 +247,15 @@ def _aliases(duplicates: Sequence[Sequence[Sequence[Any]]]) -> dict[Path, list[P
 
 def _other_paths(aliases: dict[Path, list[Path]], path: Path) -> list[Path]:
     """All other paths of a leaf, through shared nodes."""
-    paths, todo = {path}, [path]
-    while todo:
-        current = todo.pop()
+    paths = [path]
+    for current in paths:  # which grows
         for end in range(1, len(current) + 1):
             for other in aliases.get(current[:end], ()):
                 new = (*other, *current[end:])
                 around = other[:end] == current[:end]  # a cycle of the graph
                 if new not in paths and not around:
-                    paths.add(new)
-                    todo.append(new)
-    return sorted(paths - {path})
+                    paths.append(new)
+    return sorted(paths[1:])
 
 
 def annotation(leaf: StateLeaf) -> tuple[Names | None, str, Any]:

@@ -151,13 +151,13 @@ def _unusable(
     value, dtype = leaf.value, leaf.target.dtype
     if kept:
         if leaf.abstract or (isinstance(value, jax.Array) and value.is_deleted()):
-            yield "kept", "keep names it, but it has no value"
+            yield "kept", "keep names it, but in the target it has no value"
     elif not leaf.abstract and not isinstance(value, jax.Array):
         return
     elif dtype is not None and _narrowed(dtype):
         yield "x64", f"JAX makes no {dtype.name} arrays by default"
     elif getattr(value, "sharding", None) is None:
-        yield "sharding", "it has no sharding"
+        yield "sharding", "in the target, it has no sharding"
     else:
         try:
             sharding = _on_devices(value.sharding)
@@ -183,7 +183,7 @@ def _on_devices(sharding: Any) -> Any:
     if not concrete.empty and concrete.abstract_mesh == mesh:
         kind = sharding.memory_kind
         return jax.sharding.NamedSharding(concrete, sharding.spec, memory_kind=kind)
-    raise ShardingError("its sharding is on an AbstractMesh, which has no devices")
+    raise ShardingError("in the target, its sharding is on an AbstractMesh, which has no devices")
 
 
 def _hints(
@@ -244,8 +244,8 @@ def _as_keys(data: Any, impl: str | None, sharding: Any) -> Any:
         keys = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"an array of shape {list(data.shape)} does not hold PRNG keys of the recorded kind "
-            f"`{impl}`",
+            f"the checkpoint records PRNG keys of the kind `{impl}`, which JAX cannot make from an "
+            f"array of shape {list(data.shape)}",
             [str(error)],
         ) from error
     equivalent = keys.sharding.is_equivalent_to(sharding, keys.ndim)

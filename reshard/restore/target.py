@@ -211,8 +211,8 @@ def _annotated(leaf: StateLeaf, spec: Spec | None, parameter: bool) -> Annotated
         axes = name if isinstance(name, tuple) else () if name is None else (name,)
         if not all(isinstance(axis, str) for axis in axes):
             raise ShardingError(
-                f"{format_path(leaf.path)}: the axes of the array are annotated with {names!r}",
-                hints=["each axis has a logical or mesh axis name, None, or a tuple of mesh axes"],
+                f"{format_path(leaf.path)}: {names!r} is not a valid annotation of its axes",
+                hints=["for each axis: a logical axis, a mesh axis, a tuple of mesh axes, or None"],
             )
     sharding = getattr(leaf.value, "sharding", None)
     named = isinstance(sharding, jax.sharding.NamedSharding)
@@ -255,7 +255,9 @@ def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
         _check_call(model, inputs)
         return model
     if inputs:
-        raise ArgumentError(f"`inputs` are for a module or a callable, not {type(model).__name__}")
+        raise ArgumentError(
+            f"the model is a {type(model).__name__}: only a module or a function takes `inputs`"
+        )
     return None
 
 
@@ -272,7 +274,7 @@ def _check_call(function: Callable[..., Any], inputs: Sequence[Any], *keywords: 
         name = getattr(function, "__name__", type(function).__name__)
         raise ArgumentError(
             f"`{name}` cannot be called: {error}",
-            hints=[f"a function that does: `def make(): return {name}(...)`"],
+            hints=[f"use a function without arguments, which calls `{name}`"],
         ) from error
 
 
@@ -333,4 +335,4 @@ def _check_made(function: Callable[..., Any], made: Any) -> None:
                 hints=[f"return the variables: `{kind}(...).init(jax.random.key(0), x)`"],
             )
     if made is None:
-        raise ArgumentError(f"`{name}` returned None")
+        raise ArgumentError(f"`{name}` returned None, not a state")

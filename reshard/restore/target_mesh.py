@@ -73,7 +73,8 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
             continue
         if parsed(sharding.mesh).split_axes != mesh.split_axes:
             raise ShardingError(
-                f"the target is on `{parsed(sharding.mesh)}`, not on `{mesh}`",
+                f"the target is on the mesh `{parsed(sharding.mesh)}`, not on the new mesh "
+                f"`{mesh}`",
                 hints=["build it with `reshard.target(model, mesh=...)` for the same mesh"],
             )
         if handle.value_type != "scalar":

@@ -31,6 +31,8 @@ from reshard.sharding.rules import (
 from reshard.tree import Path, as_python, format_path
 from reshard.units import count_leaves, format_bytes
 
+# Attributes of leaves in the JSON of a coverage.
+_FIELDS = ("shape", "spec", "names", "source", "device_bytes", "replicated")
 # Leaves that a printed coverage lists of each kind.
 _SHOWN = 10
 _SOURCES = {
@@ -163,14 +165,9 @@ class Coverage:
                 {
                     "path": format_path(leaf.path),
                     "keys": list(leaf.path),
-                    "shape": list(leaf.shape),
                     "bytes": leaf.nbytes,
                     "mesh": self.mesh.shape,
-                    "spec": [list(axes) for axes in leaf.spec],
-                    "names": leaf.names and list(leaf.names),
-                    "source": leaf.source,
-                    "device_bytes": leaf.device_bytes,
-                    "replicated": leaf.replicated,
+                    **{name: getattr(leaf, name) for name in _FIELDS},
                 }
                 for leaf in self.leaves
             ],
@@ -319,7 +316,7 @@ class _Cover:
         for name, count in collections.Counter(names).items():
             ruled = isinstance(name, str) and (not passes or name in with_rule)
             if semantics == "linen" and count > 1 and ruled:
-                problems.append(f"{text}: its names {names} have '{name}' twice")
+                problems.append(f"{text}: its axes {names} have the name '{name}' twice")
         for name in resolved.unmatched:
             on_mesh = name in self._mesh.axis_names
             if on_mesh and passes:
@@ -337,7 +334,9 @@ class _Cover:
                 rule = f"the rule {replicates} replicates dimensions named '{name}'"
                 self.hints.append(rule + near)
             elif self._without_rules and leaf.own_rules is None:
-                problems.append(f"{text}: its axes have logical names {names}, and no rules")
+                problems.append(
+                    f"{text}: its axes have logical names {names}, but no rules were given"
+                )
                 self.hints.append('rules=[("embed", "data"), ...] gives them, rules=[] replicates')
             self.unmatched.setdefault(name, []).append(leaf.path)
         return resolved.spec, tuple(place for place in resolved.used if place < len(self._rules))

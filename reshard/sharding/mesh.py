@@ -142,14 +142,14 @@ def _short_form(text: str, saved: Sequence[Mesh]) -> Mesh:
     for axes in (larger, [*every]):
         if agree and len(axes) == len(sizes):
             return _checked(named(axes))
-    reason = f"which have {len(every)}, not {len(sizes)}"
+    reason = f"but they have {len(every)} axes, not {len(sizes)}"
     if not agree:
-        reason = "and they do not agree on them" if saved else "and none was saved"
+        reason = "but these have different axes" if saved else "but no mesh was saved"
     names = larger if len(larger) >= len(sizes) else [*every]
     names = names or ["data", "model"][: len(sizes)]
     names += [f"axis{i}" for i in range(len(names), len(sizes))]
     raise ShardingError(
-        f"`{text}` takes its axis names from the saved meshes, {reason}",
+        f"the mesh `{text}` takes its axis names from the saved meshes, {reason}",
         sorted({str(mesh) for mesh in saved}, key=lambda mesh: natural((mesh,))),
         [f"name the axes: `{named(names[-len(sizes) :])}`"],
     )
@@ -243,7 +243,9 @@ def spec_problems(shape: Sequence[int], mesh: Mesh, spec: Spec) -> list[str]:
     """The reasons why an array of `shape` cannot have `spec` on `mesh`."""
     problems = []
     if len(spec) > len(shape):
-        problems.append(f"{format_spec(spec)} has {len(spec)} dimensions, the array {len(shape)}")
+        problems.append(
+            f"{format_spec(spec)} is for {len(spec)} dimensions, but the array has {len(shape)}"
+        )
     used = [axis for entry in spec for axis in entry]
     for axis in dict.fromkeys(used):
         if axis not in mesh.axis_names:
@@ -254,7 +256,7 @@ def spec_problems(shape: Sequence[int], mesh: Mesh, spec: Spec) -> list[str]:
         parts = math.prod(mesh.shape.get(axis, 1) for axis in entry)
         if size % parts:
             names = "*".join(entry)
-            problems.append(f"dimension {dim} of {size} does not divide by {parts} ({names})")
+            problems.append(f"dimension {dim} has size {size}, not a multiple of {parts} ({names})")
     return problems
 
 

@@ -31,12 +31,10 @@ class Parameters:
 
     def __init__(self, paths: Iterable[Path], others: Iterable[Path]):
         self._by_ending: dict[tuple[str, ...], list[Path]] = {}
-        for path in paths:
+        for path in sorted(paths, key=len):
             keys = tuple(map(str, path))
             for start in range(len(keys)):
                 owners = self._by_ending.setdefault(keys[start:], [])
-                if owners and len(path) < len(owners[0]):
-                    owners.clear()
                 if not owners or (len(path) == len(owners[0]) and len(owners) <= _MAX_OWNERS):
                     owners.append(path)
         self._below: collections.Counter[tuple[str, ...]] = collections.Counter()

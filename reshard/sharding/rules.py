@@ -68,7 +68,7 @@ def match_specs(
             if "*" in pattern:
                 hints.append(f"as a regex, the glob `{pattern}` is `{regex_of_glob(pattern)}`")
     if problems:
-        raise ShardingError("the spec rules cannot be read", problems, hints)
+        raise ShardingError("the specs cannot be read", problems, hints)
 
     @functools.cache
     def texts(form: int) -> list[str]:
@@ -120,7 +120,7 @@ def parse_rules(rules: Any, names: Iterable[str]) -> tuple[Rule, ...]:
     problems = [repr(pair) for pair, axes in parsed if axes is None]
     if problems:
         raise ShardingError(
-            "a rule is a logical name with a mesh axis, several, or None",
+            "a rule must be a pair: a logical name, and a mesh axis, a tuple of mesh axes, or None",
             problems,
             ['rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]'],
         )

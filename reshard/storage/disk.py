@@ -327,7 +327,7 @@ class Location:
         if not self.is_local and self.create(data):
             raise StoreError(
                 f"`{destination}` cannot be written",
-                ["this store ignores conditions of writes, so two jobs could mix"],
+                ["this store ignores conditional writes, so two jobs could overwrite each other"],
                 ["write to a disk, and copy the result"],
             )
 

@@ -156,7 +156,9 @@ def _selected(
     paths = dict.fromkeys((*a, *b))
     kept = tree.match_globs(paths, select) - tree.match_globs(paths, drop)
     if not kept:
-        raise TreeMismatchError("no leaf is left", [f"`{glob}` is dropped" for glob in drop])
+        raise TreeMismatchError(
+            "no leaf is left to compare", [f"`{glob}` is dropped" for glob in drop]
+        )
     in_a, in_b = ({p: leaf for p, leaf in ckpt.items() if p in kept} for ckpt in (a, b))
     return in_a, in_b
 

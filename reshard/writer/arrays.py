@@ -211,13 +211,20 @@ def _write_databases(
     sizes: dict[str, int] = {}
     databases: dict[str, int] = {}
     files: set[str] = set()
+
+    def look(name: str) -> None:
+        """Adds the files of a database, with their bytes, and its contents."""
+        place = directory / name
+        with place.cached_listing():
+            place.prefetch(unseen=[MANIFEST] if ocdbt else [], below=True)
+            found = {entry.path: entry.nbytes for entry in place.walk() if entry.is_file}
+            if ocdbt and MANIFEST in found:
+                databases[name], used = contents(place)
+                files.update(f"{name}/{file}" for file in used)
+        sizes.update({f"{name}/{path}": size for path, size in found.items()})
+
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        looked = pool.map(lambda name: _look(directory / name, ocdbt), names)
-        for each, (found, listed) in zip(names, looked, strict=True):
-            sizes |= {f"{each}/{path}": size for path, size in found.items()}
-            if listed is not None:
-                databases[each], used = listed
-                files |= {f"{each}/{file}" for file in used}
+        list(pool.map(look, names))
     if not ocdbt:
         files = {*sizes}
     problems = [f"`{directory / file}` is missing" for file in files - sizes.keys()]
@@ -235,14 +242,6 @@ def _write_databases(
         {file: size for file, size in sizes.items() if file not in files},
         chunks={} if ocdbt else {file[len(names[0]) + 1 :]: file for file in sizes},
     )
-
-
-def _look(directory: Location, ocdbt: bool) -> tuple[dict[str, int], tuple[int, set[str]] | None]:
-    """The files that have been written, with their bytes; and the contents of the database."""
-    with directory.cached_listing():
-        directory.prefetch(unseen=[MANIFEST] if ocdbt else [], below=True)
-        sizes = {entry.path: entry.nbytes for entry in directory.walk() if entry.is_file}
-        return sizes, contents(directory) if ocdbt and MANIFEST in sizes else None
 
 
 def sync(directory: Location, files: Collection[str]) -> None:

@@ -116,8 +116,10 @@ def begin(
             raise DestinationError(text, writers(running or unknown), hints)
         goes_on = resume or shared
         if goes_on and foreign and found.parts:
-            text = f"the unfinished job for `{destination}` is a different one"
-            problems = ["its arguments, its source or its version of reshard differ"]
+            text = f"the unfinished job for `{destination}` is not this job"
+            problems = [
+                "its arguments, its source or its version of reshard differ from those of this job"
+            ]
             hints = [restart_hint(path) if shared else OVERWRITE]
             raise DestinationError(text, [*problems, *writers(foreign)], hints)
         if not (goes_on or overwrite) and (found.parts or not (path.is_local or not found.sizes)):
@@ -250,7 +252,7 @@ def chosen(job: Job, found: Found) -> dict[str, Mapping[str, Any]]:
     missing = [number for number in range(job.count) if str(number) not in whole]
     if missing or UNSHARED not in whole:
         numbers = sorted({*missing} if UNSHARED in whole else {*missing, 0})
-        problems = [f"missing: {format_runs(numbers)}"]
+        problems = [f"missing share numbers: {format_runs(numbers)}"]
         if UNSHARED not in whole:
             problems.append("share 0, which also writes documents and other items, is not finished")
         problems += [f"begun: {line}" for line in writers(found.begun)]

@@ -257,17 +257,19 @@ def _unlike(ckpt: Checkpoint, like: location.Location | None) -> Iterator[errors
     elif (document := read_json(like / INDEX)) is not None:
         names = document.get("weight_map", {})
         if not isinstance(names, dict):
-            yield errors.CorruptCheckpointError(f"`{like / INDEX}`: `weight_map` is not an object")
+            yield errors.CorruptCheckpointError(
+                f"`{like / INDEX}`: `weight_map` is not a JSON object"
+            )
             return
         shapes = dict.fromkeys(names)
     own = {stored_name(handle.path): handle for handle in ckpt.arrays}
-    problems = [f"missing: {name}: `{like}` has it" for name in shapes if name not in own]
+    problems = [f"missing: `{name}`, which `{like}` has" for name in shapes if name not in own]
     for name, handle in own.items() if shapes else ():
         text = array_text(handle.dtype.name, handle.shape)
         if name not in shapes:
-            problems.append(f"unexpected: {name} {text}: `{like}` does not have it")
+            problems.append(f"unexpected: `{name}` {text}, which `{like}` lacks")
         elif (shape := shapes[name]) is not None and shape != handle.shape:
-            problems.append(f"mismatch: {name} is {text}, and {list(shape)} in `{like}`")
+            problems.append(f"mismatch: `{name}` is {text}, but {list(shape)} in `{like}`")
     if problems:
         hints = ["reshard.rename(ckpt, [(..., ...)])", "reshard.select(ckpt, drop=[...])"]
         yield errors.TreeMismatchError(

@@ -210,7 +210,9 @@ class TargetFormat(ZarrVersion):
         spec = {"driver": self.driver, "kvstore": "memory://", "assume_metadata": True}
         made = ts.open({**spec, "metadata": json.loads(document)}).result()
         if np.asarray(made.fill_value).tobytes() != np.asarray(root.view().fill_value).tobytes():
-            raise ValueError(f"zarr{3 if self.zarr3 else 2} has no fill value {encoding.fill}")
+            raise ValueError(
+                f"zarr{3 if self.zarr3 else 2} cannot express its fill value {encoding.fill}"
+            )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -293,7 +295,7 @@ def target_format(
             problems.append(f"{tree.format_path(array.path)}: {error}")
     if problems:
         raise errors.ArgumentError(
-            f"arrays that cannot be stored as {found.format}",
+            f"some arrays cannot be stored as {found.format}",
             problems,
             ['codec="zstd" compresses them again'],
         )
@@ -325,7 +327,7 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[errors.Reshard
         yield errors.TreeMismatchError("Orbax stores no arrays without elements", lines, hints)
     if not form.ocdbt and (unusable := list(_not_files(ckpt))):
         yield errors.ArgumentError(
-            "arrays that cannot be stored as plain files",
+            "some arrays cannot be stored as plain files",
             unusable,
             ["ocdbt=True stores them in a database"],
         )
@@ -346,7 +348,7 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
         elif any("\\" in part or part.endswith(".__lock") for part in parts):
             why = "TensorStore takes `\\` for `/`, and keeps names that end in `.__lock` for locks"
         elif any(len(part.encode(errors="replace")) > _MAX_NAME for part in parts):
-            why = "its name is longer than a file's may be"
+            why = f"its name is longer than a file name, which has at most {_MAX_NAME} bytes"
         elif parts[0] in taken or parts[0].startswith(PROCESS):
             why = f"`{parts[0]}` is another file of the checkpoint"
         else:

@@ -20,7 +20,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import inspect
-import itertools
 import json
 import re
 import secrets
@@ -39,7 +38,7 @@ from reshard.storage.machine import this_process
 from reshard.storage.ocdbt import PROCESS
 from reshard.tree import shell_quoted
 from reshard.writer.arrays import Written
-from reshard.writer.plan import ItemPlan, Plan
+from reshard.writer.plan import Plan
 
 BEGUN, UNSHARED, ROOT = "begun", "unshared", "root"
 _TOKEN = rf"{re.escape(PROCESS)}([0-9a-f]{{16}})"
@@ -262,29 +261,23 @@ def job_token(plan: Plan, loaded: bool) -> str:
     are `loaded` by one process, they may have changed since an earlier run, so that only functions
     that were loaded at the same time are the same."""
     found = hashlib.sha256()
-    for line in itertools.chain(_job_lines(plan), *(_lines(i, loaded) for i in plan.items)):
-        found.update(f"{line}\n".encode(errors="surrogateescape"))
+
+    def add(*values: object) -> None:
+        found.update(f"{values!r}\n".encode(errors="surrogateescape"))
+
+    add(importlib.metadata.version("reshard"), sorted(plan.source_state.items()))
+    add(str(plan.destination), plan.max_memory, plan.digest)
+    for item in plan.items:
+        ckpt, source = item.ckpt, item.ckpt.source
+        add(str(source.root), source.step, source.item, ckpt.retyped, item.format)
+        add(sorted(item.files or ()), json.dumps(source.metadata, sort_keys=True))
+        if item.format.files:  # other files come from elsewhere
+            add(plan.siblings)
+        for path, leaf in ckpt.items():
+            add(path, None if isinstance(leaf, ArrayHandle) else leaf)
+        for array in item.arrays:
+            add(*_described(array.handle, loaded), array.chunk, array.box)
     return found.hexdigest()[:16]
-
-
-def _job_lines(plan: Plan) -> Iterator[str]:
-    yield importlib.metadata.version("reshard")
-    yield repr((str(plan.destination), plan.max_memory, plan.digest))
-    yield repr(sorted(plan.source_state.items()))
-    if any(item.format.files for item in plan.items):  # they come from elsewhere
-        yield repr(plan.siblings)
-
-
-def _lines(item: ItemPlan, loaded: bool) -> Iterator[str]:
-    ckpt, source = item.ckpt, item.ckpt.source
-    linked = None if item.files is None else sorted(item.files)
-    yield repr((str(source.root), source.step, source.item, linked, ckpt.retyped, item.format))
-    yield json.dumps(source.metadata, sort_keys=True)
-    for path, leaf in ckpt.items():
-        yield repr(path) if isinstance(leaf, ArrayHandle) else repr((path, leaf))
-    for array in item.arrays:
-        yield from _described(array.handle, loaded)
-        yield repr((array.chunk, array.box))
 
 
 def _source_of(operation: Apply) -> str:
@@ -296,21 +289,20 @@ def _source_of(operation: Apply) -> str:
     return ""
 
 
-def _described(handle: ArrayHandle, loaded: bool) -> Iterator[str]:
+def _described(handle: ArrayHandle, loaded: bool) -> Iterator[object]:
     """Everything that an array depends on."""
-    yield repr((handle.path, handle.dtype, handle.shape, handle.sharding))
-    yield repr((handle.value_type, handle.key_impl))
+    yield handle.path, handle.dtype, handle.shape, handle.sharding
+    yield handle.value_type, handle.key_impl
     data = handle.data
     if isinstance(data, StoredArray):
-        yield repr((data.name, data.metadata))
+        yield data.name, data.metadata
+        return
+    operation = data.operation
+    if isinstance(operation, Constant):
+        yield data.part, digest_of(operation.values)
+    elif isinstance(operation, Apply) and not loaded:
+        yield data.part, dataclasses.replace(operation, loaded=""), _source_of(operation)
     else:
-        operation = data.operation
-        yield repr(data.part)
-        if isinstance(operation, Constant):
-            yield digest_of(operation.values)
-        elif isinstance(operation, Apply) and not loaded:
-            yield repr((dataclasses.replace(operation, loaded=""), _source_of(operation)))
-        else:
-            yield repr(operation)
-        for other in data.inputs:
-            yield from _described(other, loaded)
+        yield data.part, operation
+    for other in data.inputs:
+        yield from _described(other, loaded)

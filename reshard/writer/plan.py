@@ -280,7 +280,9 @@ class Plan:
     def share(self, number: int, count: int) -> Share:
         """Share `number`, from 0, of `count`. Raises ArgumentError if there is no such share."""
         if not 0 <= number < count:
-            raise ArgumentError(f"there is no share {number} of {count}: they are numbered from 0")
+            raise ArgumentError(
+                f"there is no share {number} of {count}: shares are numbered from 0"
+            )
         return self.shares(count)[number]
 
     @property

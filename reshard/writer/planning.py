@@ -156,9 +156,9 @@ def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
         if large:
             least = max(copy_bytes(sibling.nbytes) for sibling in large)
             yield errors.MemoryLimitError(
-                f"files that are copied do not fit in {format_bytes(limit)}",
+                f"files that are copied do not fit in the memory limit of {format_bytes(limit)}",
                 [f"`{s.source}` has {format_bytes(s.nbytes)}, in one piece" for s in large],
-                [f'max_memory="{whole_kib(least)}" is the least that copies it'],
+                [f'max_memory="{whole_kib(least)}" is the least that is enough'],
                 least,
             )
         if plan.verify and not all(item.format.ocdbt for item in plan.items):
@@ -302,7 +302,7 @@ def _one_memory_error(found: list[errors.ReshardError]) -> list[errors.ReshardEr
     if len(memory) < 2:
         return found
     largest = max(memory, key=lambda error: error.least)
-    summary = f"{sum(len(error.problems) for error in memory)} arrays do not fit into memory"
+    summary = "the memory limit is too small"
     one = errors.MemoryLimitError(summary, errors.lines_of(memory), largest.hints, largest.least)
     return [error for error in found if error not in memory] + [one]
 
@@ -320,7 +320,9 @@ def _checked(ckpt: Checkpoint | Iterable[Checkpoint]) -> list[Checkpoint]:
     checkpoints: list[Any] = list(ckpt) if several else [ckpt]
     wrong = [f"{each!r:.80}" for each in checkpoints if not isinstance(each, Checkpoint)]
     if wrong:
-        raise errors.ArgumentError("save needs a checkpoint", wrong, ["reshard.open(path)"])
+        raise errors.ArgumentError(
+            "save needs a checkpoint from `reshard.open`", wrong, ["reshard.open(path)"]
+        )
     sources = [c.source for c in checkpoints]
     if not sources:
         raise errors.ArgumentError("save needs at least one checkpoint")
@@ -461,7 +463,7 @@ def _check_fits(handle: ArrayHandle) -> None:
         if problems:
             fits = ",".join(f"{name}=1" for name in mesh.axis_names)
             raise errors.ShardingError(
-                f"{format_path(handle.path)} does not fit `{mesh}`",
+                f"`{format_path(handle.path)}` does not fit the mesh `{mesh}`",
                 problems,
                 [f"reshard.to_mesh(ckpt, {as_python(fits)}) fits any array"],
             )
