@@ -305,7 +305,7 @@ class _File(NamedTuple):
             return None
         made: dict[str, Any] = {name.rstrip("?"): None for name in form}
         for key, value in table.items():
-            inner = form.get(f"{key}?", form.get(key))
+            inner: Any = form.get(f"{key}?", form.get(key))
             if key not in made:
                 near = get_close_matches(key, made, 1)
                 hint = f": did you mean `{near[0]}`?" if near else ""
