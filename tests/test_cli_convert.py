@@ -614,7 +614,7 @@ IN_PLACE = ("--model", "new/train.py:training", "--source-model", "old/train.py:
 def test_two_trees_with_packages_of_the_same_names(run, migrated):
     (migrated / "old" / "models/net.py").open("a").write("assert 'Net' not in globals()\n")
     ran = run("convert", "run/1", "out", "--to", "nnx", *IN_PLACE, "--init", "**/rngs/**")
-    assert (ran.status, {*ran.err.splitlines()}) == (0, {"models are made"})
+    assert (ran.status, {*ran.err.splitlines()}) == (0, {"your code: models are made"})
     assert without_random(load("out/default")) == moved(load("run/1/default"))
     ran = run("verify", "out", "--against", "run/1", *IN_PLACE, "--init", "**/rngs/**")
     assert ran.status == 0
@@ -794,31 +794,31 @@ def test_a_scan_becomes_a_list_by_the_rule_that_is_shown(model, axis, run, folde
     assert made == {path: layouts.bits(jnp.asarray(leaf)) for path, leaf in expected.items()}
 
 
-def test_what_the_users_code_prints_is_on_stderr(run, migrated, capfd):
+def test_what_the_users_code_prints_is_marked_and_on_stderr(run, migrated, capfd):
     """When it is imported and when the model is made, in this process and in that of the source."""
-    for name, function in (("old", "linen"), ("new", "training")):
+    for name, function, end in (("old", "linen", ""), ("new", "training", "\\n")):
         (migrated / name / "train.py").write_text(
             "import sys\nfrom models.net import *\n"
             "print('loading', end=' ')\n"
             f"print('{name}', flush=True)\n"
             f"made = {function}\n"
             f"def {function}():\n"
-            "    sys.stdout.write('making\\na model\\n')\n"
+            f"    sys.stdout.write('making\\na model{end}')\n"
             "    return made()\n"
         )
     init = ("--init", "**/rngs/**", "--json")
     ran = run("convert", "run/1", "out", "--to", "nnx", *IN_PLACE, *init)
     assert (ran.status, json.loads(ran.out)["done"]) == (0, True)
-    models, making = "models are made\n", "making\na model\n"
+    models, making = "your code: models are made\n", "your code: making\nyour code: a model\n"
     err = re.sub(r"(?m)^Warning: .*\n", "", ran.err)
     # It is made twice: for its tree, and for its initial values.
-    assert err == f"{models}loading new\n{making}{making}"
+    assert err == f"{models}your code: loading new\n{making}{making}"
     # The other process has this one's own stderr.
     out, err = capfd.readouterr()
-    assert (out, err) == ("", f"{models}loading old\n{making}")
+    assert (out, err) == ("", f"{models}your code: loading old\n{making}")
 
 
-def test_what_a_function_of_a_map_prints_is_on_stderr(run, folder):
+def test_what_a_function_of_a_map_prints_is_marked_and_on_stderr(run, folder):
     """While values are written and verified: stdout has one document."""
     (folder / "told.py").write_text("def same(x):\n    print('called')\n    return x * 1\n")
     rules = [
@@ -832,7 +832,7 @@ def test_what_a_function_of_a_map_prints_is_on_stderr(run, folder):
         run("convert", "run/1", "out", "--to", "nnx", *gone, "--codec", "none", *words),
         run("verify", "out", "--against", "run/1", *words),
     ):
-        assert (ran.status, {*ran.err.splitlines()}) == (0, {"called"}), ran
+        assert (ran.status, {*ran.err.splitlines()}) == (0, {"your code: called"}), ran
         json.loads(ran.out)
 
 

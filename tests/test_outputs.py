@@ -165,8 +165,8 @@ def test_leaves_with_other_names_than_the_model_of_the_source_has_need_a_rule(sa
     assert str(error) == (
         "the Linen model has other leaves than the checkpoint\n"
         '  Could not find parameter named "kernel" in scope "/Dense_0".\n\n'
-        "hint: if reshard.rename(ckpt, [(..., ...)]) has given the leaves other names: a rule of "
-        "map_file=... does so for the conversion alone"
+        "hint: if you renamed leaves, use a rule of map_file=... instead: then the source keeps "
+        "its Linen names"
     )
     assert equal(reshard.to_nnx(saved, Named, map_file=map_of(tmp_path, rename), **options))
 

@@ -2,10 +2,13 @@
 
 import contextlib
 import functools
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import click
 
 from reshard.convert.user_code import load, own_line
 from reshard.errors import ReshardError, ShardingError
@@ -32,12 +35,37 @@ def build_target(model: str, rules: Pairs | None, specs: Pairs, mesh: Mesh) -> t
         return target_and_coverage(abstract, load_model(model, "--model"), rules, specs)
 
 
+class _Marked(io.RawIOBase):
+    """A stream that writes to stderr, with a mark before each line."""
+
+    line = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        *lines, self.line = (self.line + bytes(data)).split(b"\n")
+        for line in lines:
+            click.echo(f"your code: {line.decode(errors='replace')}", err=True)
+        return len(data)
+
+
+@contextlib.contextmanager
+def marked_output() -> Iterator[None]:
+    """Sends prints of the user's code to stderr, with a mark: stdout is for answers."""
+    marked: Any = _Marked()
+    with contextlib.redirect_stdout(io.TextIOWrapper(marked, "utf-8", write_through=True)):
+        try:
+            yield
+        finally:
+            marked.write(b"\n" if marked.line else b"")
+
+
 @contextlib.contextmanager
 def model_errors(option: str, model: str | None, hints: Sequence[str] = ()) -> Iterator[None]:
-    """Raises errors of the model's code as errors of its option. Its prints go to stderr, since
-    stdout is for answers."""
+    """Raises errors of the model's code as errors of its option. Marks its prints."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with marked_output():
             yield
     except ReshardError:
         raise

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from reshard.cli import options
+from reshard.cli.model_argument import marked_output
 from reshard.errors import ReshardError, first_line
 
 # How often Dask repeats a task that raised an error.
@@ -26,7 +27,7 @@ def working(flags: options.Flags) -> Iterator[dict[str, Any]]:
         warnings_told(),
         _workers(flags) as by,
         progress_bar(flags, by["workers"]) as progress,
-        contextlib.redirect_stdout(sys.stderr),  # of the functions of a map
+        marked_output(),  # of the functions of a map
     ):
         yield by | {"progress": progress}
 
