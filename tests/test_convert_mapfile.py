@@ -989,8 +989,8 @@ def test_what_cannot_be_read():
         refusal(read, text, of=ArgumentError)
         == r"""
 map.toml: its rules cannot be read
-  the file: `to` must be `nnx` or `linen`, not 'keras'
   the file: `x` is not known
+  the file: `to` must be `nnx` or `linen`, not 'keras'
   `init`: `a//b` is not a path: a key is empty or its quotes do not close
   rule 1: `from` must be a text or a list of texts, not 3
   rule 1: it has no effect: give it `to`, an operation or `drop = true`
@@ -1036,9 +1036,9 @@ map.toml: its rules cannot be read
   rule 29, `(a)`: `stack` needs one path in `to`
   rule 29, `(a)`: `stack`: `order` has a piece twice
   rule 29, `(a)`: `stack`: `by`: `\g<2>`: the regex has no group `2`
-  rule 30, `a` + `b`: `concat`: `axis` is missing
-  rule 30, `a` + `b`: `concat`: `sizes` must be a list of sizes, not [-1]
   rule 30, `a` + `b`: `concat`: `names` is not known
+  rule 30, `a` + `b`: `concat`: `sizes` must be a list of sizes, not [-1]
+  rule 30, `a` + `b`: `concat`: `axis` is missing
   rule 30, `a` + `b`: `concat`: `by` cannot be combined with a list in `from`, which has an order
   rule 30, `a` + `b`: `to`: `\1`: the regex has no group `1`
   rule 31, `a` + `b`: `concat`: `order` requires `by`

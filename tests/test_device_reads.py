@@ -317,6 +317,6 @@ def test_integers_that_fit_and_that_do_not(tmp_path, source, target):
         handle = stored_array(tmp_path, values, (8,))
         requests = [Request(handle, jnp.dtype(target), sharding)]
         assert refused(reshard.TreeMismatchError, read_arrays, requests, None) == (
-            f"{handle.data.name}: its values do not fit {target}\n"
-            f"  from {min(value, 0)} to {max(value, 1)}, saved as {source}"
+            f"{handle.data.name}: {target} cannot hold its values "
+            f"from {min(value, 0)} to {max(value, 1)}, saved as {source}"
         )

@@ -8,6 +8,7 @@ from converted import refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_rows import arrays_of, bits, random_rows
+from sampling import examples
 
 from reshard.arrays.operations import Concat, Crop, Pad, Reshape, Split, Stack, Transpose
 from reshard.convert.leafmap import (
@@ -53,7 +54,7 @@ def carried(rows, arrays):
 DROPPED = "the result of an operation cannot be dropped\n  x"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(random_rows())
 def test_a_map_is_its_rows_without_their_order(case):
     shapes, rows = case
@@ -75,7 +76,7 @@ def test_a_map_is_its_rows_without_their_order(case):
         assert bits(evaluated(found.then(back), arrays)) == bits(arrays)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(random_rows(), st.integers(0, 6))
 def test_maps_follow_one_another(case, at):
     shapes, rows = case

@@ -434,10 +434,10 @@ fill = { value = 1, shape = [1], dtype = 'float32', count = 4611686018427387904 
 TOLD = """
 the file: `vars`: `b`: `c + 1`: neither `[vars]` nor the config has `c`
 rule 1, `^x$`: `scale`: `by` must be a number other than 0, not 0
-rule 2, `^x$`: `interleave`: `parts` must be a whole number, not 1.5
-rule 2, `^x$`: `interleave`: `whole` is not known
 rule 2, `^x$`: `rope`: `head_size`: `d`: neither `[vars]` nor the config has `d`
 rule 2, `^x$`: `rope`: `to` must be `pairs` or `halves`, not 'quarters'
+rule 2, `^x$`: `interleave`: `parts` must be a whole number, not 1.5
+rule 2, `^x$`: `interleave`: `whole` is not known
 rule 3, `^x$`: `split` cannot be combined with `to`
 rule 4, `^x$`: `fill`: `dtype` must be a dtype, not 'float33'
 rule 4, `^x$`: `fill` needs either `to` or `from`

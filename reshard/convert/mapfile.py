@@ -303,25 +303,24 @@ class _File(NamedTuple):
         if not isinstance(table, dict):
             self.problems.append(f"{where} must be a table, not {table!r:.80}")
             return None
-        made, wrong = dict[str, Any](), False
-        for name, inner in form.items():
-            key = name.rstrip("?")
-            value, made[key] = table.get(key), None
-            if value is None and key == name:
-                self.problems.append(f"{where}: `{key}` is missing")
-            elif value is not None:
-                if key in _ALONE and not isinstance(value, dict):
-                    value = {next(iter(inner)): value}
-                if key == "pad" and isinstance(value, dict) and "widths" in value:
-                    inner = _PAD
-                made[key] = self.checked(value, inner, f"{where}: `{key}`")
-            wrong |= key == name and made[key] is None
-        for key in (key for key in table if key not in made):
-            near = get_close_matches(key, made, 1)
-            hint = f": did you mean `{near[0]}`?" if near else ""
-            hint = ": put it before the first rule" if key == "init" else hint
-            self.problems.append(f"{where}: `{key}` is not known{hint}")
-        return None if wrong else made
+        made: dict[str, Any] = {name.rstrip("?"): None for name in form}
+        for key, value in table.items():
+            inner: Any = form.get(f"{key}?", form.get(key))
+            if key not in made:
+                near = get_close_matches(key, made, 1)
+                hint = f": did you mean `{near[0]}`?" if near else ""
+                hint = ": put it before the first rule" if key == "init" else hint
+                self.problems.append(f"{where}: `{key}` is not known{hint}")
+                continue
+            if key in _ALONE and not isinstance(value, dict):
+                value = {next(iter(inner)): value}
+            if key == "pad" and isinstance(value, dict) and "widths" in value:
+                inner = _PAD
+            made[key] = self.checked(value, inner, f"{where}: `{key}`")
+        needed = [name for name in form if name[-1] != "?"]
+        missing = [f"{where}: `{key}` is missing" for key in needed if key not in table]
+        self.problems.extend(missing)
+        return None if any(made[key] is None for key in needed) else made
 
     def _evaluated(self, value: Any) -> Any:
         """A value with its expressions evaluated."""
@@ -353,8 +352,8 @@ def _texts(value: str | Sequence[str] | None) -> Sequence[str]:
 
 def _rule(file: _File, number: int, table: dict[str, Any]) -> Rule | None:
     """A rule; None if its `when` is 0."""
-    where, given = f"rule {number}", dict(table)
-    if file.checked(given.pop("when", 1), _NUMBER, f"{where}: `when`") == 0:
+    where, given = f"rule {number}", {key: table[key] for key in table if key != "when"}
+    if "when" in table and file.checked(table["when"], _NUMBER, f"{where}: `when`") == 0:
         return None
     if _ONE_OR_MORE[0](given.get("from")):
         where += f", {' + '.join(f'`{text}`' for text in _texts(given['from']))}"
@@ -367,24 +366,26 @@ def _rule(file: _File, number: int, table: dict[str, Any]) -> Rule | None:
         except ValueError as error:
             problems.append(str(error))
     for key, make in _EACH.items():
+        if values[key] is None:
+            continue
         try:
-            each += [] if values[key] is None else [make(values[key])]
+            each.append(make(values[key]))
         except ReshardError as error:
             problems.append("; ".join([error.summary, *error.problems]))
     file.problems.extend(f"{where}: {problem}" for problem in problems)
-    rule = Rule(number, tuple(patterns), drop=values["drop"] is True, each=tuple(each))
-    if "fill" in given:
-        if (fill := values["fill"]) is None:
-            return None
-        places = _texts(values["to"])
-        if fill["count"] is not None:
-            places = [x.replace("{}", str(n)) for x in places for n in range(fill["count"])]
-        constant = Filled(fill["shape"], dtypes.parse_dtype(fill["dtype"]), fill["value"])
-        to = tuple(Template((place,)) for place in places)
-        return dataclasses.replace(rule, fill=constant, to=to)
-    return dataclasses.replace(
-        rule, optional=values["optional"] is True, **_regrouped(file, where, patterns, values)
-    )
+    drop, optional = values["drop"] is True, values["optional"] is True
+    if "fill" not in given:
+        found = _regrouped(file, where, patterns, values)
+        return Rule(
+            number, tuple(patterns), drop=drop, each=tuple(each), optional=optional, **found
+        )
+    if (fill := values["fill"]) is None:
+        return None
+    places = _texts(values["to"])
+    if fill["count"] is not None:
+        places = [x.replace("{}", str(n)) for x in places for n in range(fill["count"])]
+    constant = Filled(fill["shape"], dtypes.parse_dtype(fill["dtype"]), fill["value"])
+    return Rule(number, tuple(patterns), tuple(Template((x,)) for x in places), fill=constant)
 
 
 def _regrouped(

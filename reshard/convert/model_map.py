@@ -121,8 +121,8 @@ class _Evidence:
         values = {path: known.values[path] for path in kept}
         origin = {path: known.origin[path] for path in kept}
         rest = dataclasses.replace(known, values=values, origin=origin)
-        told = [*self._found.abstentions, *abstentions]
-        return dataclasses.replace(self._found, map=rest, abstentions=told)
+        abstentions = [*self._found.abstentions, *abstentions]
+        return dataclasses.replace(self._found, map=rest, abstentions=abstentions)
 
     def _before(self, side: int, module: Path) -> Collection[Path]:
         """The paths of a module of Linen (0) or NNX (1) without the map."""
@@ -407,8 +407,8 @@ def _aligned(map_result: MapResult, start: Side, end: Side, gone: Collection[Pat
         changed = start.shapes.keys() - (leaves.keys() - moved.keys())
         kept = module_tree.without(start.known, changed)
         modules = module_tree.joined(kept, module_tree.path_outline(moved))
-    there = module_tree.without(end.modules, gone)
-    found = align(modules, there) if start.api == "linen" else align(there, modules)
+    other = module_tree.without(end.modules, gone)
+    found = align(modules, other) if start.api == "linen" else align(other, modules)
     if not (rules.origin and found.map.values):
         return found
     linen, nnx = (start, end) if start.api == "linen" else (end, start)
