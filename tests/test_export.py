@@ -495,6 +495,17 @@ def objects(url):
     return {e.path: (place / e.path).read_whole() for e in place.walk() if e.is_file}
 
 
+def test_too_little_room_for_temporary_files(source, bucket, stores, monkeypatch):
+    usage, stores.requests = mock.Mock(free=100_000), []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    text = refused(DestinationError, reshard.export, reshard.open(source), f"{bucket}/hf")
+    first, second, *_, hint = text.splitlines()
+    assert first == f"not enough disk space for temporary files of the export to `{bucket}/hf`"
+    assert second.endswith(", free 97.66 KiB")
+    assert hint == "hint: TMPDIR names another directory for them"
+    assert not stores.answered("write")
+
+
 @pytest.mark.parametrize("size", ["5GB", "70KiB"])
 def test_in_a_bucket(source, model, bucket, stores, tmp_path, size, monkeypatch):
     monkeypatch.setattr(commit, "_LARGE", 1 << 12)  # more is copied on the server

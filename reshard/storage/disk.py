@@ -523,6 +523,11 @@ def free_bytes(destination: AnyPath) -> int:
     return shutil.disk_usage(_nearest_directory(destination)).free
 
 
+def temporary_free_bytes() -> int:
+    """Free bytes where `temporary_directory` makes directories."""
+    return shutil.disk_usage(tempfile.gettempdir()).free
+
+
 def _nearest_directory(path: AnyPath) -> str:
     """The nearest directory above a path that exists."""
     above = os.path.dirname(path)

@@ -312,7 +312,7 @@ _SLASH = "its name ends in `/`"
 def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[errors.ReshardError]:
     """Problems with the names of an item's leaves in this format."""
     hints = ["reshard.rename(ckpt, [(..., ...)])"]
-    if clashes := _clashes(ckpt):
+    if clashes := _clashes(ckpt, form):
         yield errors.TreeMismatchError("two leaves would be stored under one name", clashes, hints)
     problems = {path: name_problem(stored_name(path)) for path in ckpt}
     problems |= {a.path: _SLASH for a in ckpt.arrays if stored_name(a.path).endswith("/")}
@@ -356,8 +356,8 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
         yield f"{tree.format_path(array.path):.80}: {why}"
 
 
-def _clashes(ckpt: Checkpoint) -> list[str]:
-    """Leaves of which one would overwrite the other, or would be stored among its chunks."""
+def _clashes(ckpt: Checkpoint, form: TargetFormat) -> list[str]:
+    """Leaves of which one would overwrite the other, or a file of the other."""
     arrays = {handle.path: handle for handle in ckpt.arrays}
     strings = [path for path, leaf in ckpt.items() if isinstance(leaf, str)]
 
@@ -370,7 +370,27 @@ def _clashes(ckpt: Checkpoint) -> list[str]:
         names = {stored_name(path): path for path in kind}
         for name, path in names.items():
             for above in itertools.accumulate(name.split("/")[:-1], "{}/{}".format):
-                if above in names:
-                    two = f"{tree.format_path(names[above])} and {tree.format_path(path)}"
-                    clashes.append(f"{two}: `{name}` is inside `{above}`")
+                outer = names.get(above)
+                if outer is None:
+                    continue
+                two = f"{tree.format_path(outer)} and {tree.format_path(path)}"
+                if outer not in arrays:
+                    clashes.append(f"{two}: the string `{name}` would be inside `{above}`")
+                    continue
+                below = name[len(above) + 1 :]
+                if file := _file_above(form, arrays[outer], arrays[path], below):
+                    clashes.append(f"{two}: `{above}/{file}` is a file of `{above}`")
     return clashes
+
+
+def _file_above(
+    form: TargetFormat, outer: ArrayHandle, inner: ArrayHandle, below: str
+) -> str | None:
+    """The key of an outer array that is also a file or directory of an inner one, `below` it."""
+    chunks = form.encoding(outer).chunk_keys(len(outer.shape))
+    first = form.encoding(inner).chunk_key((0,) * len(inner.shape))
+    *directories, whole = itertools.accumulate(f"{below}/{first}".split("/"), "{}/{}".format)
+    for key in [whole] if form.ocdbt else [*directories, whole]:
+        if key == form.metadata_key or chunks.fullmatch(key):
+            return key
+    return None

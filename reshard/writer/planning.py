@@ -161,6 +161,15 @@ def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
                 [f'max_memory="{whole_kib(least)}" is the least that is enough'],
                 least,
             )
+        exported = any(item.format.files for item in plan.items)
+        shares = plan.shares(plan.share_count()) if exported else []
+        needed = max((share.nbytes for share in shares), default=0)
+        if needed > (free := disk.temporary_free_bytes()):
+            yield errors.DestinationError(
+                f"not enough disk space for temporary files of the export to `{place}`",
+                [f"needed {format_bytes(needed)}, free {format_bytes(free)}"],
+                ["TMPDIR names another directory for them"],
+            )
         if plan.verify and not all(item.format.ocdbt for item in plan.items):
             yield errors.ArgumentError(
                 "verify=True cannot read plain files in a bucket before the commit",
