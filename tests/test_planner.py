@@ -415,7 +415,8 @@ def test_steps_that_differ_have_lines_of_their_own():
     exact = "exactly the bytes that it needs"
     assert repr(Plan(tuple(items))).splitlines()[4:8] == [
         "device   not known before, 2.06 KiB after (step 3)",
-        f"load     a restore reads 7.89 times the bytes that it needs; after the job, {exact} (step 3)",
+        f"load     a restore reads 7.89 times the bytes that it needs; after the job, {exact} "
+        "(step 3)",
         "device   not known before, 2.00 MiB after (steps 10, 20)",
         f"load     a restore reads 2.00 times the bytes that it needs; after the job, {exact} "
         "(steps 10, 20)",
