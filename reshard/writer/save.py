@@ -158,10 +158,7 @@ def execute(
     if share is not None and (resume or workers is not None or executor is not None):
         text = "a share cannot be combined with resume, workers or executor"
         raise errors.ArgumentError(text, hints=["leave these out"])
-    for error in plan.errors if resume else ():
-        if isinstance(error, errors.DestinationExistsError):
-            error.problems += ("resume=True continues a job only until its destination exists",)
-    errors.raise_all(plan.errors)
+    errors.raise_all([_resumed(error) for error in plan.errors] if resume else plan.errors)
     by_tasks = workers is not None or executor is not None
     if by_tasks:
         check_workers(workers)
@@ -196,6 +193,14 @@ def execute(
                 doubted = {name for each in written for name in each.digests}
                 complete(attempt, report, plan.overwrite, plan.verify, doubted, plan.checkpoints)
     return plan
+
+
+def _resumed(error: errors.ReshardError) -> errors.ReshardError:
+    """An error of a plan whose job is to be resumed: says why that does not use the destination."""
+    if not isinstance(error, errors.DestinationExistsError):
+        return error
+    text = "a job can be continued only until its destination exists"
+    return type(error)(error.summary, [*error.problems, text], error.hints)
 
 
 def _begun(
