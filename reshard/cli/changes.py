@@ -1,7 +1,7 @@
 """Changes to the leaves of SRC, by options: select, rename, stack, cast, and maps."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -32,25 +32,32 @@ CHANGES = options.all_of(
 )
 
 
-MAP = options.all_of(
-    options.value(
-        "--map map_file",
-        "FILE|hf:NAME",
-        "TOML with rules from leaf to leaf, or a ready map: `reshard help maps`.",
-    ),
-    options.value(
-        "--config", "HF_DIR", "Directory of the config.json for the map; SRC or --like by default."
-    ),
-    options.value(
-        "--vocab", "N", "With a ready map: rows of the embedding in JAX.", type=options.COUNT
-    ),
-    options.value(
-        "--scan-axis",
-        "N",
-        "With a ready map: axis of the layers in scanned arrays. The default is 1.",
-        type=click.IntRange(0),
-    ),
-)
+def map_options(rules: str) -> Callable[[options.F], options.F]:
+    """`--map` and the options of ready maps. `rules`: the help on the rules of a file."""
+    return options.all_of(
+        options.value(
+            "--map map_file",
+            "FILE|hf:NAME",
+            f"TOML with rules from leaf to leaf{rules} Or a ready map: `reshard help maps`.",
+        ),
+        options.value(
+            "--config",
+            "HF_DIR",
+            "Directory of the config.json for the map; SRC or --like by default.",
+        ),
+        options.value(
+            "--vocab", "N", "With a ready map: rows of the embedding in JAX.", type=options.COUNT
+        ),
+        options.value(
+            "--scan-axis",
+            "N",
+            "With a ready map: axis of the layers in scanned arrays. The default is 1.",
+            type=click.IntRange(0),
+        ),
+    )
+
+
+MAP = map_options(". Every leaf needs a rule.")
 REVERSE = options.flag("--reverse", "Use the map in the opposite direction.")
 
 
