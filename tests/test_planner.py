@@ -406,6 +406,23 @@ def test_totals():
         assert shown[6:] == [split] * 10 + more
 
 
+def test_steps_that_differ_have_lines_of_their_own():
+    arrays, items = plan_of_three().arrays, []
+    for number, held in ((3, arrays[:2]), (10, arrays[2:]), (20, arrays[2:])):
+        (item,) = plan_of(*held).items
+        item.ckpt.source.number = number
+        items.append(item)
+    exact = "exactly the bytes that it needs"
+    assert repr(Plan(tuple(items))).splitlines()[4:8] == [
+        "device   not known before, 2.06 KiB after (step 3)",
+        f"load     a restore reads 7.89 times the bytes that it needs; after the job, {exact} "
+        "(step 3)",
+        "device   not known before, 2.00 MiB after (steps 10, 20)",
+        f"load     a restore reads 2.00 times the bytes that it needs; after the job, {exact} "
+        "(steps 10, 20)",
+    ]
+
+
 def test_a_plan_of_nothing():
     plan = plan_of()
     assert (plan.bytes_read, plan.bytes_written, plan.chunks_read, plan.passes) == (0, 0, 0, 1.0)

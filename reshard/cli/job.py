@@ -1,6 +1,5 @@
 """Options of the commands that write, and how their job runs and reports."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -163,8 +162,10 @@ def _changed(
             changed.append(change(ckpt))
         except ReshardError as error:
             document = ckpt.document() | options.refusal(error, dst)
-            with contextlib.suppress(DestinationError):  # which is not why there is no plan
+            try:
                 write_page(own, lambda document=document: document)
+            except DestinationError as unwritten:  # which is not why there is no plan
+                click.echo(f"Warning: {unwritten.summary}", err=True)
             raise
     return changed
 

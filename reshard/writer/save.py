@@ -18,7 +18,7 @@ from reshard.arrays.digests import Digest
 from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.run import check_executor, check_workers, run_tasks
+from reshard.engine.run import check_tasks, check_workers, run_tasks
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import MARKER, RECORD
 from reshard.loader.safetensors import INDEX
@@ -175,11 +175,12 @@ def execute(
     whole += (share is None and plan.verify) * plan.decoded_bytes
     report = counted(whole, progress)
     first = functools.partial(write_unshared, plan, attempt) if unshared else lambda _: None
+    tasks = [ShareTask(job, attempt.begun, each) for each in shares]
     with _source_errors(plan, job):
-        check_executor(executor)
+        if by_tasks:
+            check_tasks(tasks, executor)
         with committing.attempted(attempt, whole=share is None):
             if by_tasks:
-                tasks = [ShareTask(job, attempt.begun, each) for each in shares]
                 options = {"workers": workers, "executor": executor, "stop": attempt.end}
                 run_tasks(tasks, report, **options, meanwhile=first)
             else:
