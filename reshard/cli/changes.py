@@ -32,14 +32,10 @@ CHANGES = options.all_of(
 )
 
 
-def map_options(rules: str) -> Callable[[options.F], options.F]:
-    """`--map` and the options of ready maps. `rules`: the help on the rules of a file."""
+def map_options(text: str) -> Callable[[options.F], options.F]:
+    """`--map`, with this help, and the options of ready maps."""
     return options.all_of(
-        options.value(
-            "--map map_file",
-            "FILE|hf:NAME",
-            f"TOML with rules from leaf to leaf{rules} Or a ready map: `reshard help maps`.",
-        ),
+        options.value("--map map_file", "FILE|hf:NAME", text),
         options.value(
             "--config",
             "HF_DIR",
@@ -57,7 +53,10 @@ def map_options(rules: str) -> Callable[[options.F], options.F]:
     )
 
 
-MAP = map_options(". Every leaf needs a rule.")
+MAP = map_options(
+    "TOML with rules from leaf to leaf, or a ready map: `reshard help maps`. Every leaf needs a "
+    "rule."
+)
 REVERSE = options.flag("--reverse", "Use the map in the opposite direction.")
 
 

@@ -33,7 +33,10 @@ conversion_options = options.all_of(
         "This runs the code of MODULE, in a process of its own. hf:DIR is the model of a Hugging "
         "Face directory, for --check only.",
     ),
-    map_options(", which have precedence over names and order."),
+    map_options(
+        "TOML with rules from leaf to leaf, which have precedence over names and order, or a ready "
+        "map: `reshard help maps`."
+    ),
     options.values("--init", "GLOB", "Leaves that get the model's own initial value."),
     options.value(
         "--layout",
