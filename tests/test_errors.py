@@ -15,7 +15,7 @@ import click
 import layouts
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import reshard
@@ -231,6 +231,7 @@ def test_a_hint_is_a_call_and_a_flag(hint, typed):
     assert output.as_flags(typed) == typed
 
 
+@example("\\0")
 @given(st.text())
 def test_text_of_a_hint_can_be_typed(text):
     assert eval(as_python([(text, text)])) == [(text, text)]

@@ -56,7 +56,7 @@ for _ in range(4):
 # inside them.
 _CODE = re.compile(
     rf"`[^`]*`| with (?=layout=)|{_TEXT}"
-    rf"|(?P<code>(?<![\w./,-])\w+=(?:{_TEXT}|{_BRACKETS}|True\b|\d+\b|\.\.\.)"
+    rf"|(?P<code>(?<![\w./,-])\w+=(?:r?{_TEXT}|{_BRACKETS}|True\b|\d+\b|\.\.\.)"
     rf"|(?:reshard\.\w+|(?=\([\"'])){_BRACKETS})"
 )
 
