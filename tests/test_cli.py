@@ -153,6 +153,17 @@ def test_help_fits_a_terminal_and_its_examples_run(cwd):
         shutil.rmtree(cwd / "out", ignore_errors=True)
 
 
+def test_the_help_of_map_tells_what_a_map_is_for(tmp_path):
+    """Of a rewritten tree every leaf needs a rule, and of a conversion others pair the rest."""
+    for command, told in (
+        ("ckpt", "Every leaf needs a rule."),
+        ("export", "Every leaf needs a rule."),
+        ("convert", "which have precedence over names and order"),
+        ("verify", "which have precedence over names and order"),
+    ):
+        assert told in " ".join(shown(tmp_path, command, "--help").split())
+
+
 def test_version(tmp_path):
     names = ("jax", "flax", "orbax-checkpoint", "tensorstore")
     libraries = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)

@@ -169,6 +169,10 @@ def test_what_is_wrong_with_a_model_is_said(folder):
     assert run(folder, "--model", "mine:state", to="").endswith(told)
     told = "Error: `--to nnx` is not a mesh; to convert: reshard convert SRC DST --to nnx\n"
     assert run(folder, to="nnx").endswith(told)
+    convert = ("convert", "run", "out", "--to", "1x8")
+    status, _, errors = in_process.reshard_in(folder, *convert)
+    told = "Error: Invalid value for '--to': `1x8` is a mesh: --mesh 1x8\n"
+    assert (status, errors.endswith(told)) == (2, True)
 
 
 def test_to_mesh_takes_a_target_in_python(folder):

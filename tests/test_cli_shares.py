@@ -93,6 +93,16 @@ def test_some_tasks_of_an_array_run_again(at, monkeypatch):
     assert why_not(at, "again", "auto") == text
 
 
+@pytest.mark.parametrize("last", ["x", "-1", "1.5", "", None])
+def test_an_array_with_a_bad_or_no_last_number(at, monkeypatch, last):
+    for name, value in {"ID": "0", "MIN": "0", "MAX": last, "COUNT": "1"}.items():
+        if value is not None:
+            monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    told = f", not some of 0-{last}" if last else ""
+    text = f"Invalid value for --shard: an array job must have all tasks from 0{told}"
+    assert why_not(at, "none", "auto") == text
+
+
 def test_a_share_of_another_command_is_refused_with_the_first_command(at):
     share(at, "other", "1/3", "--dtype", "params/w0=bfloat16", "--quiet")
     words = ("ckpt", "run", "other", "--to", "1x8", "--shard", "0/3", "--codec", "none")

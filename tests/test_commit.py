@@ -30,6 +30,7 @@ from reshard.storage import disk
 from reshard.storage.location import Location, parse_location
 from reshard.writer import commit, plan
 from reshard.writer.export import plan_export
+from reshard.writer.save import execute
 
 pytestmark = pytest.mark.usefixtures("forked")
 REPLACED = ".replaced-by-reshard"
@@ -81,10 +82,12 @@ def test_an_existing_destination(source, tmp_path):
     before = hashes(out)
     text = f"`{out}` exists\n\nhint: overwrite=True replaces it once the new one is complete"
     not_saved(reshard.DestinationExistsError, text, open_on(source, "1x4"), out)
-    resumed = text.replace(
-        "\n\n", "\n  resume=True continues a job only until its destination exists\n\n"
-    )
-    not_saved(reshard.DestinationExistsError, resumed, open_on(source), out, resume=True)
+    told = "a job can be continued only until its destination exists"
+    resumed = text.replace("\n\n", f"\n  {told}\n\n")
+    plan = reshard.plan(open_on(source), out)
+    for _ in range(2):
+        refused(reshard.DestinationExistsError, resumed, execute, plan, resume=True)
+    assert plan.problems == (f"`{out}` exists",)
     assert reshard.plan(open_on(source, "2x4"), out).problems == (f"`{out}` exists",)
     assert hashes(out) == before
     reshard.save(open_on(source, "1x4"), out, overwrite=True)

@@ -914,6 +914,11 @@ UNROLLED = (
         {"blocks": lambda: stack_of(lambda rngs: block(), 2)},
         "Block_0 and Block_1, perhaps blocks",
     ),
+    (
+        {"a__blocks_0__Dense_0__kernel": (4, 4), "a__blocks_1__Dense_0__kernel": (4, 4)},
+        {"a": lambda: nnx.Dict(blocks=stack_of(lambda rngs: block(), 2))},
+        "a/blocks_0 and a/blocks_1, perhaps a/blocks",
+    ),
 )
 
 

@@ -866,17 +866,36 @@ def test_an_unknown_kind():
     assert [line.partition(":")[0].strip() for line in text.splitlines()[1:]] == list(KINDS)
 
 
+MODULE = "`a/b` is an NNX module that was saved directly"
+MIXED = "params/kernel/value opt_state/#0/w a/b/_pytree__state:None"
+NO_PARAMS, NO_MODEL_KEY = "there is no `params` at the top", "there is no `model` at the top"
+NO_AUX = "there is no `nnx_aux/model`"
+OPT_STATE = "`opt_state` is next to the parameters"
+
+
 @pytest.mark.parametrize(
-    "kind, place",
+    "case",
     [
-        *((kind, "a collection at the top") for kind in ("linen-variables", "linen-train-state")),
-        *((kind, "`model`") for kind in ("nnx-model", "nnx-model-and-optimizer")),
+        (MIXED, "linen-variables", MODULE, "`opt_state` is next to the collections"),
+        (MIXED, "linen-params", MODULE, "`params` is a collection at the top", OPT_STATE),
+        (MIXED, "linen-train-state", MODULE),
+        (MIXED, "maxtext", MODULE, NO_AUX),
+        (MIXED, "nnx-pure-dict", "`params/kernel/value` is in a `value` level"),
+        (MIXED, "nnx-optimizer", "there is more at the top: `params`, `a`"),
+        (MIXED, "nnx-model", NO_MODEL_KEY),
+        ("w", "linen-variables", "no collection is at the top"),
+        ("w", "linen-train-state", NO_PARAMS),
+        ("w", "maxtext", NO_PARAMS, NO_AUX),
+        ("w", "nnx-state", "no array is in a `value` level"),
+        ("w", "nnx-model-and-optimizer", NO_MODEL_KEY, "there is no `opt_state` or `step`"),
+        ("params/a:text w", "linen-variables", "there is no array in `params`"),
+        ("model/a:text w", "nnx-model", "there is no array in `model`"),
     ],
 )
-def test_a_tree_without_an_array_where_its_layout_has_the_model(kind, place):
-    """Other trees than those of a layout have other leaves than the model."""
-    text = f"the tree does not have the layout {kind}\n"
-    assert refused(made_up("w"), kind) == f"{text}  there is no array in {place}"
+def test_what_it_cannot_be(case):
+    leaves, kind, *problems = case
+    text = "\n  ".join([f"the tree does not have the layout {kind}", *problems])
+    assert refused(made_up(leaves), kind) == text
 
 
 @pytest.mark.parametrize("kind", [None, "linen-variables"])

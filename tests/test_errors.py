@@ -201,7 +201,11 @@ HINTS = [
     ),
     ("reshard.to_nnx(ckpt, ...) converts it", "--to nnx converts it"),
     ('reshard.unstack(ckpt, "a/it\'s", into="a/b_{}")', "--unstack 'a/it'\"'\"'s=a/b_{}'"),
-    ('reshard.stack(ckpt, "a_{}", into="a", axis=-1)', "--stack 'a_{}=a@-1'"),
+    (
+        'reshard.stack(ckpt, "a/b_{}", into="a/b_{%6}", axis=-1, indices=range(24)) leaves two',
+        "--stack 'a/b_{:24}=a/b_{%6}@-1' leaves two",
+    ),
+    ('reshard.stack(ckpt, "a_{}", into="a", indices=[1, 3])', "--stack 'a_{1,3}=a'"),
     ("reshard.to_linen(path, model)", "reshard convert SRC DST --to linen --model MODULE:NAME"),
 ]
 # What is no argument, or is not on the command line; names and values of the user's.

@@ -23,7 +23,7 @@ from worker_tasks import Tiny
 import reshard
 import reshard.cli
 from reshard.engine import run
-from reshard.engine.run import check_executor, run_tasks
+from reshard.engine.run import check_tasks, run_tasks
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -140,7 +140,7 @@ class Elsewhere(concurrent.futures.Executor):
 RELEASE = (
     Elsewhere(release="0.0"),
     "the executor's workers have another version of reshard\n"
-    f"  the workers have 0.0, this process has {run._release()}",
+    f"  the workers have 0.0, this process has {run._release([])}",
 )
 BROKEN = (
     Elsewhere(error=concurrent.futures.BrokenExecutor("all are gone")),
@@ -149,9 +149,11 @@ BROKEN = (
 
 
 @pytest.mark.parametrize(("executor", "text"), [RELEASE, BROKEN], ids=["release", "broken"])
-def test_what_an_executor_cannot_do_is_told_before_anything_runs(executor, text):
-    error = refused(reshard.ReshardError, text, check_executor, executor)
+def test_what_an_executor_cannot_do_is_told_before_anything_runs(tmp_path, executor, text):
+    task = Tiny(0, tmp_path / "log")
+    error = refused(reshard.ReshardError, text, check_tasks, [task], executor)
     assert isinstance(error, reshard.ArgumentError) == ("lost" not in text)
+    assert not (tmp_path / "log").exists()
 
 
 def test_tasks_that_run_are_told_to_stop_and_waited_for(tmp_path):
@@ -190,6 +192,25 @@ def test_what_an_executor_cannot_import_is_told_before_anything_is_written(sourc
     refused(reshard.ArgumentError, text, save)
     assert written == [[]]
     assert os.listdir(tmp_path) == []
+
+
+def test_tasks_are_unpickled_on_a_worker_before_anything_runs(tmp_path, monkeypatch):
+    """So that a module or a function that is missing there is found."""
+
+    class Lacking(Elsewhere):
+        def submit(self, function, *arguments):
+            with monkeypatch.context() as there:
+                there.delattr("worker_tasks.Tiny")
+                try:
+                    return super().submit(function, *arguments)
+                except AttributeError as error:
+                    self.error = error
+                    return super().submit(None)
+
+    text = "the executor's workers cannot import a module that they need\n  "
+    with pytest.raises(reshard.ArgumentError, match=f"^{text}.*'Tiny'") as caught:
+        check_tasks([Tiny(0, tmp_path / "log")], Lacking())
+    assert caught.value.hints
 
 
 def test_what_is_done_is_not_lost_with_an_executor(tmp_path):

@@ -570,6 +570,12 @@ def test_a_page_that_cannot_be_written_is_an_error(run, tmp_path, monkeypatch):
         status, _, err = reshard_in(run, *words, "--html", file)
         assert status == 2
         assert f"Error: --html {file}: No space left on device" in err
+    # A job that is refused is refused for its own reason.
+    status, _, err = reshard_in(run, *JOBS["ckpt"], "--from", "1x7", "--html", file)
+    assert status == 2
+    warning, error, *_ = err.splitlines()
+    assert warning == f"Warning: --html {file}: No space left on device"
+    assert error == "Error: --from 1x7: SRC was not saved on this mesh"
     assert [*tmp_path.iterdir()] == [file]
     assert file.read_text() == f"{MARK} an older one"
 

@@ -338,6 +338,18 @@ def test_the_plan_shows_how_often_chunks_are_read():
     assert plan.box_bytes == 8 * MIB + MIB // 2 + READ_OVERHEAD
 
 
+@pytest.mark.parametrize(
+    ("kib", "chunk"), [(1200, (128, 128)), (600, (64, 128)), (420, (32, 128)), (288, (32, 128))]
+)
+def test_tiny_chunks_need_fewer_source_chunks_at_once(kib, chunk):
+    # Rows to columns: a chunk of a whole shard, 128 KiB, would touch 8 source chunks.
+    array = layout((256, 1024), (32, 1024), (256, 128))
+    plan = plan_array(array, "shard", kib << 10)
+    assert (plan.chunk, plan.box, plan.passes) == (chunk, chunk, 8.0)
+    with pytest.raises(MemoryLimitError):
+        plan_array(array, "shard", (288 << 10) - 1)
+
+
 def test_splitting_to_the_source_grid_copies_it_verbatim():
     # 32 chunks a shard are too many to keep, unless little memory requires chunks of that size.
     array = layout((32 * MIB,), (MIB,), (32 * MIB,), same_bytes=True)
@@ -404,6 +416,23 @@ def test_totals():
     for count, more in ((10, []), (13, ["split    ... and 3 more"])):
         shown = repr(plan_of(*plan.arrays[2:] * count)).splitlines()
         assert shown[6:] == [split] * 10 + more
+
+
+def test_steps_that_differ_have_lines_of_their_own():
+    arrays, items = plan_of_three().arrays, []
+    for number, held in ((3, arrays[:2]), (10, arrays[2:]), (20, arrays[2:])):
+        (item,) = plan_of(*held).items
+        item.ckpt.source.number = number
+        items.append(item)
+    exact = "exactly the bytes that it needs"
+    assert repr(Plan(tuple(items))).splitlines()[4:8] == [
+        "device   not known before, 2.06 KiB after (step 3)",
+        f"load     a restore reads 7.89 times the bytes that it needs; after the job, {exact} "
+        "(step 3)",
+        "device   not known before, 2.00 MiB after (steps 10, 20)",
+        f"load     a restore reads 2.00 times the bytes that it needs; after the job, {exact} "
+        "(steps 10, 20)",
+    ]
 
 
 def test_a_plan_of_nothing():

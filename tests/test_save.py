@@ -532,6 +532,8 @@ def large(tmp_path_factory):
         ((8, 1), {"max_memory": "2MiB"}, True, False),
         ((1, 1), {"max_memory": "3MiB"}, False, True),
         ((8, 1), {"max_memory": "1200KiB"}, True, True),
+        ((8, 1), {"max_memory": "600KiB"}, True, True),
+        ((8, 1), {"max_memory": "420KiB"}, True, True),
         ((8, 1), {"chunks": "70KiB"}, True, False),
     ],
 )

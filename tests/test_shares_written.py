@@ -445,6 +445,6 @@ def test_a_share_ends_where_its_job_does(jobs, threads, tmp_path, monkeypatch):
         writing(attempt, share, report)
 
     monkeypatch.setattr(saving, "write_share", write_share)
-    text = f"^(the job for `{out}` has ended, so its parts|`{out}` cannot be written)"
+    text = f"^(the job for `{out}` was completed, removed or stopped|`{out}` cannot be written)"
     with pytest.raises(reshard.DestinationError, match=text):
         save(source, out, executor=threads)

@@ -570,8 +570,6 @@ PATTERN_HINT = (
     "\n\nhint: `params/layer_{}` stands for params/layer_0, params/layer_1 and so on; "
     "`*` for any key"
 )
-SOME = "\n\nhint: for some of the layers: "
-SOME += "`indices`, or `{0,2}` or `{:24}` in place of `{}` in an option"
 UNCLEAR = "the path does not name the layers"
 NEAREST = "\n\nhint: the leaf nearest to `@` is `params/l0/w`" + PATTERN_HINT[1:]
 UNLIKE = "the layers cannot be stacked"
@@ -637,11 +635,14 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
         {"l1": {"w": (2,)}, "l2": {"w": (2,)}, "m0": {"w": (2,)}, "m2": {"w": (3,)}},
         *(("params/*{}", "params/all_*"), UNLIKE),
         "params/all_l: there is no layer 0, only 1, 2",
-        "params/all_m: there is no layer 1, only 0, 2" + SOME,
+        "params/all_m: there is no layer 1, only 0, 2\n\n"
+        'hint: reshard.stack(ckpt, "params/*{}", into="params/all_*", indices=[1, 2])\n'
+        'hint: reshard.stack(ckpt, "params/*{}", into="params/all_*", indices=[0, 2])',
     ),
     (
         *(stack, ALIKE, (*ALL, 0, [1, 0, 7, 3]), UNLIKE),
-        "params/l: there is no layer 7, 3, only 0, 1" + SOME,
+        "params/l: there is no layer 7, 3, only 0, 1\n\n"
+        'hint: reshard.stack(ckpt, "params/l{}", into="params/l", indices=[0, 1])',
     ),
     (
         stack,

@@ -826,6 +826,19 @@ def test_against_the_source_of_a_map_without_a_model(tmp_path, run):
         assert run("verify", out, "--against", changed, "--map", file)[0] == 1
 
 
+def test_against_the_source_of_a_tree_whose_api_is_not_known(tmp_path, run):
+    """NNX's own tree, saved again without a record: it could be Linen's as well."""
+    kernel = {"kernel": np.ones((4, 2), "f4"), "bias": np.ones(2, "f4")}
+    linen = save(tmp_path / "linen", {"params": {"Dense_0": kernel}})
+    values = {name: {"value": value} for name, value in kernel.items()}
+    nnx = save(tmp_path / "nnx", {"dense": values})
+    file = tmp_path / "map.toml"
+    file.write_text("[[rule]]\nfrom = '^params/Dense_0/'\nto = 'dense/'\n")
+    found = run("verify", nnx, "--against", linen, "--map", file)
+    text = "2 arrays read, 2 compared with digests, nothing is wrong"
+    assert found == (0, f"`{nnx}`: {text}\n", "")
+
+
 def test_lists_against_the_other_api_s_dicts(tmp_path, run):
     """Linen's is saved as a list, and NNX's with keys of digits."""
     rng = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from worker_tasks import Tiny
 
 import reshard
 import reshard.cli
-from reshard.engine.run import run_tasks, task_count
+from reshard.engine.run import check_tasks, run_tasks, task_count
 
 
 def ignored(nbytes):
@@ -137,7 +137,7 @@ def test_each_worker_has_as_many_tasks():
 def test_what_workers_cannot_import_is_told_before_anything_runs(log):
     tasks = [Tiny(0, log), Tiny(1, lambda: log)]
     with pytest.raises(reshard.ArgumentError) as caught:
-        run_tasks(tasks, ignored, workers=1)
+        check_tasks(tasks)
     lines = str(caught.value).splitlines()
     assert lines[0] == "the tasks of this job cannot be pickled for the workers"
     assert "<lambda>" in lines[1]

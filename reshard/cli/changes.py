@@ -1,7 +1,7 @@
 """Changes to the leaves of SRC, by options: select, rename, stack, cast, and maps."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -32,24 +32,30 @@ CHANGES = options.all_of(
 )
 
 
-MAP = options.all_of(
-    options.value(
-        "--map map_file",
-        "FILE|hf:NAME",
-        "TOML with rules from leaf to leaf, or a ready map: `reshard help maps`.",
-    ),
-    options.value(
-        "--config", "HF_DIR", "Directory of the config.json for the map; SRC or --like by default."
-    ),
-    options.value(
-        "--vocab", "N", "With a ready map: rows of the embedding in JAX.", type=options.COUNT
-    ),
-    options.value(
-        "--scan-axis",
-        "N",
-        "With a ready map: axis of the layers in scanned arrays. The default is 1.",
-        type=click.IntRange(0),
-    ),
+def map_options(text: str) -> Callable[[options.F], options.F]:
+    """`--map`, with this help, and the options of ready maps."""
+    return options.all_of(
+        options.value("--map map_file", "FILE|hf:NAME", text),
+        options.value(
+            "--config",
+            "HF_DIR",
+            "Directory of the config.json for the map; SRC or --like by default.",
+        ),
+        options.value(
+            "--vocab", "N", "With a ready map: rows of the embedding in JAX.", type=options.COUNT
+        ),
+        options.value(
+            "--scan-axis",
+            "N",
+            "With a ready map: axis of the layers in scanned arrays. The default is 1.",
+            type=click.IntRange(0),
+        ),
+    )
+
+
+MAP = map_options(
+    "TOML with rules from leaf to leaf, or a ready map: `reshard help maps`. Every leaf needs a "
+    "rule."
 )
 REVERSE = options.flag("--reverse", "Use the map in the opposite direction.")
 

@@ -8,7 +8,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options, subprocess_model
-from reshard.cli.changes import MAP, chosen_map
+from reshard.cli.changes import chosen_map, map_options
 from reshard.cli.model_argument import load_model, model_errors
 from reshard.convert.layout import KINDS
 
@@ -33,7 +33,10 @@ conversion_options = options.all_of(
         "This runs the code of MODULE, in a process of its own. hf:DIR is the model of a Hugging "
         "Face directory, for --check only.",
     ),
-    MAP,
+    map_options(
+        "TOML with rules from leaf to leaf, which have precedence over names and order, or a ready "
+        "map: `reshard help maps`."
+    ),
     options.values("--init", "GLOB", "Leaves that get the model's own initial value."),
     options.value(
         "--layout",

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,12 +20,19 @@ from reshard.errors import DestinationExistsError, ReshardError, TreeMismatchErr
 from reshard.tree import format_path
 
 
+class _Api(click.Choice):
+    """One of Flax's APIs. The error for a mesh, as `ckpt --to` takes it, says --mesh."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if re.fullmatch(r"\d+(x\d+)*|.*=.*", value):
+            self.fail(f"`{value}` is a mesh: --mesh {value}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command("convert")
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
-@options.value(
-    "--to", None, "The API to convert to.", type=click.Choice(["nnx", "linen"]), required=True
-)
+@options.value("--to", None, "The API to convert to.", type=_Api(["nnx", "linen"]), required=True)
 @conversion_options
 @options.value("--emit-map", "FILE", "Write the complete map of the conversion.")
 @options.value("--mesh", "MESH", "Also change the mesh: 1x8, or data=1,model=8.")

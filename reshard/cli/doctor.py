@@ -62,7 +62,7 @@ def command(path: str, **flags: Any) -> None:
 def _examined(path: str, place: dict[str, Any]) -> dict[str, Any]:
     """The JSON document: the worst state of the trees at a path, and each tree."""
     try:
-        with explained(path, place["step"]):
+        with explained(path, place["step"], f"reshard doctor {shlex.quote(path)}"):
             trees = [_tree(open_checkpoint(path, **place))]
     except StoreError:
         raise

@@ -1,6 +1,5 @@
 """Options of the commands that write, and how their job runs and reports."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from reshard.cli.changes import CHANGES, pair
 from reshard.cli.model_argument import build_target, read_rules
 from reshard.cli.page_file import HTML_OF_PLAN, check_page, write_page
 from reshard.cli.shard import parse_share
-from reshard.cli.unfinished import explained
 from reshard.cli.working import working
 from reshard.errors import DestinationError, ReshardError
 from reshard.restore.target_mesh import to_mesh
@@ -107,7 +105,7 @@ def run(
     if dry_run:
         planned = plan(checkpoints, dst, **arguments)
     else:
-        with working(flags) as by, explained(src, flags["step"]):
+        with working(flags) as by:
             planned = save(checkpoints, dst, **arguments, resume=flags["resume"], share=share, **by)
     notes = tuple(map(output.note_as_flags, planned.notes))
     planned = dataclasses.replace(planned, notes=notes)
@@ -164,8 +162,10 @@ def _changed(
             changed.append(change(ckpt))
         except ReshardError as error:
             document = ckpt.document() | options.refusal(error, dst)
-            with contextlib.suppress(DestinationError):  # which is not why there is no plan
+            try:
                 write_page(own, lambda document=document: document)
+            except DestinationError as unwritten:  # which is not why there is no plan
+                click.echo(f"Warning: {unwritten.summary}", err=True)
             raise
     return changed
 

@@ -131,6 +131,12 @@ def _call(call: ast.Call) -> str:
         words = ["{1}={0}".format(*words)]
     elif name in ("stack", "unstack"):
         axis = f"@{ast.unparse(more.pop('axis'))}" if "axis" in more else ""
-        words = [f"{words[0]}={ast.literal_eval(more.pop('into'))}{axis}"]
+        text = f"{words[0]}={ast.literal_eval(more.pop('into'))}{axis}"
+        match more.pop("indices", None):
+            case ast.Call(_, [ast.Constant(count)]):
+                text = text.replace("{}", f"{{:{count}}}")
+            case ast.List(numbers):
+                text = text.replace("{}", "{" + ",".join(map(ast.unparse, numbers)) + "}")
+        words = [text]
     typed = [f"{_BEFORE[name]} {shlex.quote(word)}" for word in words]
     return " ".join((*inner, *typed, *(_option(*each) for each in more.items())))

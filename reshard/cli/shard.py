@@ -34,10 +34,11 @@ def _numbered(destination: str) -> str:
         count = share_count(parse_location(destination))
         if count is not None:  # a job keeps its number of shares if only some tasks run again
             return f"{number}/{count}"
-        first, last = known(f"{_ARRAY}MIN"), known(f"{_ARRAY}MAX", "")
-        if (first, known(f"{_ARRAY}COUNT")) != ("0", str(int(last or -1) + 1)):
-            raise _bad(f"an array job must have all tasks from 0, not some of {first}-{last}")
-        return f"{number}/{int(last) + 1}"
+        first, last, tasks = (known(_ARRAY + name, "") for name in ("MIN", "MAX", "COUNT"))
+        if not last.isdecimal() or (first, tasks) != ("0", str(int(last) + 1)):
+            told = f", not some of {first}-{last}" if first and last else ""
+            raise _bad(f"an array job must have all tasks from 0{told}")
+        return f"{number}/{tasks}"
     for rank, size in _RANKS:
         if rank in os.environ and size in os.environ:
             return f"{known(rank)}/{known(size)}"

@@ -18,9 +18,10 @@ from reshard.writer import commit, job
 
 
 @contextlib.contextmanager
-def explained(path: str, step: int | None) -> Iterator[None]:
+def explained(path: str, step: int | None, command: str | None = None) -> Iterator[None]:
     """For errors of the checkpoint at a path: names the unfinished jobs that write it. If the
-    latest step of a root is damaged, and no other `step` was asked for, names the step before."""
+    latest step of a root is damaged, and no other `step` was asked for, names the step before, or
+    the `command` that reads it."""
     try:
         yield
     except (CheckpointNotFoundError, CheckpointFormatError) as error:
@@ -35,7 +36,10 @@ def explained(path: str, step: int | None) -> Iterator[None]:
     except CorruptCheckpointError as error:
         if step is None:
             earlier = sorted(manager_steps(parse_location(path), committed=True))[-2:-1]
-            error.hints += tuple(f"--step {number} is the step before it" for number in earlier)
+            error.hints += tuple(
+                f"{command} --step {n}" if command else f"--step {n} is the step before it"
+                for n in earlier
+            )
         raise
 
 

@@ -127,7 +127,8 @@ def _in_one_api(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any] | Non
 
 def _converted(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any]) -> Checkpoint:
     """The other checkpoint, rewritten by the options: by a map alone, as `reshard ckpt --map` does,
-    or converted to the API of this one."""
+    or converted to the API of this one. If only one API is known, the result of the map alone is
+    used if it has paths of this checkpoint."""
     from reshard.convert.record import recorded_drop
     from reshard.convert.remap import remap
 
@@ -140,7 +141,9 @@ def _converted(ckpt: Checkpoint, other: Checkpoint, flags: dict[str, Any]) -> Ch
                 if flags[name]:
                     option = "--" + name.replace("_", "-")
                     raise click.UsageError(f"with this --map, {option} requires --model")
-            return remap(other, rules, reverse=reverse)
+            made = remap(other, rules, reverse=reverse)
+            if file.startswith("hf:") or apis[0] == apis[1] or not ckpt.keys().isdisjoint(made):
+                return made
     api = apis[0] or ("nnx" if _layout(other).api == "linen" else "linen")
     dropped = [tree.format_glob(path) for path in recorded_drop(ckpt) if path in other]
     try:

@@ -532,6 +532,23 @@ class _Level:
                 self._abstain([child], candidates, STACKED)
             else:
                 self._made.include(_pair(child, candidates[0], self._origin, self._stacked))
+        self._find_stacked()
+
+    def _find_stacked(self) -> None:
+        """Abstains on layers that NNX has in one array each: `blocks_0` and `blocks_1` where it has
+        `blocks`."""
+        series: dict[str, list[Module]] = {}
+        for child in self._open:
+            if match := _COUNTED.fullmatch(child.path[-1]):
+                series.setdefault(match[1].removesuffix("_"), []).append(child)
+        for name, modules in series.items():
+            stack = self._nnx.children.get(name)
+            if stack is None or id(stack) in self._taken or len(modules) < 2:
+                continue
+            if layers.may_be_stack(stack):
+                self._taken.add(id(stack))
+                self._open = [child for child in self._open if child not in modules]
+                self._abstain(modules, [stack], STACKED)
 
     def _pair_classes(self) -> None:
         """Pairs modules by class and order, as far as that decides."""

@@ -497,13 +497,9 @@ class _Tree:
                 (rest if isinstance(leaf.value, str) else optimizer).append(leaf)
             else:
                 (model[at] if at is not None and leaf.is_array else rest).append(leaf)
-        modules = [leaf.path[:-1] for leaf in self.leaves if leaf.keys[-1] == _BOOKKEEPING]
-        problems = []
-        if linen and modules:
-            problems.append(f"{_named(modules[0])} is an NNX module that was saved directly")
-        if kind != "nnx-optimizer" and not any(model.values()):
-            where = _named(*roots) or "a collection at the top"
-            problems.append(f"there is no array in {where}")
+        problems = self._objections(kind, roots)
+        if kind != "nnx-optimizer" and not problems and not any(model.values()):
+            problems = [f"there is no array in {_named(*roots)}"]
         if problems:
             raise TreeMismatchError(f"the tree does not have the layout {kind}", problems)
         if linen:
@@ -533,6 +529,31 @@ class _Tree:
                 (leaf.below(0, in_model(leaf, 1)), leaf.path) for leaf in rest if leaf.is_array
             ),
         )
+
+    def _objections(self, kind: str, roots: Mapping[Path, Path]) -> list[str]:
+        """Why the tree cannot be of a kind."""
+        top, state = self.top, self.state_root
+        modules = [leaf.path[:-1] for leaf in self.leaves if leaf.keys[-1] == _BOOKKEEPING]
+        held = [leaf for leaf in self.leaves if leaf.is_array and leaf.lone is not None]
+        variables = [leaf.path for leaf in held if leaf.is_held and leaf.is_standard]
+        more = [(key,) for key in top if key not in ("opt_state", "step")]
+        params, model = _is_mapping(top.get("params")), isinstance(top.get("model"), dict)
+        saved_itself = f"{_named(*modules[:1])} is an NNX module that was saved directly"
+        checks = (
+            (("linen-", "maxtext"), modules, saved_itself),
+            ("linen-params", params, "`params` is a collection at the top"),
+            ("linen-params", "opt_state" in top, "`opt_state` is next to the parameters"),
+            ("linen-variables", state, f"{_named(state or ())} is next to the collections"),
+            ("linen-variables", not roots, "no collection is at the top"),
+            (("linen-train-state", "maxtext"), not params, "there is no `params` at the top"),
+            ("maxtext", (AUXILIARY,) not in roots.values(), "there is no `nnx_aux/model`"),
+            ("nnx-state", not held and not modules, "no array is in a `value` level"),
+            ("nnx-pure-dict", variables, f"{_named(*variables[:1])} is in a `value` level"),
+            ("nnx-optimizer", more, f"there is more at the top: {_named(*more)}"),
+            ("nnx-model", not model, "there is no `model` at the top"),
+            ("nnx-model-and-optimizer", len(more) == len(top), "there is no `opt_state` or `step`"),
+        )
+        return [text for kinds, wrong, text in checks if kind.startswith(kinds) and wrong]
 
 
 def _chosen(

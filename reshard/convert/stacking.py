@@ -17,7 +17,6 @@ from reshard.tree import Path, format_path
 
 _DIGITS = 5  # of the number of layers in a cycle
 _HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any key"
-_SOME = "for some of the layers: `indices`, or `{0,2}` or `{:24}` in place of `{}` in an option"
 # Keys of the parameters, which have their optimizer state next to them.
 _COLLECTIONS = frozenset(("params", "model"))
 
@@ -57,6 +56,7 @@ def stack(
       >>> ckpt["params/layers/kernel"]
       <params/layers/kernel: float32[2,32,32] P(None, None, 'model')>
     """
+    given = into
     layers, into, period = _parsed(layers, into, indices)
     mesh_axes = (names,) if isinstance(names, str) else tuple(names)
     groups, problems = _grouped(ckpt, layers, indices)
@@ -69,13 +69,17 @@ def stack(
         order = list(range(len(members)) if indices is None else indices)
         lacking = [number for number in order if number not in members]
         target = format_path(_filled(into, stars, 0))
+        left = len(order) % period
         if lacking:
             have, gone = (", ".join(map(str, numbers)) for numbers in (sorted(members), lacking))
             problems.append(f"{target}: there is no layer {gone}, only {have}")
-        elif len(order) % period:
+            hints.append(_call(layers, given, axis, str(sorted(members)), mesh_axes))
+            continue
+        if left:
             problems.append(f"{target}: {len(order)} layers are not whole cycles of {period}")
-        if lacking or len(order) % period:
-            hints = [_SOME]
+            if indices is None and period < len(order):
+                whole = _call(layers, given, axis, f"range({len(order) - left})", mesh_axes)
+                hints.append(f"{whole} leaves the last {left} as they are")
             continue
         for position in range(period):
             made, numbers = _filled(into, stars, position), order[position::period]
@@ -202,6 +206,12 @@ def _grouped(
             if other != path:
                 problems.append(f"{format_path(other)} and {format_path(path)} are both {number}")
     return groups, problems
+
+
+def _call(before: str, after: str, axis: int, indices: str, names: Sequence[str]) -> str:
+    more = f", axis={axis}" * bool(axis) + f", indices={indices}"
+    more += f", names={tree.as_python([*names])}" * bool(names)
+    return f"reshard.stack(ckpt, {tree.as_python(before)}, into={tree.as_python(after)}{more})"
 
 
 def _unlike(

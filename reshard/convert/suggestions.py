@@ -76,21 +76,29 @@ def _shown(rules: Sequence[str]) -> str:
 
 
 def _level_hints(source: Side, target: Side) -> list[str]:
-    """Hints for levels above the whole model, like `transformer`."""
+    """Hints for keys of the source that hold several levels, and for levels above the whole model,
+    like `transformer`."""
     begin = int(source.api == "linen")
-    modules = [tuple(map(str, path[begin:-1])) for path in source.shapes]
+    paths = [tuple(map(str, path[begin:-1])) for path in source.shapes]
+    modules = [tuple("/".join(path).split("/")) for path in paths]
     tops = {str(path[target.api == "linen"]) for path in target.shapes}
     common: Path = modules[0][: shared_keys(modules)] if modules else ()
     above = common[: next((at for at, key in enumerate(common) if key in tops), len(common))]
-    # The only module of a model may be its counterpart in another form, and so may a list.
-    below = {path[len(above)] for path in modules if len(path) > len(above)}
-    if not above or all(map(str.isdecimal, below)) or (len(tops) == 1 and above == common):
-        return []
     level = format_path(above)
     regex = re.escape(level)
-    rename = as_python([(rf"(^|/){regex}/", r"\1")])
-    hints = [f"reshard.rename(ckpt, {rename}) removes `{level}`, if the model lacks that level"]
-    if begin:
+    renames, texts = [], []
+    if joined := [key for path in paths for key in path if "/" in key]:
+        renames.append((r'"([^"]*/[^"]*)"', r"\1"))
+        texts.append(f"splits keys like {format_path((joined[0],))}, which hold several levels")
+    # The only module of a model may be its counterpart in another form, and so may a list.
+    below = {path[len(above)] for path in modules if len(path) > len(above)}
+    if above and not all(map(str.isdecimal, below)) and (len(tops) > 1 or above != common):
+        renames.append((rf"(^|/){regex}/", r"\1"))
+        texts.append(f"removes `{level}`, if the model lacks that level")
+    if not texts:
+        return []
+    hints = [f"reshard.rename(ckpt, {as_python(renames)}) {' and '.join(texts)}"]
+    if begin and not joined:
         kinds = {str(path[0]) for path in source.shapes}
         kind, kept = (*kinds, *kinds) if len(kinds) == 1 else (r"([^/]+)", r"\1")
         rule = f"from = {toml_text(f'^{kind}/{regex}/')}, to = {toml_text(f'{kept}/')}"

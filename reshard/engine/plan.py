@@ -36,6 +36,8 @@ from reshard.units import format_bytes, whole_kib
 WHOLE_ARRAY = 1 << 22
 # Chunks are not split below this (decoded bytes): small chunks cost more than reading twice.
 SMALLEST_CHUNK = 1 << 16
+# The same if nothing else fits into memory, and such a chunk needs fewer source chunks at once.
+_TINY_CHUNK = 1 << 14
 # A grid that divides the new shards evenly is left alone up to this many chunks a shard.
 MAX_KEPT_CHUNKS = 16
 # Chunks of an array: one of more could not be opened again.
@@ -290,14 +292,18 @@ def _even_splits(
 
 def _splits_read_again(array: ArrayPlan, most: int | None) -> Iterator[_Split]:
     """Even splits whose boxes are single chunks, the largest first. Several boxes may read the same
-    source chunks."""
+    source chunks. Tiny chunks are among them only if they touch fewer source chunks."""
     size = math.prod(array.target_shard) * array.target_itemsize
     size = min(size, most or size)
     smallest = min(SMALLEST_CHUNK, size)
     grids = array.shape, array.source_chunk, array.target_shard, array.target_itemsize
-    while size >= smallest:
+    fewest = math.inf
+    while size >= smallest or (size >= _TINY_CHUNK and fewest > 1):
         for chunk, _, split in _even_splits(*grids, size):
-            yield chunk, chunk, split
+            touched = _most_touched(array.shape, array.source_chunk, chunk)
+            if size >= smallest or touched < fewest:
+                yield chunk, chunk, split
+                fewest = min(fewest, touched)
         size //= 2
 
 

@@ -18,7 +18,9 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reshard.arrays.handle import StoredArray
 from reshard.errors import ArgumentError, ReshardError
+from reshard.storage.array_store import ArrayStore
 from reshard.storage.machine import share_cores, tune_memory
 
 if TYPE_CHECKING:  # what only jobs of workers import
@@ -66,22 +68,53 @@ def check_workers(workers: int | None) -> None:
         )
 
 
-def check_executor(executor: concurrent.futures.Executor | None) -> None:
-    """Raises ArgumentError if an executor's workers lack this package, or have another release of
-    it, and ReshardError if no worker answers. To be called before a job begins."""
+def check_tasks(
+    tasks: Sequence[object], executor: concurrent.futures.Executor | None = None
+) -> None:
+    """Raises ArgumentError if a task does not pickle, or an executor's workers lack a module or
+    have another release of this package. Raises ReshardError if no worker answers. To be called
+    before a job begins."""
+    try:
+        pickled = [bytes(_Checker(task).pickled) for task in tasks]
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ArgumentError(
+            "the tasks of this job cannot be pickled for the workers",
+            [str(error)],
+            ["define functions at the top level of a module, which workers import"],
+        ) from error
     if executor is None:
         return
     try:
-        release = executor.submit(_release).result()
+        release = executor.submit(_release, pickled).result()
     except (ImportError, AttributeError) as error:
         raise _not_imported(error) from error
     except BaseException as error:
         if _is_lost(error):
             raise ReshardError("the executor has lost its workers", [_describe(error)]) from error
         raise
-    if release != (own := _release()):
+    if release != (own := _release([])):
         problem = f"the workers have {release}, this process has {own}"
         raise ArgumentError("the executor's workers have another version of reshard", [problem])
+
+
+class _Checker(pickle.Pickler):
+    """Pickles a task without its stored values."""
+
+    def __init__(self, task: object):
+        self.pickled = bytearray()
+        super().__init__(self)
+        self.dump(task)
+
+    def write(self, data: bytes) -> None:
+        self.pickled += data
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in (StoredArray, ArrayStore):
+            return object, ()
+        if getattr(obj, "__module__", None) == "__main__":
+            name = getattr(obj, "__qualname__", type(obj).__name__)
+            raise pickle.PicklingError(f"`{name}` is not defined in a module")
+        return NotImplemented
 
 
 def _not_imported(error: Exception) -> ArgumentError:
@@ -90,7 +123,10 @@ def _not_imported(error: Exception) -> ArgumentError:
     return ArgumentError(text, [str(error)], [hint])
 
 
-def _release() -> str:
+def _release(pickled: Sequence[bytes]) -> str:
+    """The release of this package, after these tasks were unpickled."""
+    for data in pickled:
+        pickle.loads(data)
     return importlib.metadata.version("reshard")
 
 
@@ -114,7 +150,7 @@ def run_tasks(
       meanwhile: work of this process while the tasks run.
 
     Raises:
-      ArgumentError: a task does not pickle, or an executor's workers lack a module.
+      ArgumentError: an executor's worker lacks a module.
       ReshardError: a task has raised it, a task kills its workers, or the executor breaks.
     """
     run = _Run(tasks, report)
@@ -196,18 +232,11 @@ class _Run:
     def submit(self, executor: concurrent.futures.Executor) -> None:
         """Submits all tasks that are not done."""
         self.futures.clear()
-        try:
-            pickled = {
-                number: pickle.dumps(task)
-                for number, task in enumerate(self._tasks)
-                if number not in self.results
-            }
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ArgumentError(
-                "the tasks of this job cannot be pickled for the workers",
-                [str(error)],
-                ["define functions at the top level of a module, which workers import"],
-            ) from error
+        pickled = {
+            number: pickle.dumps(task)
+            for number, task in enumerate(self._tasks)
+            if number not in self.results
+        }
         for number in self.results:
             self._done[number] = self._tasks[number].nbytes
         for number, data in pickled.items():

@@ -23,7 +23,7 @@ from reshard.engine.memory import (
     limiter_bytes,
 )
 from reshard.engine.read import Read, read
-from reshard.engine.run import Report, check_executor, run_tasks, task_count
+from reshard.engine.run import Report, check_tasks, run_tasks, task_count
 from reshard.engine.shares import divide
 from reshard.errors import ReshardError, StoreError
 from reshard.tree import Path
@@ -78,7 +78,7 @@ def read_values(
             each = {n: groups[n] for n in numbers}, {n: accumulators[n] for n in numbers}
             weight = sum(int(weights[n][stop] - weights[n][start]) for n, start, stop in ranges)
             tasks.append(ReadTask(number, count, weight, *each, own, max_memory))
-    check_executor(executor)
+    check_tasks(tasks, executor)
     failed: Failed = {}
     for states, errors in run_tasks(tasks, progress, workers=workers, executor=executor):
         for number, state in states.items():

@@ -78,8 +78,10 @@ class Job:
 
     def ended(self) -> DestinationError:
         """The error for an attempt that goes on after the job has ended."""
-        text = f"the job for `{self.destination}` has ended, so its parts are no longer needed"
-        return DestinationError(text)
+        return DestinationError(
+            f"the job for `{self.destination}` was completed, removed or stopped while a part of "
+            "it was being written"
+        )
 
 
 class Attempt:

@@ -403,6 +403,20 @@ class Plan:
 
         return framed(self) if len(self.items) == 1 else None  # a page shows one step
 
+    def _per_step(self) -> Iterator[str]:
+        """Bytes per device, and bytes that a restore reads, of each step; equal steps once."""
+        steps: dict[tuple[str, str], list[str]] = {}
+        for item in self.items:
+            one = dataclasses.replace(self, items=(item,))
+            held = ["not known" if n is None else format_bytes(n) for n in one.bytes_per_device]
+            texts = f"{held[0]} before, {held[1]} after", format_load(*one.amplification)
+            steps.setdefault(texts, []).append(str(item.ckpt.source.number))
+        for (held, load), numbers in steps.items():
+            which = f"step{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+            of = f" ({which})" if len(self.items) > 1 else ""
+            yield f"device   {held}{of}"
+            yield f"load     a restore reads {load}{of}"
+
     def __repr__(self) -> str:
         verbatim = sum(a.verbatim for a in self.arrays)
         counts = len(self.arrays), self.chunks_read, self.chunks_written
@@ -410,7 +424,6 @@ class Plan:
             f"{count} {noun}{'s' * (count != 1)}"
             for count, noun in zip(counts, ("array", "chunk", "chunk"), strict=True)
         )
-        held = ["not known" if n is None else format_bytes(n) for n in self.bytes_per_device]
         lines = [
             f"{arrays}, {format_bytes(self.decoded_bytes)}: "
             f"{len(self.arrays) - verbatim} rewritten, {verbatim} copied verbatim",
@@ -419,8 +432,7 @@ class Plan:
             f"write    {format_bytes(self.bytes_written)} in {written}"
             + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
             f"memory   {format_bytes(self.peak_memory)} in flight at most",
-            f"device   {held[0]} before, {held[1]} after",
-            f"load     a restore reads {format_load(*self.amplification)}",
+            *self._per_step(),
             *([f"rounded  {self.rounded}"] if self.rounded.arrays else []),
         ]
         split = [a for a in self.arrays if not a.verbatim and (a.split > 1 or a.passes > 1)]

@@ -18,7 +18,7 @@ from reshard.arrays.digests import Digest
 from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.run import check_executor, check_workers, run_tasks
+from reshard.engine.run import check_tasks, check_workers, run_tasks
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import MARKER, RECORD
 from reshard.loader.safetensors import INDEX
@@ -158,10 +158,7 @@ def execute(
     if share is not None and (resume or workers is not None or executor is not None):
         text = "a share cannot be combined with resume, workers or executor"
         raise errors.ArgumentError(text, hints=["leave these out"])
-    for error in plan.errors if resume else ():
-        if isinstance(error, errors.DestinationExistsError):
-            error.problems += ("resume=True continues a job only until its destination exists",)
-    errors.raise_all(plan.errors)
+    errors.raise_all([_resumed(error) for error in plan.errors] if resume else plan.errors)
     by_tasks = workers is not None or executor is not None
     if by_tasks:
         check_workers(workers)
@@ -178,11 +175,12 @@ def execute(
     whole += (share is None and plan.verify) * plan.decoded_bytes
     report = counted(whole, progress)
     first = functools.partial(write_unshared, plan, attempt) if unshared else lambda _: None
+    tasks = [ShareTask(job, attempt.begun, each) for each in shares]
     with _source_errors(plan, job):
-        check_executor(executor)
+        if by_tasks:
+            check_tasks(tasks, executor)
         with committing.attempted(attempt, whole=share is None):
             if by_tasks:
-                tasks = [ShareTask(job, attempt.begun, each) for each in shares]
                 options = {"workers": workers, "executor": executor, "stop": attempt.end}
                 run_tasks(tasks, report, **options, meanwhile=first)
             else:
@@ -195,6 +193,14 @@ def execute(
                 doubted = {name for each in written for name in each.digests}
                 complete(attempt, report, plan.overwrite, plan.verify, doubted, plan.checkpoints)
     return plan
+
+
+def _resumed(error: errors.ReshardError) -> errors.ReshardError:
+    """An error of a plan whose job is to be resumed: says why that does not use the destination."""
+    if not isinstance(error, errors.DestinationExistsError):
+        return error
+    text = "a job can be continued only until its destination exists"
+    return type(error)(error.summary, [*error.problems, text], error.hints)
 
 
 def _begun(
