@@ -481,7 +481,7 @@ hint: map_file=..."""
   collections are at the top: `params`
 
 hint: reshard.to_nnx(ckpt, ...) converts it
-hint: layout=... names the right one, if this layout is wrong"""
+hint: layout=... with the right layout, if this one is wrong"""
     assert refusal(reshard.to_linen, linen) == message
     reshard.save(reshard.to_nnx(linen, model), nnx_path)
     message = f"""\
@@ -489,7 +489,7 @@ hint: layout=... names the right one, if this layout is wrong"""
   the record of its conversion says so
 
 hint: reshard.to_linen(ckpt, ...) converts it
-hint: layout=... names the right one, if this layout is wrong"""
+hint: layout=... with the right layout, if this one is wrong"""
     assert refusal(reshard.to_nnx, nnx_path, model) == message
     message = """\
 `flax` is not a layout; the layouts are

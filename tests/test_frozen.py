@@ -552,7 +552,7 @@ PROSE = (
     "the mesh has the axes ",
     "use a function without arguments",
     "`to = ",
-    "--layout chooses another",
+    "--layout with the right layout",
     "reshard.stack(",
     "--emit-map FILE",
     "reshard inspect PATH",

@@ -468,7 +468,7 @@ def nnx_scales(counts):
 
 def test_what_is_not_tried_stays_in_the_warning_of_order(tmp_path, monkeypatch):
     """If there are too many groups, the largest ones are tried."""
-    monkeypatch.setattr(model_run, "_MOST_EXCHANGES", 1)
+    monkeypatch.setattr(model_run, "MOST_EXCHANGES", 1)
     counts = (2, 2, 3)
 
     def model():

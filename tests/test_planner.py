@@ -400,7 +400,7 @@ def test_totals():
     assert plan.passes == pytest.approx((8192 + 2 * 4 * MIB) / (8192 + 4 * MIB))
     before = (8 * 16384 + 256 + 2 * 4 * MIB) / plan.decoded_bytes
     assert plan.amplification == (pytest.approx(before), 1.0)
-    split = 'split    c/"d/e": 1 chunks a shard, [1024, 512] each, read 2.00 times'
+    split = 'split    c/"d/e": 1 chunk a shard, [1024, 512] each, read 2.00 times'
     assert repr(plan) == (
         "3 arrays, 4.02 MiB: 2 rewritten, 1 copied verbatim\n"
         "read     8.01 MiB in 12 chunks, 2.00 times on average\n"

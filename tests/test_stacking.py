@@ -656,7 +656,7 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
         "params/l/c: layer 2 has no such leaf",
         "params/l/e: its layers differ: None, {}",
         "params/l/n: its layers differ: jax.Array float32[3], None",
-        "params/l/d: layer 0, 2 has no such leaf",
+        "params/l/d: layers 0, 2 have no such leaf",
     ),
     (
         stack,

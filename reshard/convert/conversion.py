@@ -285,7 +285,7 @@ def conversion(
             found.why,
             [
                 f"reshard.to_{map_rules.OPPOSITE[to]}(ckpt, ...) converts it",
-                "layout=... names the right one, if this layout is wrong",
+                "layout=... with the right layout, if this one is wrong",
             ],
         )
     if model is None and map_file is None:

@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
       origin: what decided: `"map"`, `"path"` or `"structure"`, as in `LeafMap.origin`, or
         `"record"`; `"dropped"` and `"initial"`, as the user has asked for; `"zeros"`. Of what is
         not decided: `"unexpected"`, `"missing"`, `"mismatch"`, `"ambiguous"`, or `"undecided"`, for
-        optimizer state that cannot be converted because of other leaves of it.
+        optimizer state that cannot be converted, because of a parameter or of other state.
       operation: the operation, in words.
       problem: why it is not decided.
     """

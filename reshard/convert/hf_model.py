@@ -24,13 +24,13 @@ class _Model(NamedTuple):
     logits: Callable[[np.ndarray], np.ndarray]  # of token ids
 
 
-def run(directory: str, arguments: Arguments | None, _: object) -> Run:
+def run(directory: str, arguments: Arguments | None, exchanges: object) -> Run:
     """Run the model of a Hugging Face directory. Its output is the logits.
 
     Args:
       directory: a local directory with `config.json` and safetensors files.
       arguments: the first positional argument is the token ids. None: random ones.
-      _: the exchanges of `model_run.run`. No leaves are exchanged, since they have other names.
+      exchanges: not used. No leaves are exchanged, since they have other names.
 
     Raises:
       ArgumentError: the directory or the token ids are not usable, or no library runs the model.

@@ -3,8 +3,8 @@ Pure.
 
 A rule has patterns and replacements. A pattern is a regex that is searched for in printed paths. A
 replacement is text with back-references, as in `re.sub`. Between braces it may have arithmetic on
-back-references to whole numbers, with `+ - * // %`, parentheses, numbers, and the names that the
-rule defines:
+back-references to whole numbers, with `+ - * / ** // %`, parentheses, numbers, and the names that
+the rule defines:
 
     stages/{\\1 // 4}/blocks/{\\1 % 4}/
 

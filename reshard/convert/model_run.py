@@ -26,7 +26,7 @@ from reshard.convert.layout import API_NAMES
 from reshard.convert.leafmap import LeafMap
 from reshard.convert.map_rules import OPPOSITE
 from reshard.convert.model import nnx_outline
-from reshard.convert.record import Modules, leaves_in
+from reshard.convert.record import MOST_EXCHANGES, Modules, leaves_in
 from reshard.errors import ArgumentError
 from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import maker, state_of
@@ -38,7 +38,6 @@ _LIMIT = 10.0
 # The noise of an element is the largest among those of about its magnitude: up to twice as large.
 # The smallest may be alone: for these, up to 8 elements that are up to 1000 times as large.
 _ALIKE, _NEAR, _FEW = 2.0, 1000.0, 8
-_MOST_EXCHANGES = 32
 _MOST_LISTED = 3
 
 # Positional and keyword arguments.
@@ -168,7 +167,7 @@ def compare_outputs(
     """
     given, source = arguments_of(inputs), OPPOSITE[to]
     exchanges = _exchanges(groups, found, source)
-    asked = {source: [*exchanges.values()][:_MOST_EXCHANGES], to: None}
+    asked = {source: [*exchanges.values()][:MOST_EXCHANGES], to: None}
     linen = run["linen"](given.get("linen"), asked["linen"])
     nnx = run["nnx"](given.get("nnx", linen.arguments), asked["nnx"])
     before, after = (linen, nnx) if to == "nnx" else (nnx, linen)

@@ -186,7 +186,8 @@ def _with_custom(ckpt: Checkpoint, key: str, document: dict[str, Any] | None) ->
 
 # Why `--check` does not say that an order is right.
 NOT_SEEN = "not seen: exchanging them does not change the outputs"
-NOT_TRIED = "not tried: at most 32 groups are exchanged"
+MOST_EXCHANGES = 32
+NOT_TRIED = f"not tried: at most {MOST_EXCHANGES} groups are exchanged"
 # Modules of one class, each with its counterpart: paths in Linen, without a collection, and in NNX.
 Modules = tuple[tuple[Path, Path], ...]
 _SHOWN = 3

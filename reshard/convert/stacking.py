@@ -221,7 +221,8 @@ def _unlike(
     without = [str(number) for number in numbers if number not in inputs]
     kinds = dict.fromkeys(_kind(ckpt[path]) for path in inputs.values())
     if without:
-        return [f"{format_path(target)}: layer {', '.join(without)} has no such leaf"]
+        layers = "layer {} has" if len(without) == 1 else "layers {} have"
+        return [f"{format_path(target)}: {layers.format(', '.join(without))} no such leaf"]
     return [f"{format_path(target)}: its layers differ: {', '.join(kinds)}"] * (len(kinds) > 1)
 
 

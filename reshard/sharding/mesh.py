@@ -215,7 +215,7 @@ def normalize_spec(spec: Any) -> Spec:
 
 
 def _not_a_spec(given: Any) -> ShardingError:
-    hint = """a spec is `data,model`, or as JAX prints it: `P('data', 'model')`"""
+    hint = "a spec is `data,model`, or as JAX prints it: `P('data', 'model')`"
     return ShardingError(f"not a partition spec: {given!r}", hints=[hint])
 
 

@@ -19,7 +19,7 @@ from reshard.errors import ArgumentError, ReshardError, lines_of
 from reshard.sharding.mesh import NamedSharding, most_held, sharding_document
 from reshard.storage.location import Location
 from reshard.tree import format_path
-from reshard.units import format_bytes, format_load
+from reshard.units import count_of, format_bytes, format_load
 from reshard.verify.digest_record import Record
 from reshard.writer.arrays import ItemShare, Piece
 from reshard.writer.format import TargetFormat
@@ -438,7 +438,7 @@ class Plan:
         split = [a for a in self.arrays if not a.verbatim and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
             lines.append(
-                f"split    {format_path(a.path)}: {a.split} chunks a shard, "
+                f"split    {format_path(a.path)}: {count_of(a.split, 'chunk')} a shard, "
                 f"{list(a.chunk)} each" + (f", read {a.passes:.2f} times" if a.passes > 1 else "")
             )
         if len(split) > _SHOWN_SPLITS:
