@@ -1147,7 +1147,8 @@ def test_verified_against_something_else_in_the_other_api(run, folder):
     done(run("convert", "run/2", "out", "--to", "nnx", *TRAINING, "--quiet"))
     done(run("ckpt", "run/2", "less", "--to", "2x4", "--drop", "**/bias", "--quiet"))
     assert refusal(run("verify", "out", "--against", "less")) == (
-        f"Error: `{folder}/less` differs from the source of `{folder}/out`\n"
+        f"Error: `{folder}/less` is not the Linen checkpoint that the record of `{folder}/out` "
+        "describes\n"
         "  params/Dense_0/bias: only in the record\n"
         "  params/Dense_1/bias: only in the record\n"
         "  opt_state/0/mu/Dense_0/bias: only in the record\n"

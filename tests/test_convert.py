@@ -573,7 +573,7 @@ def test_a_tree_is_read_once_what_makes_it_ambiguous_is_dropped(tmp_path):
     tree = {"params": {"params": params, "batch_stats": extra}, "batch_stats": extra}
     path = save(tmp_path / "linen", tree | {"opt_state": [{"mu": {"params": params}}]})
     convert, drop = functools.partial(reshard.to_nnx, path), ["batch_stats"]
-    summary = "several leaves would have the same path"
+    summary = "without the levels of collections and values, several leaves have the same path"
     model = functools.partial(named, a=(3,), b=(2,))
     assert refusal(convert, model).startswith(summary)
     assert refusal(convert, model, drop=[*drop, "params/params/b"]).startswith(summary)

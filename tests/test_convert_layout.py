@@ -783,7 +783,7 @@ NOT_AT_THE_TOP = "the state is not at the top of the tree"
         ),
         (
             "params/params/w params/batch_stats/n batch_stats/n",
-            "several leaves would have the same path\n"
+            "without the levels of collections and values, several leaves have the same path\n"
             "  batch_stats: `params/batch_stats`, `batch_stats`",
         ),
         ("note:text none:None", NO_MODEL),
@@ -909,7 +909,8 @@ def test_a_module_that_nnx_saved_is_not_linens(kind):
 def test_leaves_that_would_have_one_path():
     ckpt = made_up("a/value/value/x a/value/x/value b/kernel/value")
     assert refused(ckpt, "nnx-state") == (
-        "several leaves would have the same path\n  a/value/x: `a/value/value/x`, `a/value/x/value`"
+        "without the levels of collections and values, several leaves have the same path\n"
+        "  a/value/x: `a/value/value/x`, `a/value/x/value`"
     )
 
 

@@ -1191,7 +1191,7 @@ hint: the nearest leaf to `^a/w2$` is `a/w`
         """,
         {"a": (2, 3), "b": (2, 4), "c": (6,), "e": (2, 3), "f": (0, 3)},
         """
-  rule 1, `^a$`: a: axis 1 of [2, 3] does not have 2 equal parts; give `sizes`
+  rule 1, `^a$`: a: axis 1 of [2, 3] does not have 2 equal parts: give `sizes` in the rule
   rule 2, `^b$`: b: axis 1 of [2, 4] cannot be split into [1, 2]: positive sizes must add up to 4
   rule 3, `^c$`: c: an array of [6] has no axis 1
   rule 4, `^e$`: e: axis 1 of [2, 3] makes 3 arrays, not 2

@@ -603,7 +603,7 @@ def test_fills(source, tmp_path):
         ("heads", 1e6),
     ]:
         shape, _, dtype = ARRAYS[name]
-        text = f"{name}: the value {fill} does not exist in {dtype}"
+        text = f"{name}: the constant {fill} of the map does not exist in {dtype}"
         assert mismatch(Pad(((0, 0),) * len(shape), fill), [forming.ckpt[name]]) == text
     made = []
     for name, fill in [
@@ -1048,7 +1048,7 @@ def test_values_that_a_narrow_dtype_lacks(source, name):
     value = 3 if "e8m0" in name else 100
     assert (
         mismatch(Pad(((0, 1),), value), [handle])
-        == f"x: the value {value} does not exist in {name}"
+        == f"x: the constant {value} of the map does not exist in {name}"
     )
     apply(Pad(((0, 1),), 2), [handle], [("y",)])
     for operation in (Scale(2), Add(1)):

@@ -532,7 +532,7 @@ def test_stopped_in_a_bucket(source, bucket, stores):
         reshard.export(ckpt, url, file_size="70KiB")
     stores.reset()
     text = refused(UncommittedCheckpointError, reshard.open, url)
-    assert text.startswith(f"an export to `{url}` is still running, or was stopped")
+    assert text.startswith(f"the export to `{url}` is not complete: the last files are missing")
     assert reshard.commit(url)
     assert reshard.verify(url, against=source)
 

@@ -479,7 +479,8 @@ def test_sizes_that_do_not_fit(tmp_path):
     for value, dtype in (("1.5", "int8"), ("300", "int8"), ("1e300", "bfloat16"), ("2", "bool")):
         filled = f"[[rule]]\nto='z'\nfill={{value={value}, shape=[1], dtype='{dtype}'}}"
         with pytest.raises(
-            reshard.TreeMismatchError, match=f"z: the value .* does not exist in {dtype}"
+            reshard.TreeMismatchError,
+            match=f"z: the constant .* of the map does not exist in {dtype}",
         ):
             reshard.remap(ckpt, map_of(tmp_path, filled + "\n[[rule]]\nfrom='^.$'\nto='a\\g<0>'"))
     for shape, told in (
@@ -570,10 +571,20 @@ def pad(value):
 @pytest.mark.parametrize(
     "dtype, cast, value, told",
     [
-        ("f4", "float8_e4m3fn", 500, "x: the value 500 does not exist in float8_e4m3fn"),
-        ("f4", "float16", 1e5, "x: the value 100000.0 does not exist in float16"),
+        (
+            "f4",
+            "float8_e4m3fn",
+            500,
+            "x: the constant 500 of the map does not exist in float8_e4m3fn",
+        ),
+        ("f4", "float16", 1e5, "x: the constant 100000.0 of the map does not exist in float16"),
         (BF16, "float32", 0.1, "x: padding of 0.1 would be rounded to bfloat16 before the cast"),
-        (ml_dtypes.float8_e4m3fn, None, 1e-9, "x: the value 1e-09 does not exist in float8_e4m3fn"),
+        (
+            ml_dtypes.float8_e4m3fn,
+            None,
+            1e-9,
+            "x: the constant 1e-09 of the map does not exist in float8_e4m3fn",
+        ),
         ("f4", "float8_e5m2", 0.125, ""),
         ("f4", "bfloat16", 0.1, ""),
     ],

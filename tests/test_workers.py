@@ -145,6 +145,15 @@ def test_what_workers_cannot_import_is_told_before_anything_runs(log):
     assert not log.exists()
 
 
+def test_workers_cannot_import_the_program_that_was_started(log):
+    def own():
+        pass
+
+    own.__module__ = "__main__"
+    with pytest.raises(reshard.ArgumentError, match=r"own` is not defined in a module"):
+        check_tasks([Tiny(0, own)])
+
+
 # What is read in parts. Threads are given the same pickled parts as processes.
 
 

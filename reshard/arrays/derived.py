@@ -101,7 +101,7 @@ def _with_dtypes(operation: ops.Operation, handle: ArrayHandle) -> ArrayHandle:
     if isinstance(operation, ops.Scale | ops.Add):
         stored, problem = ops.AFFINE, ""
         if not is_floating(dtype) or is_scale(dtype):
-            problem = "its dtype is not floating-point"
+            problem = "only arrays of floating-point numbers can be scaled and increased"
         elif saturates(dtype):
             problem = "its dtype has no infinity that would show an overflow"
         if problem:
@@ -115,7 +115,8 @@ def _check_fill(handle: ArrayHandle, fill: float) -> None:
     for dtype in (handle.dtype, handle.stored_dtype):
         if not has_value(dtype, fill):
             raise TreeMismatchError(
-                f"{format_path(handle.path)}: the value {fill} does not exist in {dtype.name}"
+                f"{format_path(handle.path)}: the constant {fill} of the map does not exist in "
+                f"{dtype.name}"
             )
     with np.errstate(all="ignore"):
         once = np.asarray(fill).astype(handle.dtype)
@@ -124,7 +125,10 @@ def _check_fill(handle: ArrayHandle, fill: float) -> None:
         raise TreeMismatchError(
             f"{format_path(handle.path)}: padding of {fill} would be rounded to "
             f"{handle.stored_dtype.name} before the cast to {handle.dtype.name}",
-            hints=["cast the result of the map instead, in a second step"],
+            hints=[
+                "leave out the cast, and cast the result in a second job, if rounded padding is "
+                "right"
+            ],
         )
 
 
@@ -199,7 +203,7 @@ def zeros(
     value = 0 if fill is None else fill
     if not has_value(dtype, value):
         raise TreeMismatchError(
-            f"{format_path(path)}: the value {value} does not exist in {dtype.name}"
+            f"{format_path(path)}: the constant {value} of the map does not exist in {dtype.name}"
         )
     values = np.broadcast_to(np.array(value).astype(dtype), shape)  # one, however many they are
     value_type = "np.ndarray" if like.value_type == "scalar" else like.value_type

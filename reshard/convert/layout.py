@@ -670,5 +670,8 @@ def _unique(pairs: Iterable[tuple[Path, Path]]) -> dict[Path, Path]:
         if found.setdefault(path, saved) is not saved:
             problems.append(f"{format_path(path)}: {_named(found[path], saved)}")
     if problems:
-        raise TreeMismatchError("several leaves would have the same path", problems)
+        raise TreeMismatchError(
+            "without the levels of collections and values, several leaves have the same path",
+            problems,
+        )
     return found

@@ -428,7 +428,9 @@ class Step(NamedTuple):
                 raise TreeMismatchError(f"{text} cannot be divided into parts")
             return ops.Unstack(axis, size if count is None else count)
         if sizes is None and size % count:
-            raise TreeMismatchError(f"{text} does not have {count} equal parts; give `sizes`")
+            raise TreeMismatchError(
+                f"{text} does not have {count} equal parts: give `sizes` in the rule"
+            )
         return ops.Split(axis, (size // count,) * count if sizes is None else sizes)
 
 

@@ -413,7 +413,10 @@ def like_recorded(linen: Checkpoint, ckpt: Checkpoint) -> Checkpoint:
                 problems.append(f"{format_path(path)}: not in the record of the conversion")
             elif isinstance(kind, _Array):
                 problems += _unlike(leaf, kind)
-        summary = f"`{linen.source.root}` differs from the source of `{ckpt.source.root}`"
+        summary = (
+            f"`{linen.source.root}` is not the Linen checkpoint that the record of "
+            f"`{ckpt.source.root}` describes"
+        )
         _refuse(summary, problems or _not_zero(record.map, linen))
         made = record.map.bind(linen)
     made |= {path: ckpt[path] for path in record.own if path in ckpt}

@@ -62,7 +62,10 @@ def task_count(nbytes: int, workers: int | None) -> int:
 def check_workers(workers: int | None) -> None:
     """Raises ArgumentError for a wrong number of workers."""
     if workers is not None and (type(workers) is not int or workers < 1):
-        raise ArgumentError(f"workers must be a whole number of 1 or more, not {workers!r}")
+        raise ArgumentError(
+            "workers must be a whole number of 1 or more, "
+            f"not {workers!r} ({type(workers).__name__})"
+        )
 
 
 def check_tasks(

@@ -80,8 +80,8 @@ def _check_complete(root: Location) -> None:
     record = None if root.is_local or root.is_file() else read_json(root / RECORD)
     if record and not all((root / path).is_file() for path, _ in record.get("markers", ())):
         raise UncommittedCheckpointError(
-            f"an export to `{root}` is still running, or was stopped",
-            hints=[f"reshard.commit({as_python(str(root))}) completes it"],
+            f"the export to `{root}` is not complete: the last files are missing",
+            hints=[f"reshard.commit({as_python(str(root))}) writes them"],
         )
 
 
