@@ -679,3 +679,10 @@ def test_outputs_that_depend_on_a_leaf_that_was_dropped(tmp_path):
     assert str(error) == (
         "the outputs of the NNX model depend on leaves that the checkpoint lacks\n  count"
     )
+
+
+def test_a_dropped_parameter_is_missing_if_both_models_have_it(tmp_path):
+    saved = layouts.save_standard(tmp_path / "nnx", nnx.state(Counted(nnx.Rngs(0))))
+    options = {"source": Counted, "drop": ("count", "dense/bias")}
+    error = refused(reshard.to_linen, saved, of_ones(Uncounted()), **options)
+    assert error.problems == ("params/dense/bias  float32[6]: missing",)

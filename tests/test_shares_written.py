@@ -289,7 +289,7 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     text = f"no shares exist for `{out}`\n\nhint: share=(..., ...) writes one of them"
     refused(reshard.CheckpointNotFoundError, text, reshard.commit, out)
-    text = "workers must be a whole number of 1 or more, not 0 (int)"
+    text = "workers must be a whole number of 1 or more, not 0"
     refused(reshard.ArgumentError, text, save, source, out, workers=0)
     assert [*tmp_path.iterdir()] == []
     write(source, out, [1], 2)

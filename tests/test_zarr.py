@@ -274,11 +274,25 @@ def test_keys_are_those_of_tensorstore(data, kind):
 
 
 def test_what_other_writers_leave_out():
-    """It is what TensorStore reads."""
     document = zarr2((4, 4), (2, 2))
     del document["dimension_separator"]
     assert encoding(document) == encoding(zarr2((4, 4), (2, 2)))
     assert encoding(document).chunk_key((0, 1)) == "0.1"
     assert encoding(document).chunk_index("1.0", 2) == (1, 0)
-    short = zarr3((4, 4), (2, 2), "bytes", {"name": "zstd", "configuration": {"level": 1}})
-    assert encoding(short) == encoding(zarr3((4, 4), (2, 2)))
+    short = {"name": "zstd", "configuration": {"level": 1}}
+    assert encoding(zarr3((4, 4), (2, 2), BYTES, short)) == encoding(zarr3((4, 4), (2, 2)))
+
+
+@pytest.mark.parametrize("lost", ["codecs", "chunk_key_encoding", "order"])
+def test_a_document_without_a_part_that_tensorstore_requires(lost):
+    """In a specification, TensorStore would take a default for it, and read other values."""
+    document = zarr2((4, 4), (2, 2)) if lost == "order" else zarr3((4, 4), (2, 2))
+    del document[lost]
+    with pytest.raises(ValueError, match=lost):
+        encoding(document)
+
+
+def test_a_fill_value_stays_as_it_is_stored():
+    """TensorStore would write this one, which is NaN, as another NaN."""
+    document = zarr2((4,), (2,), dtype="float8_e4m3fn", fill_value="-Infinity")
+    assert json.loads(encoding(document).fill) == "-Infinity"

@@ -376,6 +376,12 @@ def model_map(
     reached = map_result.map.origin.keys() & end.shapes.keys()
     found = _aligned(map_result, start, end, {*reached, *map_result.dropped, *initial})
     aligned = found.map if start.api == "linen" else found.map.inverse()
+    absent = {*aligned.sources(), *aligned.must_be_zero} - map_result.map.values.keys()
+    if absent:  # the source model has leaves that the checkpoint lacks
+        values = {p: x for p, x in aligned.values.items() if absent.isdisjoint(sources_of(x))}
+        zeros = {p: x for p, x in aligned.must_be_zero.items() if p not in absent}
+        origin = {p: text for p, text in aligned.origin.items() if p in values}
+        aligned = LeafMap(values, origin, aligned.dropped, zeros)
     whole = map_result.map.then(aligned)
     if not backwards:
         return whole, found

@@ -62,10 +62,7 @@ def task_count(nbytes: int, workers: int | None) -> int:
 def check_workers(workers: int | None) -> None:
     """Raises ArgumentError for a wrong number of workers."""
     if workers is not None and (type(workers) is not int or workers < 1):
-        raise ArgumentError(
-            "workers must be a whole number of 1 or more, "
-            f"not {workers!r} ({type(workers).__name__})"
-        )
+        raise ArgumentError(f"workers must be a whole number of 1 or more, not {workers!r}")
 
 
 def check_tasks(
@@ -218,7 +215,8 @@ class _Run:
                     ended.callback(owner.close)
                     with _spawning():
                         self.submit(pool)
-                return self.finish(meanwhile)
+                own, meanwhile = meanwhile, None
+                return self.finish(own)
             except concurrent.futures.BrokenExecutor as error:
                 breaks = 1 if len(self.results) > before else breaks + 1
                 if breaks == _BREAKS:
@@ -227,7 +225,6 @@ class _Run:
                     problems = [f"{task} is not done" for task in self.left()]
                     raise ReshardError(text, problems, [hint]) from error
             ended.close()
-            meanwhile = None
 
     def submit(self, executor: concurrent.futures.Executor) -> None:
         """Submits all tasks that are not done."""

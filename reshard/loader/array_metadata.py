@@ -69,6 +69,8 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     if any(document.get(key) != normalized.get(key) for key in ("chunks", "chunk_grid")):
         raise ValueError("it has no chunk shape")
     zarr.check(normalized)
+    _check_stored(metadata, driver)
+    normalized["fill_value"] = document["fill_value"]  # TensorStore writes another NaN for some
     dtype = array.dtype.numpy_dtype
     if dtype.kind not in "biufc" and not hasattr(ml_dtypes, dtype.name):
         raise ValueError(f"{array.dtype.name} is not a numeric dtype")
@@ -94,6 +96,18 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
 
     keys = encoding.chunk_keys(len(shape))
     return ZarrArray(shape, chunks, dtype, metadata, largest, plain, has_chunk)
+
+
+def _check_stored(metadata: bytes, driver: str) -> None:
+    """Raises ValueError for a document that TensorStore does not open where it is stored. In a
+    specification it takes defaults for parts that are missing."""
+    context, name = ts.Context(), ".zarray" if driver == "zarr" else "zarr.json"
+    ts.KvStore.open("memory://", context=context).result().write(name, metadata).result()
+    spec = {"driver": driver, "kvstore": "memory://"}
+    try:
+        ts.open(spec, open=True, context=context).result()
+    except ValueError as error:
+        raise ValueError(first_line(error)) from error
 
 
 @functools.lru_cache(maxsize=4096)

@@ -129,8 +129,11 @@ class ElementComparison:
                 differs = ~(gap <= self._atol + self._rtol * size) | np.isinf(gap + size)
                 differs[~finite] = _other_parts(x[~finite], y[~finite])
             else:
-                differs, gap, size = x != y, _integer_gap(x, y), np.abs(y.astype(np.float64))
+                gap, size = _integer_gap(x, y), np.abs(y.astype(np.float64))
                 finite = np.full(x.size, True)
+                # Of one dtype, all places have different bits: four of the bits of an int4 are no
+                # part of its number.
+                differs = finite if same else x != y
         return places[differs], gap[differs], size[differs], finite[differs]
 
 
