@@ -923,3 +923,11 @@ def test_exit_status_2_if_diff_cannot_run(runs, command):
     assert told.startswith(f"Error: nothing exists at `{runs / 'nothing'}`\n")
     assert refused(runs, "diff", a, runs / "broken", "--values").startswith("Error: ")
     assert command(a, runs / "copy", "--values", "--max-memory", "1KiB")[0] == 2
+
+
+def test_bits_that_are_no_part_of_a_4_bit_integer_differ():
+    """TensorStore stores them in a byte each, and does not check the other four bits."""
+    a, b = (np.array(x, np.uint8).view(ml_dtypes.int4) for x in ([1, 2, 3], [1, 18, 3]))
+    found = compared(a, b, (3,), 0.0, 0.0)
+    assert found is not None
+    assert (found.count, found.index) == (1, (1,))

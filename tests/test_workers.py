@@ -116,6 +116,23 @@ def test_workers_are_given_tasks_while_this_process_does_something_else(log):
     assert sum(told) == 300 + told.count(1)
 
 
+def test_a_pool_that_breaks_before_this_process_does_its_own_part(log, monkeypatch):
+    pool, calls, done = concurrent.futures.ProcessPoolExecutor, [], []
+    submit = pool.submit
+
+    def breaks_once(self, *arguments, **options):
+        calls.append(self)
+        if len(calls) == 2:
+            raise concurrent.futures.process.BrokenProcessPool("a worker has ended")
+        return submit(self, *arguments, **options)
+
+    monkeypatch.setattr(pool, "submit", breaks_once)
+    tasks = [Tiny(number, log) for number in range(3)]
+    results = run_tasks(tasks, ignored, workers=1, meanwhile=lambda report: done.append(report(1)))
+    assert [number for number, _, _ in results] == [0, 1, 2]
+    assert len(done) == 1
+
+
 def test_an_error_ends_what_this_process_does_meanwhile(log):
     def meanwhile(report):
         for _ in range(6000):
