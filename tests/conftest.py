@@ -43,9 +43,9 @@ import sampling
 from releases import older
 
 hypothesis.settings.register_profile("few", max_examples=10)
-hypothesis.settings.register_profile("many", max_examples=30)
+hypothesis.settings.register_profile("many", max_examples=22)
 # Cases of one test that bring two values of its parameters together, in the exhaustive run.
-MOST_PAIRS = 32
+MOST_PAIRS = 24
 # Files that take long go first, the longest of them before the others: the last ones are short, so
 # that no process waits for another.
 LONG = "broadcast written_to_buckets convert convert_models save resume restorer buckets protocol"
