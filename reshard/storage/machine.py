@@ -11,7 +11,7 @@ from typing import Any
 from reshard.storage.disk import kernel_text
 
 # mallopt's M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: arenas, and bytes.
-_MALLOPT = {-8: 1, -3: 1 << 30, -1: 1 << 30}
+_MALLOPT = {-8: 4, -3: 32 << 20, -1: 64 << 20}
 # Files that a worker opens at once, at least: it reads one while it waits for another.
 _FILES = 2
 # How many workers share the processors of this machine.
@@ -43,11 +43,9 @@ def thread_limits() -> dict[str, Any]:
 
 
 def tune_memory() -> None:
-    """Tunes memory for a process of this package, never for a user of the library. On glibc, one
-    arena keeps all freed memory: with an arena for each thread, a job takes twice its budget, and
-    only the first one keeps blocks of over 32 MiB, whose new pages take 2 s of system time for
-    3 GB. Python looks for cycles less often. In trees of 100,000 leaves, that saves a fifth of the
-    time."""
+    """Tunes memory for a process of this package, never for a user of the library. On glibc, few
+    arenas keep freed memory; with an arena for each thread, a job takes twice its budget. Python
+    looks for cycles less often. In trees of 100,000 leaves, that saves a fifth of the time."""
     gc.set_threshold(100_000, 20, 20)
     with contextlib.suppress(OSError, AttributeError):  # another libc
         for parameter, limit in _MALLOPT.items():
