@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from watched import Watched
 
 import reshard
-from reshard.arrays.digests import digest_of
+from reshard.arrays.digests import Digest, digest_of
 from reshard.units import format_bytes
 
 ROWS, COLUMNS = 64, 1024
@@ -160,6 +160,26 @@ def test_scalars_that_are_parts_of_one_chunk_are_read_together(tmp_path):
     got, read = read_by(lambda: reshard.digest(layers_of(path), max_memory="4MiB"))
     assert got == digests_of(values)
     assert read == pytest.approx(stored(path), abs=4)
+
+
+def test_large_chunks_of_a_box_are_read_into_buffers_of_their_own(tmp_path, monkeypatch):
+    values = np.random.default_rng(2).standard_normal((512, 4096)).astype("f4")
+    on = NamedSharding(layouts.mesh((2, 1)), P("data", "model"))
+    path = save(tmp_path / "saved", {"w": jax.device_put(values, on)})
+    added = []
+    add = Digest.add
+    # Of files that are mapped, what is read is not counted.
+    monkeypatch.setattr("reshard.storage.disk.on_local_disk", lambda place: False)
+    monkeypatch.setattr(Digest, "add", lambda *given: (added.append(given[1:]), add(*given)))
+    ckpt = reshard.to_mesh(reshard.open(path), "1x2")
+    _, read = read_by(lambda: reshard.save(ckpt, tmp_path / "out"))
+    assert [(box[1].start, part.flags.c_contiguous) for box, part in added] == [
+        (0, True),
+        (2048, True),
+    ]
+    assert read == pytest.approx(stored(path), abs=64)  # both touch both source chunks
+    assert reshard.digest(tmp_path / "out") == {("w",): digest_of(values)}
+    np.testing.assert_array_equal(layouts.load_pytree(tmp_path / "out")["w"], values)
 
 
 def test_large_chunks_are_not_all_in_flight_at_once(tmp_path, monkeypatch):
