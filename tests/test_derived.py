@@ -525,9 +525,7 @@ def sparse(source, path, name, fills=True):
     """A checkpoint with absent chunks, which hold the fill value."""
     original, values = source(name)
     shutil.copytree(original.source.root, path)
-    document = json.loads((path / "_METADATA").read_text())
-    document["store_array_data_equal_to_fill_value"] = not fills
-    (path / "_METADATA").write_text(json.dumps(document))
+    layouts.edit_document(path / "_METADATA", store_array_data_equal_to_fill_value=not fills)
     values = {key: value.copy() for key, value in values.items()}
     absent = {"layer_1": (0, 2), "layer_2": (1, 0), "each": (3, 0, 0), "norm_2": (1,)}
     absent |= {"together": (0, 1, 1), "qkv": (3, 0), "flag_1": ()}

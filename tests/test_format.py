@@ -377,9 +377,7 @@ def test_what_other_writers_store(tmp_path, layout, ocdbt):
     layouts.save_pytree(
         path, jax.tree.map(jnp.asarray, tree), use_ocdbt=False, use_zarr3=new == "zarr2"
     )
-    document = json.loads((path / "_METADATA").read_text())
-    document["store_array_data_equal_to_fill_value"] = False
-    (path / "_METADATA").write_text(json.dumps(document))
+    layouts.edit_document(path / "_METADATA", store_array_data_equal_to_fill_value=False)
     for name, (document, absent, _) in others.items():
         stored_so(path, name, document, tree[name], absent)
     expected = restored(path)

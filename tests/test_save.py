@@ -533,24 +533,20 @@ def test_kept_chunks_are_linked(saved, read_by_orbax, save, layout, relabel):
         assert layouts.shardings(got) == layouts.shardings(expected)
 
 
-def database_of(path):
-    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()
-
-
 @pytest.mark.parametrize("relabel", [False, True])
 @pytest.mark.parametrize("key", ["stray", "stray/0", "a/stray"])
 def test_keys_that_belong_to_no_array_are_not_linked(tmp_path, save, key, relabel):
     rng = np.random.default_rng(0)
     tree = {name: layouts.random_array(rng, (64, 64)) for name in "ab"}
     source = layouts.save_pytree(tmp_path / "source", tree)
-    database_of(source).write(key, b"s" * 5000).result()
+    layouts.database(source).write(key, b"s" * 5000).result()
     ckpt = reshard.open(source)
     out = save(reshard.rename(ckpt, {"^b$": "c"}) if relabel else ckpt, chunks="keep")
     assert save.plan.shared_bytes
     names = {f"{h.data.name}/{k}" for h in ckpt.arrays for k in h.data.store.values[h.data.name]}
     if relabel:
         names = {f"c{name[1:]}" if name[0] == "b" else name for name in names}
-    assert {name.decode() for name in database_of(out).list().result()} == names
+    assert {name.decode() for name in layouts.database(out).list().result()} == names
     assert_pruned(out)
 
 
@@ -600,7 +596,7 @@ def test_what_shares_files_stands_alone(saved, read_by_orbax, save, tmp_path, la
     third = save(reshard.to_mesh(reshard.open(again), "1x8"), chunks="keep")
     before = hashes(third)
     if "files" not in layout:
-        store = database_of(again)
+        store = layouts.database(again)
         store.write("one_device/0.0", b"x" * 5000).result()
         store.delete_range(ts.KvStore.KeyRange("params", "paramt")).result()
     with ocp.PyTreeCheckpointer() as checkpointer:

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import layouts
 import numpy as np
 import pytest
-import tensorstore as ts
 from jobs import (
     MARKER,
     SHARE_BYTES,
@@ -68,9 +67,8 @@ def stored(item):
     if not (item / "manifest.ocdbt").exists():
         keys = [file for file in item.rglob("*") if file.is_file() and file.parent != item]
         return {str(file.relative_to(item)): file.read_bytes() for file in keys}
-    spec = {"driver": "ocdbt", "base": f"file://{item}/"}
-    store = ts.KvStore.open(spec).result()
-    return {key: store.read(key).result().value for key in store.list().result()}
+    store = layouts.database(item)
+    return {key: store[key] for key in store.list().result()}
 
 
 def assert_same(out, whole):
