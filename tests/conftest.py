@@ -25,6 +25,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -154,7 +155,7 @@ def _stores():
         pytest.skip("an older tensorstore refuses some names in s3")
     import servers
 
-    with servers.started() as found, pytest.MonkeyPatch.context() as patch:
+    with contextlib.closing(servers.Stores()) as found, pytest.MonkeyPatch.context() as patch:
         for name, value in found.environment.items():
             patch.setenv(name, value)
         yield found

@@ -65,7 +65,6 @@ class Named(meta.AxisMetadata[Any]):
 def mesh(
     sizes: Sequence[int], names: Sequence[str] = ("data", "model"), explicit: bool = False
 ) -> Mesh:
-    """A mesh of the first devices."""
     types = (AxisType.Explicit,) * len(sizes) if explicit else None
     return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names, axis_types=types)
 
@@ -75,11 +74,10 @@ def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any = "f
     dtype = jnp.dtype(dtype)
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(np.bool_)
-    if dtype.name in ("uint2", "uint4"):
-        return rng.integers(0, 4 if dtype.name == "uint2" else 16, shape).astype(dtype)
-    if dtype.name in ("int2", "int4"):
-        limit = 2 if dtype.name == "int2" else 8
-        return rng.integers(-limit, limit, shape).astype(np.int8).astype(dtype)
+    if dtype.name in ("int2", "int4", "uint2", "uint4"):
+        limits = jnp.iinfo(dtype)
+        values = rng.integers(int(limits.min), int(limits.max) + 1, shape)
+        return values.astype(np.int8).astype(dtype)
     if dtype.name == "float4_e2m1fn":
         return rng.integers(0, 16, shape).astype(np.uint8).view(dtype)
     raw = rng.integers(0, 256, (*shape, dtype.itemsize)).astype(np.uint8)
@@ -210,46 +208,55 @@ class Saved:
 
 
 def save_pytree(path: pathlib.Path, tree: Any, **kwargs: Any) -> pathlib.Path:
-    """Saves a tree with `PyTreeCheckpointer(**kwargs)`; returns the path."""
     with ocp.PyTreeCheckpointer(**kwargs) as checkpointer:
         checkpointer.save(path, tree)
     return path
 
 
 def load_pytree(path: pathlib.Path) -> Any:
-    """The tree that `PyTreeCheckpointer` reads without a target."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         return checkpointer.restore(path)
 
 
 def save_standard(path: pathlib.Path, tree: Any, **kwargs: Any) -> pathlib.Path:
-    """Saves a tree with `StandardCheckpointer`; returns the path."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, tree, **kwargs)
     return path
 
 
 def load_standard(path: pathlib.Path, target: Any = None) -> Any:
-    """The tree that `StandardCheckpointer` reads."""
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path, target)
 
 
-def split_database(item: pathlib.Path) -> None:
-    """Writes the database of an item again, with its values and its nodes in folders apart, as
-    newer releases of Orbax can do it."""
-    spec = {"driver": "ocdbt", "base": f"file://{item}/"}
-    old = ts.KvStore.open(spec).result()
-    values = {key: old.read(key).result().value for key in old.list().result()}
+def database(path: pathlib.Path, **spec: Any) -> ts.KvStore:
+    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/", **spec}).result()
+
+
+def edit_document(file: pathlib.Path, **entries: Any) -> None:
+    """Changes entries of a JSON document."""
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | entries))
+
+
+def rewrite_database(item: pathlib.Path, **spec: Any) -> None:
+    """Writes the database of an item again, with other options of TensorStore's."""
+    old = database(item)
+    values = {key: old[key] for key in old.list().result()}
     for path in [item / "d", *item.glob("ocdbt.process_*")]:
         shutil.rmtree(path)
     (item / "manifest.ocdbt").unlink()
-    nodes = ("btree_node_data_prefix", "version_tree_node_data_prefix")
-    spec |= dict.fromkeys(nodes, "ocdbt_meta/") | {"value_data_prefix": "ocdbt_data/"}
-    new = ts.KvStore.open(spec).result()
+    new = database(item, **spec)
     with ts.Transaction(atomic=True) as transaction:
         for key, value in values.items():
             new.with_transaction(transaction)[key] = value
+
+
+def split_database(item: pathlib.Path) -> None:
+    """Moves the values and the nodes of a database into folders apart, as newer releases of Orbax
+    can do it."""
+    nodes = ("btree_node_data_prefix", "version_tree_node_data_prefix")
+    folders = dict.fromkeys(nodes, "ocdbt_meta/") | {"value_data_prefix": "ocdbt_data/"}
+    rewrite_database(item, **folders)
     (item / "ocdbt_tmp_meta").mkdir()  # what a writer may have left
     (item / "ocdbt_tmp_meta" / "0123").write_bytes(b"node")
 
@@ -269,7 +276,6 @@ def record_deletion(step: pathlib.Path, item: str) -> None:
 
 
 def raised(error: type[Exception], call: Callable, *arguments: Any, **keywords: Any) -> Any:
-    """The error that a call ends with."""
     with pytest.raises(error) as caught:
         call(*arguments, **keywords)
     return caught.value
@@ -381,20 +387,18 @@ LAYOUTS: dict[str, Callable[[pathlib.Path, Mesh, int], Saved]] = {
 
 def read_pytree(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
     """The tree that `PyTreeCheckpointer` reads at `path`, in the layout of `saved`."""
+    if target is None:
+        return load_pytree(path / saved.inner)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        if target is None:
-            return checkpointer.restore(path / saved.inner)
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
         return checkpointer.restore(path / saved.inner, item=target, restore_args=arguments)
 
 
 def read_standard(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
-    """The tree that `StandardCheckpointer` reads."""
     return load_standard(path / saved.inner, target)
 
 
 def read_manager(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
-    """The tree that `CheckpointManager` reads."""
     arguments = ocp.args.StandardRestore(target)
     with ocp.CheckpointManager(path) as manager:
         step, _, item = saved.inner.partition("/")
@@ -404,7 +408,6 @@ def read_manager(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
 
 
 def read_v1(saved: Saved, path: pathlib.Path, target: Any = None) -> Any:
-    """The tree that Orbax's v1 API reads."""
     return v1.load(path / saved.step, target, checkpointable_name=saved.open.get("item", "AUTO"))
 
 
@@ -545,25 +548,12 @@ def data_inodes(path: str | os.PathLike) -> dict[int, str]:
 def bytes_read():
     """Bytes that TensorStore has read from files so far. It counts a read a moment after it has
     answered it."""
-    found = None
-    while found != (now := _bytes_counted()):
-        found = now
+    found, now = None, -1
+    while found != now:
         time.sleep(0.02)
+        metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+        found, now = now, sum(value["value"] for metric in metrics for value in metric["values"])
     return now
-
-
-def _bytes_counted():
-    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in metrics for value in metric["values"])
-
-
-# Unfinished jobs.
-
-
-def unfinished(out: pathlib.Path) -> pathlib.Path:
-    """The directory that the job of a destination writes into."""
-    (found,) = out.parent.glob(f".reshard-{out.name}.*")
-    return found
 
 
 class KilledError(Exception):

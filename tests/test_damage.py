@@ -13,10 +13,11 @@ import reshard
 CUT = re.compile(r"(\w+): its data file `(.*)` has (\d+) bytes, expected (.*)")
 
 
-def save(path, names="ab", shape=(256, 256), **form):
+def save(path, names="ab", **form):
     """A checkpoint of random arrays on a mesh."""
     specs = dict.fromkeys(names, P("data", "model"))
-    return layouts.save_pytree(path, layouts.small_tree(layouts.mesh((2, 4)), specs, shape), **form)
+    tree = layouts.small_tree(layouts.mesh((2, 4)), specs, (256, 256))
+    return layouts.save_pytree(path, tree, **form)
 
 
 def jobs(path):

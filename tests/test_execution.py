@@ -31,6 +31,8 @@ import reshard
 what, source, out, memory = sys.argv[1:]
 if what == "save":
     reshard.save(reshard.cast(reshard.open(source), "bfloat16"), out, max_memory=memory)
+elif what == "digest":
+    reshard.digest(source, max_memory=memory)
 else:
     import jax
     result = reshard.restore(source, jax.make_mesh((1,), ("x",)), max_memory=memory)
@@ -81,7 +83,6 @@ def refused(*_, **__):
 
 @pytest.mark.parametrize("links", [True, False])
 def test_nothing_is_prepared_twice(saved, tmp_path, monkeypatch, links):
-    """Also where the file system turns out to forbid links."""
     calls = []
 
     def counted(module, name):
@@ -111,7 +112,6 @@ def test_nothing_is_prepared_twice(saved, tmp_path, monkeypatch, links):
 
 
 def test_all_problems_of_a_plan_are_told_together(saved, tmp_path):
-    """What is wrong with the destination, the record, and the memory to read back."""
     source = shutil.copytree(saved("zarr2-files").path, tmp_path / "source")
     (source / FILE).write_text("[]")
     (tmp_path / "out").write_text("a file")
@@ -145,11 +145,11 @@ def test_the_memory_of_a_process_is_bounded(tmp_path):
     peaks = {}
     for name, tree in sources.items():
         layouts.save_pytree(tmp_path / name, tree)
-        for what in ("save", "restore"):
+        for what in ("save", "digest", "restore"):
             words = [what, str(tmp_path / name), str(tmp_path / f"{name}-out"), "16MiB"]
             shown = subprocess.run(
                 [sys.executable, "-c", PEAK, *words], check=True, capture_output=True
             )
             peaks[what, name] = int(shown.stdout)
-    for what, result in (("save", 0), ("restore", 64 << 20)):
+    for what, result in (("save", 0), ("digest", 0), ("restore", 64 << 20)):
         assert peaks[what, "large"] - peaks[what, "small"] <= result + 2 * (16 << 20)

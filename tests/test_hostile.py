@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import re
-import resource
 import shutil
 import stat
 import struct
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import fuzz
@@ -35,7 +34,8 @@ from tensorstore import ocdbt
 import reshard
 from reshard.arrays.operations import Reshape
 from reshard.cli.model_argument import read_rules
-from reshard.storage.btree import decoded_bytes
+from reshard.storage.btree import _numbers as numbers
+from reshard.storage.btree import decoded_bytes, range_database
 
 Json = dict[str, Any]
 
@@ -48,7 +48,6 @@ def base(tmp_path_factory):
 
 
 def edit(file: pathlib.Path, change: Callable[[Json], Any]) -> None:
-    """Changes a JSON document in place."""
     document = json.loads(file.read_bytes())
     change(document)
     file.write_bytes(json.dumps(document).encode())
@@ -63,38 +62,25 @@ def edit_text(file: pathlib.Path, old: str, new: str | bytes) -> None:
 
 
 def put_in(file: pathlib.Path, text: str) -> None:
-    """Adds a value to the tree document."""
     edit_text(file, '"tree_metadata"', f'"note": {text}, "tree_metadata"')
 
 
 def edit_array(path: pathlib.Path, name: str, **entries: Any) -> None:
-    """Changes the zarr metadata of an array, in files or in a database. None removes a key."""
-
-    def changed(document: Json) -> Json:
-        document |= entries
-        return {key: document[key] for key in document if entries.get(key, key) is not None}
-
-    names = (f"{name}/.zarray", f"{name}/zarr.json")
-    if not (path / "manifest.ocdbt").exists():
-        (file,) = (path / each for each in names if (path / each).exists())
-        file.write_text(json.dumps(changed(json.loads(file.read_bytes()))))
-        return
-    store = fuzz.database(path)
-    (key,) = (key for key in store.list().result() if key.decode() in names)
-    store.write(key, json.dumps(changed(json.loads(store.read(key).result().value)))).result()
+    """Changes the zarr metadata of an array. None removes a key."""
+    (file,) = (
+        path / name / each for each in (".zarray", "zarr.json") if (path / name / each).exists()
+    )
+    document = json.loads(file.read_bytes()) | entries
+    kept = {key: value for key, value in document.items() if entries.get(key, key) is not None}
+    file.write_text(json.dumps(kept))
 
 
 def edit_sharding(path: pathlib.Path, **entries: Any) -> None:
-    """Changes the sharding of the array `w`."""
-
-    def change(document: Json) -> None:
-        document["dw=="] = json.dumps(json.loads(document["dw=="]) | entries)
-
-    edit(path / "_sharding", change)
+    before = json.loads((path / "_sharding").read_bytes())["dw=="]
+    layouts.edit_document(path / "_sharding", **{"dw==": json.dumps(json.loads(before) | entries)})
 
 
 def add_leaf(path: pathlib.Path, *keys: str | int, kind: str = "None", name: str = "hostile"):
-    """One more leaf in the tree."""
     entry = {
         "key_metadata": [
             {"key": str(key), "key_type": 1 if isinstance(key, int) else 2} for key in keys
@@ -104,53 +90,18 @@ def add_leaf(path: pathlib.Path, *keys: str | int, kind: str = "None", name: str
     edit(path / "_METADATA", lambda document: document["tree_metadata"].update({name: entry}))
 
 
-def varint(number: int) -> bytes:
-    *parts, last = (number >> shift & 127 for shift in range(0, number.bit_length() or 1, 7))
-    return bytes([*(part | 128 for part in parts), last])
-
-
-def varints(numbers: Iterable[int]) -> bytes:
-    return b"".join(map(varint, numbers))
-
-
 def node(height: int, body: bytes, *, compression: int = 0) -> bytes:
-    """A B-tree node."""
     content = body if compression else bytes([height]) + body
-    data = struct.pack(">IQ", 0x0CDB20DE, 0) + varint(0) + varint(compression) + content
-    return fuzz.sealed(data + bytes(4))
-
-
-def file_table(file: str) -> bytes:
-    """One data file, or none."""
-    return varints([1, len(file), 0]) + file.encode() if file else varint(0)
-
-
-class Place(NamedTuple):
-    """Where a value is in the file: offset and length."""
-
-    offset: int
-    length: int
-
-
-def leaf(file: str, values: dict[bytes, bytes | Place]) -> bytes:
-    """A leaf node: keys, and values that are inlined or elsewhere."""
-    keys = sorted(values)
-    found = [values[key] for key in keys]
-    places = [value for value in found if isinstance(value, Place)]
-    body = file_table(file) + varints([len(keys), *[0] * (len(keys) - 1), *map(len, keys)])
-    body += b"".join(keys) + varints(v.length if isinstance(v, Place) else len(v) for v in found)
-    body += bytes(isinstance(value, Place) for value in found)
-    body += varints([0] * len(places)) + varints(place.offset for place in places)
-    return node(0, body + b"".join(value for value in found if isinstance(value, bytes)))
+    return fuzz.sealed(struct.pack(">IQ2B", 0x0CDB20DE, 0, 0, compression) + content + bytes(4))
 
 
 def inner(height: int, file: str, *children: tuple[bytes, int, int]) -> bytes:
-    """A node of nodes: the first key of each child, its offset and its length."""
+    """A node of nodes in a file: the first key of each child, its offset and its length."""
     keys, offsets, lengths = zip(*children, strict=True)
     none = [0] * len(keys)
-    body = file_table(file) + varints([len(keys), *none[1:], *map(len, keys), *none])
-    body += b"".join(keys) + varints([*none, *offsets, *lengths])
-    return node(height, body + varints([1] * 3 * len(keys)))
+    body = numbers([1, len(file), 0]) + file.encode()
+    body += numbers([len(keys), *none[1:], *map(len, keys), *none]) + b"".join(keys)
+    return node(height, body + numbers([*none, *offsets, *lengths, *[1] * 3 * len(keys)]))
 
 
 def plant(path: pathlib.Path, nodes: Sequence[bytes], height: int, file: str = "d/nodes") -> None:
@@ -165,11 +116,17 @@ def plant(path: pathlib.Path, nodes: Sequence[bytes], height: int, file: str = "
     (path / "manifest.ocdbt").write_bytes(ocdbt.undump_manifest(manifest))
 
 
-def plant_value(path: pathlib.Path, key: bytes, file: str, place: Place) -> None:
-    """Changes the place of one value of a database."""
-    store = fuzz.database(path)
-    values = {key: store.read(key).result().value for key in store.list().result()}
-    plant(path, [leaf(file, {**values, key: place})], 0)
+def plant_value(path: pathlib.Path, key: bytes, *place: Any) -> None:
+    """Changes the place of one value of a database: its file, its offset and its length."""
+    store, data, places = layouts.database(path), b"", {}
+    for name in store.list().result():
+        value = store.read(name).result().value
+        places[name] = ("d/values", len(data), len(value))
+        data += value
+    (path / "d/values").write_bytes(data)
+    values = [(name, *found) for name, found in {**places, key: place}.items()]
+    for name, made in range_database(values, "d/nodes").items():
+        (path / (name or "manifest.ocdbt")).write_bytes(made)
 
 
 def zstd_zeros(total: int) -> bytes:
@@ -181,13 +138,11 @@ def zstd_zeros(total: int) -> bytes:
 def long_keys(count: int, *, compression: int = 0) -> bytes:
     """A leaf node of keys of 60 kB. Each shares all but its end with the one before."""
     shared = 60_000
-    body = varint(0) + varint(count) + varints([0] + [shared] * (count - 2))
-    body += varints([1, shared + 3] + [3] * (count - 2))
+    body = numbers([0, count, 0, *[shared] * (count - 2), 1, shared + 3, *[3] * (count - 2)])
     body += b"A" + b"a" * shared + b"".join(struct.pack(">I", i)[1:] for i in range(count - 1))
-    body += varint(1) * count + bytes(count) + b"x" * count
-    return node(
-        0, zstandard.compress(b"\0" + body) if compression else body, compression=compression
-    )
+    body += b"\1" * count + bytes(count) + b"x" * count
+    body = zstandard.compress(b"\0" + body) if compression else body
+    return node(0, body, compression=compression)
 
 
 Corrupt, Format = reshard.CorruptCheckpointError, reshard.CheckpointFormatError
@@ -208,14 +163,13 @@ def replace_by_link(file: pathlib.Path) -> None:
     file.symlink_to(target)
 
 
-def replace_by_pipe(file: pathlib.Path) -> None:
+def replace_by(make: Callable[[pathlib.Path], Any], file: pathlib.Path) -> None:
     file.unlink()
-    os.mkfifo(file)
+    make(file)
 
 
-def replace_by_directory(file: pathlib.Path) -> None:
-    file.unlink()
-    file.mkdir()
+replace_by_pipe = functools.partial(replace_by, os.mkfifo)
+replace_by_directory = functools.partial(replace_by, pathlib.Path.mkdir)
 
 
 def outside(path: pathlib.Path) -> pathlib.Path:
@@ -225,25 +179,13 @@ def outside(path: pathlib.Path) -> pathlib.Path:
     return secret
 
 
-def deep_directories(path: pathlib.Path, levels: int) -> None:
-    """Directories inside one another, more than a path can name."""
-    path.mkdir(exist_ok=True)
-    here = os.open(path, os.O_RDONLY)
-    for _ in range(levels):
-        os.mkdir("deep", dir_fd=here)
-        inside = os.open("deep", os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = inside
-    os.close(here)
-
-
 def truncate(file: pathlib.Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
 
 
 def shared_node() -> list[bytes]:
     """Two children that are one node: 2^height leaves of a few hundred bytes."""
-    nodes, at = [leaf("", {b"w/.zarray": b"{}"})], 0
+    nodes, at = [range_database([(b"w/.zarray", "", 0, 2)], "node")["node"]], 0
     for height in range(1, 40):
         size = len(nodes[-1])
         nodes.append(inner(height, "d/nodes", (b"", at, size), (b"z", at, size)))
@@ -263,7 +205,6 @@ NOT_A_FILE = (
 
 
 def in_tree(text: str, change: Callable[[pathlib.Path], Any]) -> Fault:
-    """In the document of the tree."""
     return Fault(f"`PATH/{TREE}`{text}", lambda p: change(p / TREE))
 
 
@@ -278,19 +219,16 @@ def named(text: str, *keys: str, form: str = "zarr2-ocdbt", kind: str = "None") 
 
 
 def array(text: str, form: str = "zarr2-files", **entries: Any) -> Fault:
-    """In the zarr metadata of `w`."""
     text = f"{WHOLE}its metadata cannot be read: {text}"
     return Fault(text, lambda p: edit_array(p, "w", **entries), form)
 
 
 def sharding(text: str, **entries: Any) -> Fault:
-    """In the sharding of `w`."""
     text = f"{WHOLE}its metadata cannot be read: {text}"
     return Fault(text, lambda p: edit_sharding(p, **entries))
 
 
 def no_file(name: str, replace: Callable[[pathlib.Path], Any], form: str = "zarr2-ocdbt") -> Fault:
-    """In the place of a file."""
     return Fault(f"`PATH/{name}{NOT_A_FILE}", lambda p: replace(p / name), form, Format)
 
 
@@ -300,20 +238,15 @@ def nodes(text: str, height: int, made: Callable[[], Sequence[bytes]]) -> Fault:
     return Fault(text, lambda p: plant(p, made(), height), "zarr2-nodes")
 
 
-def elsewhere(
-    text: str,
-    file: str,
-    make: Callable[[pathlib.Path], Any] = outside,
-    error: type[reshard.ReshardError] = Corrupt,
-    place: Sequence[int] = (0, 96),
-) -> Fault:
-    """A chunk of `w` that lies in another file."""
+def elsewhere(text: str, *place: Any, make: Callable[[pathlib.Path], Any] = outside) -> Fault:
+    """A chunk of `w` that lies in another file, at its beginning or at an offset."""
 
     def damage(path: pathlib.Path) -> None:
         make(path)
-        plant_value(path, b"w/0.0", file.replace("PARENT", str(path.parent)), Place(*place))
+        file = place[0].replace("PARENT", str(path.parent))
+        plant_value(path, b"w/0.0", file, *(place[1:] or (0, 96)))
 
-    return Fault(text, damage, "zarr2-nodes", error)
+    return Fault(text, damage, "zarr2-nodes", Format if NOT_A_FILE in text else Corrupt)
 
 
 FAULTS = [
@@ -326,13 +259,14 @@ FAULTS = [
     not_json("it holds a number of 100000 digits", lambda f: put_in(f, "9" * 100_000)),
     in_tree(" has 1.00 TiB, too much for such a file", lambda f: os.truncate(f, 1 << 40)),
     in_tree(" is a directory, not a file", replace_by_directory)._replace(error=Format),
+    in_tree(" is JSON, but not an object", lambda f: f.write_text("[]")),
     in_tree(
         ": its value_metadata_tree cannot be read: the JSON is nested too deeply",
-        lambda f: edit(f, lambda d: d.update(value_metadata_tree="[" * 100_000)),
+        lambda f: layouts.edit_document(f, value_metadata_tree="[" * 100_000),
     ),
     in_tree(
         " is damaged: it lacks `tree_metadata`, the list of leaves",
-        lambda f: edit(f, lambda d: d.update(tree_metadata=[])),
+        lambda f: layouts.edit_document(f, tree_metadata=[]),
     ),
     in_tree(f"{NO_ENTRY}3", lambda f: edit(f, lambda d: d["tree_metadata"].update(x=3))),
     named('"../../evil": its name points outside the checkpoint', "../../evil"),
@@ -359,7 +293,7 @@ FAULTS = [
         "domain must be specified",
         shape=[2**62, 2**62],
     ),
-    array("it holds a number that is too large", "zarr2-ocdbt", shape=[2**70, 12]),
+    array("it holds a number that is too large", shape=[2**70, 12]),
     array(
         "an array of [1099511627776, 1048576] has 4611686018427387904 bytes, "
         "more than any model has",
@@ -367,7 +301,7 @@ FAULTS = [
     ),
     array(
         "an array of [1048576, 1048576] has 45813071872 chunks of [4, 6]",
-        "zarr3-ocdbt",
+        "zarr3-files",
         shape=[2**20, 2**20],
     ),
     array("chunks of [1048576, 1048576] are larger than the array, [8, 12]", chunks=[2**20, 2**20]),
@@ -446,19 +380,20 @@ FAULTS = [
     elsewhere(DATABASE + "refers to `PARENT/secret`, which is outside of it", "PARENT/secret"),
     elsewhere(
         "`PATH/d/link" + NOT_A_FILE,
-        *("d/link", lambda p: (p / "d/link").symlink_to(outside(p)), Format),
+        "d/link",
+        make=lambda p: (p / "d/link").symlink_to(outside(p)),
     ),
-    elsewhere("`PATH/d/pipe" + NOT_A_FILE, "d/pipe", lambda p: os.mkfifo(p / "d/pipe"), Format),
+    elsewhere("`PATH/d/pipe" + NOT_A_FILE, "d/pipe", make=lambda p: os.mkfifo(p / "d/pipe")),
     elsewhere(
         WHOLE + "its chunk `0.0` has 1048576.00 TiB, more than any of [4, 6] can have",
-        *("d/nodes", outside, Corrupt, (5, 1 << 60)),
+        *("d/nodes", 5, 1 << 60),
     ),
     # A node that is its own child, and nodes that share their children.
     nodes(
         "several nodes of its B-tree refer to node btreenode::d/nodes:0:38",
         *(1, lambda: [inner(1, "d/nodes", (b"", 0, 38))]),
     ),
-    nodes("several nodes of its B-tree refer to node btreenode::d/nodes:1879:50", 39, shared_node),
+    nodes("several nodes of its B-tree refer to node btreenode::d/nodes:1881:50", 39, shared_node),
     nodes("the data file `d/none` is missing", 1, lambda: [inner(1, "d/none", (b"", 7, 500))]),
     nodes("its B-tree is larger than any checkpoint's", 0, lambda: [long_keys(20_000)]),
     nodes(
@@ -476,8 +411,7 @@ def ours(job: Callable[[], Any], error: type[Exception] | None = None) -> str:
     return str(caught.value)
 
 
-def command(*words: object) -> tuple[int, str, str]:
-    return in_process.reshard_in(pathlib.Path(), *words)
+command = functools.partial(in_process.reshard_in, pathlib.Path())
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.text.split("\n")[-1][:80])
@@ -500,20 +434,19 @@ def copied(base, form: str, path: pathlib.Path) -> pathlib.Path:
 
 
 ZEROS = bytes(4 * 6 * 4)
-CHUNKS = {
-    "shorter": (zlib.compress(ZEROS[:-1]), "Not enough data"),
-    "longer": (zlib.compress(ZEROS + b"\0"), "End of data expected"),
-    "much longer": (zlib.compress(bytes(1 << 20)), "End of data expected"),
-    "truncated": (zlib.compress(os.urandom(96))[:-10], "Not enough data"),
-    "garbage": (b"\x80\x04\x95garbage", "failed"),
-}
+CHUNKS = [
+    (zlib.compress(ZEROS[:-1]), "Not enough data"),
+    (zlib.compress(ZEROS + b"\0"), "End of data expected"),
+    (zlib.compress(bytes(1 << 20)), "End of data expected"),
+    (zlib.compress(os.urandom(96))[:-10], "Not enough data"),
+    (b"\x80\x04\x95garbage", "failed"),
+]
 
 
-@pytest.mark.parametrize("kind", CHUNKS)
-def test_chunks_of_the_wrong_size(tmp_path, base, kind):
+@pytest.mark.parametrize(("data", "words"), CHUNKS, ids=["shorter", "longer", "long", "cut", "bad"])
+def test_chunks_of_the_wrong_size(tmp_path, base, data, words):
     path = copied(base, "zarr2-files", tmp_path / "saved")
     edit_array(path, "w", compressor={"id": "zlib", "level": 1})
-    data, words = CHUNKS[kind]
     for file in (path / "w").iterdir():
         if file.name != ".zarray":
             file.write_bytes(zlib.compress(ZEROS))
@@ -534,13 +467,11 @@ def test_a_sharding_that_does_not_divide(tmp_path, base):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     edit_sharding(path, shape=[16, 1], device_mesh=None)
     ckpt, out = reshard.open(path), tmp_path / "out"
-    text = (
-        "`w` does not fit the mesh `data=16,model=1`\n"
-        "  dimension 0 has size 8, not a multiple of 16 (data)\n\n"
-    )
-    saves = f'{text}hint: reshard.to_mesh(ckpt, "data=1,model=1") fits any array'
+    text = "`w` does not fit the mesh `data=16,model=1`\n"
+    text += "  dimension 0 has size 8, not a multiple of 16 (data)\n\nhint: "
+    saves = f'{text}reshard.to_mesh(ckpt, "data=1,model=1") fits any array'
     assert ours(lambda: reshard.save(ckpt, out), reshard.ShardingError) == saves
-    inspects = f"Error: {text}hint: --mesh data=1,model=1 fits any array\n"
+    inspects = f"Error: {text}--mesh data=1,model=1 fits any array\n"
     assert command("inspect", path, "--sharding", "w") == (2, "", inspects)
     assert not out.exists()
     reshard.save(reshard.to_mesh(ckpt, "data=1,model=4"), out)
@@ -551,19 +482,15 @@ def test_keys_of_an_unknown_kind(tmp_path, base):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     edit_text(path / "array_metadatas/process_0", '"threefry2x32"', '"os.system"')
     reshard.save(reshard.open(path), tmp_path / "out")  # it is only text
-    text = (
-        "the checkpoint records PRNG keys of the kind `os.system`, which JAX cannot make from an "
-        "array of shape [2]"
-    )
-    said = ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), Corrupt)
-    assert said.split("\n")[0] == text
+    text = "the checkpoint records PRNG keys of the kind `os.system`, which JAX cannot make from an"
+    assert ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), Corrupt).startswith(text)
 
 
 def test_huge_arrays_of_absent_chunks(tmp_path, base):
     """A chunk that is absent holds zeros in some checkpoints: then nothing speaks against tebibytes
     of them but the room that they need."""
     path = copied(base, "zarr2-files", tmp_path / "saved")
-    edit(path / TREE, lambda document: document.update(store_array_data_equal_to_fill_value=False))
+    layouts.edit_document(path / TREE, store_array_data_equal_to_fill_value=False)
     shutil.rmtree(path / "large")
     (path / "large").mkdir()
     shutil.copy(path / "w" / ".zarray", path / "large")
@@ -573,9 +500,7 @@ def test_huge_arrays_of_absent_chunks(tmp_path, base):
     said = ours(lambda: reshard.save(reshard.to_mesh(ckpt, "1x4"), out), reshard.DestinationError)
     assert said.startswith(f"not enough disk space for `{out}`\n")
     said = ours(lambda: reshard.restore(path, layouts.mesh((1, 4))), reshard.MemoryLimitError)
-    assert (
-        said == "large: this machine has too little memory for its shards of the array of 16.00 TiB"
-    )
+    assert said.startswith("large: this machine has too little memory for its shards of the array")
 
 
 def test_links_and_pipes_among_the_siblings(tmp_path, base):
@@ -601,8 +526,14 @@ def test_deep_directories(tmp_path, base, levels):
     """More than anybody means, than Python's stack holds, than a path can name."""
     path = copied(base, "zarr2-files", tmp_path / "saved")
     out = tmp_path / "out"
+    (path / "assets").mkdir()
+    here = os.open(path / "assets", os.O_RDONLY)
     try:
-        deep_directories(path / "assets", levels)
+        for _ in range(levels):
+            os.mkdir("deep", dir_fd=here)
+            inside = os.open("deep", os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = inside
         if levels < 1000:
             ckpt = reshard.open(path)
             text = f"directories below `{path}/assets` are nested too deep"
@@ -612,6 +543,7 @@ def test_deep_directories(tmp_path, base, levels):
             assert ours(lambda: reshard.open(path), Corrupt).startswith(text)
         assert not out.exists()
     finally:  # pytest's own removal is recursive
+        os.close(here)
         subprocess.run(["rm", "-r", path], check=True)
 
 
@@ -622,10 +554,8 @@ def test_steps_and_items_that_are_symbolic_links(tmp_path, base, level):
     copied(base, "zarr2-ocdbt", root / "3" / "default")
     replace_by_link(root / level)
     target = os.path.realpath(root / level)
-    text = (
-        f"`{root}/{level}` is a symbolic link, which reshard does not follow\n\nhint: open what "
-        f"it points to: {target}"
-    )
+    text = f"`{root}/{level}` is a symbolic link, which reshard does not follow\n\n"
+    text += f"hint: open what it points to: {target}"
     assert ours(lambda: reshard.open(root), Format) == text
     assert reshard.open(root, step=3).source.step == "3"
 
@@ -666,58 +596,16 @@ def test_stray_files_are_ignored(tmp_path, base):
         assert ours(lambda ckpt=ckpt: reshard.save(ckpt, tmp_path / "o"), Corrupt) == text
 
 
-def test_renames_to_paths_outside_the_destination(tmp_path, base):
-    for form in ("zarr2-ocdbt", "zarr2-files"):
-        ckpt = reshard.rename(reshard.open(base(form)), [(r"^w$", '"../../evil"')])
-        saves = functools.partial(reshard.save, ckpt, tmp_path / "out")
-        assert ours(saves, reshard.TreeMismatchError) == (
-            'some names cannot be stored\n  "../../evil": its name points outside the checkpoint'
-            "\n\nhint: reshard.rename(ckpt, [(..., ...)])"
-        )
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_control_characters_and_long_names(tmp_path, base):
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     add_leaf(path, "\x1b[2J\x9b\u202e\U000e0001")
     add_leaf(path, "x" * 4000, name="long")
     assert '"\\u001b[2J\\u009b\\u202e\\udb40\\udc01"' in repr(reshard.open(path))
-    code, _, error = command("inspect", tmp_path / os.fsdecode(b"\x1b]0;\xff"))
-    said = f"Error: nothing exists at `{tmp_path}/\\u001b]0;\\udcff`"
-    assert (code, error.split("\n")[0]) == (2, said)
+    error = in_process.refused(tmp_path, "inspect", tmp_path / os.fsdecode(b"\x1b]0;\xff"))
+    assert error.startswith(f"Error: nothing exists at `{tmp_path}/\\u001b]0;\\udcff`\n")
     # A long name does not pad the table.
     lengths = sorted(map(len, command("inspect", path)[1].split("\n")))
     assert lengths[-1] > 4000 and lengths[-2] < 400
-
-
-BOMBS: dict[str, Callable[[pathlib.Path], Any]] = {
-    "long keys, compressed": lambda p: plant(p, [long_keys(1_000_000, compression=1)], 0),
-    "a sparse document": lambda p: os.truncate(p / TREE, 1 << 40),
-    "a sparse manifest": lambda p: os.truncate(p / "manifest.ocdbt", 1 << 40),
-}
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("name", BOMBS)
-def test_memory_of_bombs(tmp_path, base, name):
-    path = copied(base, "zarr2-nodes", tmp_path / "saved")
-    BOMBS[name](path)
-    assert ends_within(1 << 30, "inspect", path) == 2
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("form", ["zarr2-files", "zarr3-files"])
-def test_memory_of_chunks_that_are_zip_bombs(tmp_path, base, form):
-    path = copied(base, form, tmp_path / "saved")
-    chunk = path / "w" / ("0.0" if form == "zarr2-files" else "c/0/0")
-    if form == "zarr3-files":
-        bytes_codec = {"name": "bytes", "configuration": {"endian": "little"}}
-        edit_array(path, "w", codecs=[bytes_codec, {"name": "zstd", "configuration": {}}])
-    chunk.write_bytes(zstd_zeros(1 << 25))
-    assert ends_within(1 << 30, "ckpt", path, tmp_path / "out", "--to", "1x4") == 2
-    chunk.write_bytes(zstd_zeros(64 << 30)[:4000])
-    assert ends_within(1 << 30, "ckpt", path, tmp_path / "out", "--to", "1x4") == 2
-    assert not (tmp_path / "out").exists()
 
 
 LIMITED = """
@@ -730,12 +618,45 @@ cli.main()
 """
 
 
-def ends_within(memory: int, *arguments: object) -> int:
-    """The exit status of a command that takes at most so much more memory than `--help` does."""
-    command = [sys.executable, "-c", LIMITED, str(memory), *map(str, arguments)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def chunk_bomb(path: pathlib.Path, data: bytes) -> None:
+    """Replaces a chunk, in any version of zarr."""
+    if (path / "w" / "zarr.json").exists():
+        bytes_codec = {"name": "bytes", "configuration": {"endian": "little"}}
+        edit_array(path, "w", codecs=[bytes_codec, {"name": "zstd", "configuration": {}}])
+        (path / "w" / "c" / "0" / "0").write_bytes(data)
+    else:
+        (path / "w" / "0.0").write_bytes(data)
+
+
+BOMBS: dict[str, tuple[str, Callable[[pathlib.Path], Any]]] = {
+    "long keys": ("zarr2-nodes", lambda p: plant(p, [long_keys(1_000_000, compression=1)], 0)),
+    "a sparse document": ("zarr2-nodes", lambda p: os.truncate(p / TREE, 1 << 40)),
+    "a sparse manifest": ("zarr2-nodes", lambda p: os.truncate(p / "manifest.ocdbt", 1 << 40)),
+    **{
+        f"zeros, {form}, {total}": (form, functools.partial(chunk_bomb, data=data))
+        for form in ("zarr2-files", "zarr3-files")
+        for total, data in {25: zstd_zeros(1 << 25), 36: zstd_zeros(1 << 36)[:4000]}.items()
+    },
+}
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("name", BOMBS)
+def test_memory_of_bombs(tmp_path, base, name):
+    """The command takes at most so much more memory than `--help` does."""
+    form, damage = BOMBS[name]
+    path = copied(base, form, tmp_path / "saved")
+    damage(path)
+    words = [str(1 << 30), "ckpt", path, tmp_path / "out", "--to", "1x4"]
+    ran = subprocess.run(
+        [sys.executable, "-c", LIMITED, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 2
     assert ran.stderr.startswith("Error: ") and "Traceback" not in ran.stderr, ran.stderr
-    return ran.returncode
+    assert not (tmp_path / "out").exists()
 
 
 WATCHED = """
@@ -799,43 +720,28 @@ def test_no_module_unpickles_or_evaluates():
 @settings(max_examples=examples(30), deadline=None)
 def test_the_bound_of_decoded_nodes(values, compression, node_bytes):
     """The bound holds for genuine databases, and is not far off."""
-    context = ts.Context()
-    base = {"driver": "memory", "path": "saved/"}
     config = {"compression": compression, "max_decoded_node_bytes": node_bytes}
-    store = ts.KvStore.open(
-        {"driver": "ocdbt", "base": base, "config": config}, context=context
-    ).result()
-    with ts.Transaction(atomic=True) as transaction:
-        for key, value in values.items():
-            store.with_transaction(transaction).write(key, value)
-    files = ts.KvStore.open(base, context=context).result()
-    manifest = ocdbt.dump(files).result()
-    assert 0 < decoded_bytes(files.read("manifest.ocdbt").result().value) < 5000
-    places, keys, bound, count = [manifest["versions"][-1]["root"]["location"]], 0, 0, 0
-    while places:
-        place = places.pop()
-        data = ocdbt.dump(files, f"value:{place.partition(':')[2]}").result()
-        bound += decoded_bytes(data)
-        count += 1
-        found = ocdbt.dump(files, place).result()
-        if found["height"]:
-            places += [entry["location"] for entry in found["entries"]]
-        else:
-            keys += sum(len(entry["key"]) for entry in found["entries"])
-    assert keys <= bound < 300_000 * count
+    with tempfile.TemporaryDirectory() as name:
+        store = layouts.database(pathlib.Path(name), config=config)
+        with ts.Transaction(atomic=True) as transaction:
+            for key, value in values.items():
+                store.with_transaction(transaction).write(key, value)
+        manifest, *bounds = (
+            decoded_bytes(file.read_bytes()[offset : offset + size])
+            for file, offset, size in fuzz.nodes(pathlib.Path(name))
+        )
+    assert 0 < manifest < 5000
+    assert sum(map(len, values)) <= sum(bounds) < 300_000 * len(bounds)
 
 
-@pytest.mark.parametrize("instead", [pathlib.Path.unlink, replace_by_directory])
-def test_missing_data_files(tmp_path, base, instead):
+def test_a_directory_in_place_of_a_data_file(tmp_path, base):
     """Found by fuzzing: the size of a data file that is to be shared was taken for granted."""
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
-    ckpt = reshard.open(path)
     # A busy machine writes several.
-    file, *_ = {value.file for value in ckpt.source.store.values["large"].values() if value.file}
-    instead(path / file)
-    text = f"large: its data file `{path}/{file}` is missing"
-    if (path / file).exists():
-        text = f"`{path}/{file}` is a directory, not a file"
+    values = reshard.open(path).source.store.values["large"].values()
+    file, *_ = {value.file for value in values if value.file}
+    replace_by_directory(path / file)
+    text = f"`{path}/{file}` is a directory, not a file"
     assert ours(lambda: reshard.save(reshard.open(path), tmp_path / "out")) == text
     assert ours(lambda: reshard.diff(path, base("zarr2-ocdbt"), values=True)).endswith(text)
     assert not (tmp_path / "out").exists()
@@ -858,7 +764,6 @@ def test_random_damage(base, case):
 
 @pytest.fixture(scope="session")
 def conversions(tmp_path_factory):
-    """What `fuzz_maps` converts."""
     folder = tmp_path_factory.mktemp("conversions")
     fuzz_maps.make_bases(folder)
     return folder
@@ -868,9 +773,6 @@ def conversions(tmp_path_factory):
 @settings(FUZZING, max_examples=examples(60))
 def test_random_maps(conversions, case):
     fuzz_maps.check(conversions, case)
-
-
-# What the jobs of `fuzz_jobs` and `fuzz_maps` have found.
 
 
 def by_map(base, tmp_path: pathlib.Path, rule: str) -> reshard.Checkpoint:
@@ -919,54 +821,38 @@ def test_arithmetic_of_any_depth(tmp_path, base):
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("(" * 5000 + ")" * 5000, "maximum recursion depth exceeded"),
-        ("x{9999999999}", "the repetition number is too large"),
-    ],
-)
-def test_regexes_of_specs_that_cannot_be_compiled(base, text, why):
+def test_regexes_of_specs_that_cannot_be_compiled(base):
     ckpt = reshard.open(base("zarr2-files"))
-    told = ours(lambda: reshard.to_mesh(ckpt, "1x4", [(text, "data")]), reshard.ShardingError)
-    assert told.startswith(f"the specs cannot be read\n  `{text}` is not a regex: {why}")
+    deep = "(" * 5000 + ")" * 5000
+    specs = [(deep, "data"), ("x{9999999999}", "data")]
+    told = ours(lambda: reshard.to_mesh(ckpt, "1x4", specs), reshard.ShardingError)
+    assert f"`{deep}` is not a regex: maximum recursion depth exceeded" in told
+    assert "`x{9999999999}` is not a regex: the repetition number is too large" in told
+
+
+def padded(count: int) -> str:
+    return f"pad = {{ widths = [[0, 0], [0, {count}]], fill = 0 }}"
 
 
 RULE = "  rule 1, `^params/large$`: "
-MAKING = [
-    (
-        "pad = { widths = [[0, 0], [0, 9223372036854775807]], fill = 0 }",
-        f"{RULE}params/large: an array of [64, 9223372036854775839] would have "
-        "590295810358705653696 elements, more than any model has",
+MAKING = {
+    padded(2**63 - 1): f"{RULE}params/large: an array of [64, 9223372036854775839] would have "
+    "590295810358705653696 elements, more than any model has",
+    f"reshape = [{'1, ' * 32}2048]": f"{RULE}`reshape`: `to` must be a list of at most 32 sizes; "
+    f"one may be -1, not [{'1, ' * 26}1",
+    f"reshape = [64, 32{', 1' * 30}]\nto = 'l'\nstack = {{ axis = 0, by = '0' }}": (
+        f"{RULE}l: an array has at most 32 axes, not 33"
     ),
-    (
-        f"reshape = [{'1, ' * 32}2048]",
-        f"{RULE}`reshape`: `to` must be a list of at most 32 sizes; one may be -1, not "
-        f"[{'1, ' * 26}1",
-    ),
-    (
-        f"reshape = [64, 32{', 1' * 30}]\nto = 'l'\nstack = {{ axis = 0, by = '0' }}",
-        f"{RULE}l: an array has at most 32 axes, not 33",
-    ),
-    (
-        "pad = { widths = [[0, 0], [0, 65505]], fill = 0 }\nunstack = { axis = 1, into = '{}' }",
-        f"{RULE}params/large: axis 1 of [64, 65537] would become 65537 arrays, more than any "
-        "model has",
-    ),
+    padded(65505) + "\nunstack = { axis = 1, into = '{}' }": f"{RULE}params/large: axis 1 of "
+    "[64, 65537] would become 65537 arrays, more than any model has",
     # Results that could not be opened again.
-    (
-        f"pad = {{ widths = [[0, 0], [0, {1 << 39}]], fill = 0 }}",
-        "large/value: an array of [64, 549755813920] has 140737488363520 bytes, "
-        "more than any model has",
-    ),
-    (
-        f"pad = {{ widths = [[0, 0], [0, {1 << 35}]], fill = 0 }}",
-        "large/value: an array of [64, 34359738400] has 4294967300 chunks of [16, 32]",
-    ),
-]
+    padded(1 << 39): "large/value: an array of [64, 549755813920] has 140737488363520 bytes, "
+    "more than any model has",
+    padded(1 << 35): "large/value: an array of [64, 34359738400] has 4294967300 chunks of [16, 32]",
+}
 
 
-@pytest.mark.parametrize(("rule", "why"), MAKING)
+@pytest.mark.parametrize(("rule", "why"), MAKING.items())
 def test_rules_for_impossible_arrays(tmp_path, base, rule, why):
     base("zarr2-files")
     error = reshard.ArgumentError if "`reshape`" in why else reshard.TreeMismatchError
@@ -977,14 +863,12 @@ def test_rules_for_impossible_arrays(tmp_path, base, rule, why):
 
 def test_too_many_chunks(tmp_path, base):
     path = copied(base, "zarr2-files", tmp_path / "saved")
-    edit(path / TREE, lambda d: d.update(store_array_data_equal_to_fill_value=False))
+    layouts.edit_document(path / TREE, store_array_data_equal_to_fill_value=False)
     edit_array(path, "large", shape=[4099, 4099])
     ckpt = reshard.select(reshard.to_mesh(reshard.open(path), "data=1,model=1"), "large")
     told = ours(lambda: reshard.save(ckpt, tmp_path / "out", chunks=64), reshard.MemoryLimitError)
-    assert told == (
-        "large: the new grid would have 16801801 chunks of [1, 1], more than 4194304\n\n"
-        'hint: chunks="keep" keeps the stored grid'
-    )
+    text = "large: the new grid would have 16801801 chunks of [1, 1], more than 4194304\n\n"
+    assert told == f'{text}hint: chunks="keep" keeps the stored grid'
     assert reshard.plan(ckpt, chunks="keep").chunks_written == 257 * 129
 
 
@@ -1005,7 +889,7 @@ def test_reshapes_with_many_axes_before_and_after():
 def test_custom_metadata_that_are_not_an_object(tmp_path, base, custom):
     """They hold the record of a conversion. Other values are copied."""
     path = copied(base, "linen", tmp_path / "linen")
-    edit(path / TREE, lambda document: document.update(custom_metadata=custom))
+    layouts.edit_document(path / TREE, custom_metadata=custom)
     told = ours(lambda: reshard.to_nnx(path, fuzz_jobs.nnx_training), Corrupt)
     assert told == f"`{path}`: its custom metadata are not a JSON object, but {custom!r}"
 
@@ -1016,32 +900,38 @@ def operation(**fields: Any) -> Callable[[Json], Any]:
     return lambda record: record["route"]["steps"].append(step)
 
 
-def kind(**fields: Any) -> Callable[[Json], Any]:
-    """Changes the kind of the first leaf of a record, the number `step`."""
-    return lambda record: record["leaves"][0][1].update(fields)
+def kind(made: Any = None, **fields: Any) -> Callable[[Json], Any]:
+    """Replaces or changes the kind of the first leaf of a record, the number `step`."""
+
+    def change(record: Json) -> None:
+        record["leaves"][0][1] = made or record["leaves"][0][1] | fields
+
+    return change
 
 
-def one_more(*keys: Any) -> Callable[[Json], Any]:
-    """One more leaf in a record."""
-    return lambda record: record["leaves"].append([list(keys), "None"])
+def more(*paths: list[Any]) -> Callable[[Json], Any]:
+    """More leaves in a record."""
+    return lambda record: record["leaves"].extend([path, "None"] for path in paths)
+
+
+def huge_zeros(record: Json) -> None:
+    path, shape = ["params", "zeros"], [1 << 40, 1 << 20]
+    kind = {"shape": shape, "dtype": "float32", "type": "jax.Array", "keys": None}
+    record["leaves"].append([path, kind])
+    record["route"]["vanish"].append([path, shape, "float32"])
 
 
 # The problem of a damaged record, and the damage.
 RECORDED: dict[str, Callable[[Json], Any]] = {
     "its containers are not JSON: {'a': 1}": lambda record: record.update(containers={"a": 1}),
     "its containers are not JSON: 'x'": lambda record: record.update(containers="x"),
-    "unexpected value: 0.5": one_more(0.5),
+    "unexpected value: 0.5": more([0.5]),
     "unexpected value: 'step'": lambda record: record["route"]["moved"].append(["step", ["step"]]),
-    "its paths do not form one tree: step/x": one_more("step", "x"),
-    "its paths do not form one tree: 7": lambda record: (
-        one_more(7)(record),
-        one_more("7")(record),
-    ),
-    f"its paths do not form one tree: {'a/' * 100}": one_more(*["a"] * 101),
-    "not a kind of leaf: ['x']": lambda record: record["leaves"][0].__setitem__(1, ["x"]),
-    "not a kind of leaf: {'shape': []}": (
-        lambda record: record["leaves"][0].__setitem__(1, {"shape": []})
-    ),
+    "its paths do not form one tree: step/x": more(["step", "x"]),
+    "its paths do not form one tree: 7": more([7], ["7"]),
+    f"its paths do not form one tree: {'a/' * 100}": more(["a"] * 101),
+    "not a kind of leaf: ['x']": kind(["x"]),
+    "not a kind of leaf: {'shape': []}": kind({"shape": []}),
     "leaves cannot have the type 'jax.Arrays'": kind(type="jax.Arrays"),
     "int32[] are not PRNG keys, 'threefry2x32'": kind(keys="threefry2x32"),
     "float32[2] are not PRNG keys, 'threefry2x32'": kind(
@@ -1054,29 +944,29 @@ RECORDED: dict[str, Callable[[Json], Any]] = {
     "unexpected value: '8'": kind(shape="8"),
     "unexpected value: 8.0": kind(shape=[8.0]),
     f"not a shape: {[1] * 33!r:.80}": kind(shape=[1] * 33),
+    "params/zeros: [1099511627776, 1048576] is too large for an array": huge_zeros,
     "unexpected value: 'x'": operation(Transpose={"axes": "x"}),
     "unexpected value: 0": operation(Transpose={"axes": 0}),
     "unexpected value: 4.0": operation(Split={"axis": 0, "sizes": [4.0]}),
     "unexpected value: 1.0": operation(Pad={"widths": [[0, 1.0]], "fill": 0}),
     "unexpected value: '0'": operation(Pad={"widths": [[0, 1]], "fill": "0"}),
 }
-NO_RECORD = (
-    "the record of the conversion from Linen cannot be read\n  PROBLEM\n\n"
-    "hint: model=..., the model of the result, converts without the record"
-)
 
 
 def refused_record(base, tmp_path: pathlib.Path, change: Callable[[Json], Any]) -> str:
     """The error when a checkpoint is converted back to Linen by a damaged record."""
     path = copied(base, "nnx", tmp_path / "nnx")
     edit(path / TREE, lambda document: change(document["custom_metadata"]["reshard.linen"]))
-    return ours(lambda: reshard.to_linen(path), reshard.TreeMismatchError)
+    told = ours(lambda: reshard.to_linen(path), reshard.TreeMismatchError)
+    hint = "hint: model=..., the model of the result, converts without the record"
+    assert told.endswith(f"\n\n{hint}")
+    return told.removesuffix(f"\n\n{hint}")
 
 
 @pytest.mark.parametrize("problem", RECORDED)
 def test_damaged_records_of_conversions(tmp_path, base, problem):
-    told = refused_record(base, tmp_path, RECORDED[problem])
-    assert told == NO_RECORD.replace("PROBLEM", problem)
+    text = f"the record of the conversion from Linen cannot be read\n  {problem}"
+    assert refused_record(base, tmp_path, RECORDED[problem]) == text
 
 
 def test_values_that_contradict_the_record(tmp_path, base):
@@ -1091,21 +981,8 @@ def test_values_that_contradict_the_record(tmp_path, base):
     assert refused_record(base, tmp_path, change) == (
         "the checkpoint differs from the result of the conversion from Linen\n"
         "  step: dtype uint32, it was bool\n"
-        "  model/first/kernel/value: it was zero, but is not now\n\n"
-        "hint: model=..., the model of the result, converts without the record"
+        "  model/first/kernel/value: it was zero, but is not now"
     )
-
-
-def test_huge_zeros_in_a_record(tmp_path, base):
-    shape = [1 << 40, 1 << 20]
-
-    def change(record: Json) -> None:
-        kind = {"shape": shape, "dtype": "float32", "type": "jax.Array", "keys": None}
-        record["leaves"].append([["params", "zeros"], kind])
-        record["route"]["vanish"].append([["params", "zeros"], shape, "float32"])
-
-    problem = "params/zeros: [1099511627776, 1048576] is too large for an array"
-    assert refused_record(base, tmp_path, change) == NO_RECORD.replace("PROBLEM", problem)
 
 
 def test_digests_of_files_with_long_names(tmp_path, base):
@@ -1121,14 +998,12 @@ def test_digests_of_files_with_long_names(tmp_path, base):
 def test_links_and_pipes_in_place_of_a_temporary_record(tmp_path, base, what):
     """A link in a stranger's checkpoint is not written through, and a pipe not waited for."""
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
-    begun = path / "reshard_digests.json.tmp"
-    secret = outside(path)
+    begun, secret = path / "reshard_digests.json.tmp", outside(path)
     begun.symlink_to(secret) if what == "link" else os.mkfifo(begun)
     with fuzz_jobs.limited("it", 5):
         reshard.digest(path, write=True)
-    assert secret.read_bytes() == b"s" * 4096
+    assert secret.read_bytes() == b"s" * 4096 and not begun.exists()
     assert reshard.verify(path).compared == 8
-    assert not begun.exists()
 
 
 @pytest.mark.parametrize("name", ["unshared.json", "0.json", "0._METADATA", "0._sharding"])
@@ -1136,38 +1011,25 @@ def test_links_and_pipes_in_place_of_a_temporary_record(tmp_path, base, what):
 def test_unfinished_jobs_with_links_and_pipes(tmp_path, base, what, name):
     """Their parts are written again: nothing outside is written, and nothing waited for."""
     left = fuzz_jobs.stopped(base("recorded"), tmp_path / "out")
-    secret = outside(left)
-    (file,) = left.rglob(name)
+    (file,), secret = left.rglob(name), outside(left)
     file.unlink()
     file.symlink_to(secret) if what == "link" else os.mkfifo(file)
     with fuzz_jobs.limited("it", 5):
-        fuzz_jobs.go_on(base("recorded"), tmp_path / "out")
+        go_on(base, tmp_path)
     assert secret.read_bytes() == b"s" * 4096
     assert reshard.diff(base("recorded"), tmp_path / "out", values=True).equal
 
 
-def test_exchanged_documents_of_a_job(tmp_path, base):
-    left = fuzz_jobs.stopped(base("recorded"), tmp_path / "out")
-    [one], [other] = left.rglob("0.json"), left.rglob("1.json")
-    shutil.copyfile(one, other)
-    told = ours(
-        lambda: fuzz_jobs.go_on(base("recorded"), tmp_path / "out"), reshard.DestinationError
-    )
-    assert told.startswith(f"`{other}` is damaged\n\nhint: rm '{other}'")
+def go_on(base, tmp_path: pathlib.Path) -> None:
+    fuzz_jobs.go_on(base("recorded"), tmp_path / "out")
 
 
-def test_a_huge_document_of_a_job(tmp_path, base):
+@pytest.mark.parametrize("change", ["exchanged", "huge"])
+def test_damaged_documents_of_a_job(tmp_path, base, change):
     left = fuzz_jobs.stopped(base("recorded"), tmp_path / "out")
-    (file,) = left.rglob("0.json")
-    os.truncate(file, 1 << 40)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 36, before[1]))
-    try:
-        told = ours(
-            lambda: fuzz_jobs.go_on(base("recorded"), tmp_path / "out"), reshard.DestinationError
-        )
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    [file], [other] = left.rglob("0.json"), left.rglob("1.json")
+    shutil.copyfile(other, file) if change == "exchanged" else os.truncate(file, 1 << 40)
+    told = ours(lambda: go_on(base, tmp_path), reshard.DestinationError)
     assert told.startswith(f"`{file}` is damaged\n\nhint: rm '{file}'")
 
 
@@ -1175,8 +1037,5 @@ def test_a_flipped_bit_in_a_staged_document(tmp_path, base):
     left = fuzz_jobs.stopped(base("recorded"), tmp_path / "out")
     (file,) = left.rglob("0._sharding")
     flip(file)
-    told = ours(lambda: fuzz_jobs.go_on(base("recorded"), tmp_path / "out"), Corrupt)
-    assert told == (
-        f"the values read back differ from those written\n  `{file}`\n\n"
-        "hint: overwrite=True starts again"
-    )
+    told = ours(lambda: go_on(base, tmp_path), Corrupt)
+    assert told.startswith(f"the values read back differ from those written\n  `{file}`\n\nhint: ")

@@ -5,6 +5,7 @@ import os
 import pathlib
 import pickle
 import re
+import types
 
 import layouts
 import pytest
@@ -147,13 +148,10 @@ def test_walk(tmp_path):
 
 def test_without_system_calls_of_linux(saved, tmp_path, monkeypatch):
     """As on macOS: without these calls in the C library and in `os`, and without `/proc`."""
-
-    class Libc:
-        """A library of C without the calls of Linux: `syncfs`, `sync_file_range`, `mallopt`."""
-
+    without = types.SimpleNamespace()  # `syncfs`, `sync_file_range`, `mallopt`
     with inside(tmp_path):
-        monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: Libc())
-        monkeypatch.setattr(disk, "_LIBC", Libc())
+        monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: without)
+        monkeypatch.setattr(disk, "_LIBC", without)
         monkeypatch.setattr(machine, "kernel_text", lambda name: "")
         for name in ("copy_file_range", "posix_fadvise", "posix_fallocate", "sched_getaffinity"):
             monkeypatch.delattr(os, name)
@@ -166,34 +164,30 @@ def test_without_system_calls_of_linux(saved, tmp_path, monkeypatch):
     layouts.assert_same_tree(got, layouts.plain_scalars(source.tree))
 
 
-class Disk:
+def libc_of(kind):
     """A library of C that knows a file system by its number."""
 
-    syncfs = None
-
-    def __init__(self, kind):
-        self.kind = kind
-
-    def statfs(self, path, found):
-        found[0] = self.kind
+    def statfs(path, found):
+        found[0] = kind
         return 0
+
+    return types.SimpleNamespace(statfs=statfs, syncfs=None)
 
 
 def how_files_are_read(path):
     """The mode of the stores of a checkpoint, after all of it has been read."""
     ckpt = reshard.open(path)
     assert reshard.verify(path).problems == ()
-    (store,) = {id(array.data.store): array.data.store for array in ckpt.arrays}.values()
-    return store.context["file_io_mode"].to_json().get("mode", "default")
+    return ckpt.source.store.context["file_io_mode"].to_json().get("mode", "default")
 
 
 def test_local_files_are_mapped_and_those_of_a_network_are_read(saved, monkeypatch):
     path = saved("standalone").path
     assert how_files_are_read(path) == "memmap"  # in temporary directories of any test machine
-    monkeypatch.setattr(disk, "_LIBC", Disk(0xEF53))
+    monkeypatch.setattr(disk, "_LIBC", libc_of(0xEF53))
     assert how_files_are_read(path) == "memmap"
     for kind in (0x6969, 0x65735546, 0):  # NFS, FUSE, and what nobody knows
-        monkeypatch.setattr(disk, "_LIBC", Disk(kind))
+        monkeypatch.setattr(disk, "_LIBC", libc_of(kind))
         assert how_files_are_read(path) == "default"
     # What is written is never mapped.
     assert ocdbt.new_context()["file_io_mode"].to_json() == {}

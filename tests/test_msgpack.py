@@ -27,13 +27,6 @@ from sampling import examples
 from test_safetensors import random_bits
 
 import reshard
-from reshard.errors import (
-    CheckpointFormatError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    ReshardError,
-    TreeMismatchError,
-)
 
 DTYPES = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
 DTYPES = f"{DTYPES} complex64 complex128 float8_e4m3fn float8_e5m2".split()
@@ -60,12 +53,12 @@ def train_state(seed=0):
 
 def leaves(tree):
     """Path of strings -> leaf, of a tree that Flax restored."""
-    found = {}
-    for path, leaf in jax.tree.flatten_with_path(
-        tree, is_leaf=lambda x: x is None or (isinstance(x, dict | list) and not x)
-    )[0]:
-        found[tuple(str(getattr(k, "key", getattr(k, "idx", None))) for k in path)] = leaf
-    return found
+
+    def is_leaf(node):
+        return node is None or (isinstance(node, dict | list) and not node)
+
+    pairs, _ = jax.tree.flatten_with_path(tree, is_leaf=is_leaf)
+    return {tuple(jax.tree_util.keystr((k,), simple=True) for k in path): x for path, x in pairs}
 
 
 def assert_read(ckpt, tree):
@@ -83,13 +76,9 @@ def assert_read(ckpt, tree):
 
 
 @pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 1000)
-
-
-@pytest.fixture
-def tree(small_chunks):
+def tree(monkeypatch):
     """All kinds of leaves. `rows` and `column` have parts that end within rows and chunks."""
+    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 1000)
     arrays = {dtype: random_bits((3, 5), dtype, n) for n, dtype in enumerate(DTYPES)}
     numbers = {"step": 5, "big": 2**63 + 1, "small": -(2**40), "rate": 2.5, "flag": True}
     others = {"none": None, "text": "abc", "complex": 1 - 2j, "scalar": np.float32(3), "dict": {}}
@@ -136,52 +125,53 @@ def test_every_command_on_a_file(file, tmp_path):
     assert reshard.diff(file, tmp_path / "workers", values=True).equal
 
 
-@pytest.mark.parametrize("form", ["to_bytes", "checkpoint", "model", "shards"])
-def test_a_train_state_is_restored(tmp_path, form):
-    state = train_state()
+def write_checkpoints(path, state):
+    """Two steps, as Flax writes them."""
+    for step in (9, 10):
+        with flax.config.temp_flip_flag("use_orbax_checkpointing", False):
+            checkpoints.save_checkpoint(path, state.replace(step=jnp.array(step)), step, keep=5)
+    assert sorted(p.name for p in path.iterdir()) == ["checkpoint_10", "checkpoint_9"]
+
+
+def write_model(path, state):
+    path.mkdir()
+    (path / "flax_model.msgpack").write_bytes(flax.serialization.to_bytes(state))
+    (path / "config.json").write_text("{}")
+
+
+def write_shards(path, state):
+    """Three files and their index."""
+    path.mkdir()
+    weight_map = {}
+    for n, (key, part) in enumerate(flax.serialization.to_state_dict(state).items(), 1):
+        name = f"flax_model-0000{n}-of-00003.msgpack"
+        (path / name).write_bytes(flax.serialization.to_bytes({key: part}))
+        arrays = [p for p, leaf in leaves({key: part}).items() if hasattr(leaf, "dtype")]
+        weight_map |= {"/".join(p): name for p in arrays}
+    document = json.dumps({"weight_map": weight_map})
+    (path / "flax_model.msgpack.index.json").write_text(document)
+
+
+@pytest.mark.parametrize("write", [write_checkpoints, write_model, write_shards])
+def test_a_train_state_is_restored(tmp_path, write):
+    path, state = tmp_path / "there", train_state()
+    write(path, state)
+    if write == write_checkpoints:
+        state = state.replace(step=jnp.array(10))
+        assert reshard.open(path, step=9)["step"].read() == 9
+        text = refused(reshard.CheckpointNotFoundError, reshard.open, path, step=8)
+        assert text == f"`{path}` has no step 8\n  its steps: 9, 10\n\nhint: step=9"
     data = flax.serialization.to_bytes(state)
-    path = tmp_path / "there"
-    if form == "checkpoint":
-        for step in (9, 10):
-            saved = state.replace(step=jnp.array(step))
-            with flax.config.temp_flip_flag("use_orbax_checkpointing", False):
-                checkpoints.save_checkpoint(path, saved, step, keep=5)
-        assert sorted(p.name for p in path.iterdir()) == ["checkpoint_10", "checkpoint_9"]
-        data = (path / "checkpoint_10").read_bytes()
-    else:
-        path.mkdir()
-        if form == "shards":
-            whole = flax.serialization.msgpack_restore(data)
-            names, weight_map = [f"flax_model-0000{n}-of-00003.msgpack" for n in (1, 2, 3)], {}
-            for name, key in zip(names, ("params", "opt_state", "step"), strict=True):
-                (path / name).write_bytes(pack({key: whole[key]}))
-                flat = {
-                    ("", *p)
-                    for p, leaf in leaves({key: whole[key]}).items()
-                    if hasattr(leaf, "dtype")
-                }
-                weight_map |= {"/".join(p[1:]): name for p in flat}
-            index = path / "flax_model.msgpack.index.json"
-            index.write_text(json.dumps({"weight_map": weight_map}))
-        else:
-            (path / "flax_model.msgpack").write_bytes(data)
-        (path / "config.json").write_text("{}")
-    ckpt = reshard.open(path / "flax_model.msgpack" if form == "to_bytes" else path)
+    ckpt = reshard.open(path)
     assert_read(ckpt, flax.serialization.msgpack_restore(data))
     assert "stay dicts" in "".join(ckpt.notes)
     expected = flax.serialization.from_bytes(train_state(5), data)
     target = flax.serialization.to_state_dict(expected)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    found = reshard.restore(
-        ckpt,
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), target),
-    )
-    restored = jax.tree.leaves(flax.serialization.from_state_dict(train_state(5), found))
-    jax.tree.map(np.testing.assert_array_equal, restored, jax.tree.leaves(expected))
-    if form == "checkpoint":
-        assert reshard.open(path, step=9)["step"].read() == 9
-        text = refused(CheckpointNotFoundError, reshard.open, path, step=8)
-        assert text == f"`{path}` has no step 8\n  its steps: 9, 10\n\nhint: step=9"
+    target = jax.tree.map(lambda leaf: layouts.laid_out(leaf, sharding), target)
+    found = flax.serialization.from_state_dict(train_state(5), reshard.restore(ckpt, target))
+    for leaf, value in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(leaf, value)
 
 
 @pytest.mark.parametrize("version", ["orbax-0.2.7", "orbax-0.4.4", "orbax-0.4.4-b"])
@@ -208,25 +198,21 @@ def test_in_a_bucket(stores, kind):
 def test_files_that_are_not_one_tree(tmp_path):
     for name in ("flax_model.msgpack", "opt_state.msgpack"):
         (tmp_path / name).write_bytes(pack({"w": np.arange(3)}))
-    text = refused(CheckpointNotFoundError, reshard.open, tmp_path)
+    text = refused(reshard.CheckpointNotFoundError, reshard.open, tmp_path)
     assert text == (
         f"`{tmp_path}` has several checkpoints\n  flax_model.msgpack\n  opt_state.msgpack\n\n"
         f"hint: open one of them: {tmp_path}/flax_model.msgpack"
     )
     index = tmp_path / "flax_model.msgpack.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "flax_model.msgpack", "v": "x"}}))
-    lines = refused(CorruptCheckpointError, reshard.open, tmp_path).splitlines()
-    assert lines[1:] == [
-        "  w: it occurs twice",
-        "  `x` is missing, with 1 tensor that the index names in it: `v`",
-        "  `w` is in `opt_state.msgpack`, but the index names `flax_model.msgpack`",
-    ]
+    text = refused(reshard.CorruptCheckpointError, reshard.open, tmp_path)
+    assert "\n  w: it occurs twice\n  `x` is missing, with 1 tensor that the index names in" in text
 
 
 def test_arrays_of_several_processes_are_refused(tmp_path):
     path = tmp_path / "checkpoint_1"
     path.write_bytes(pack({"w": "//GDAPlaceholder:w", "b": np.arange(3)}))
-    text = refused(CheckpointFormatError, reshard.open, tmp_path)
+    text = refused(reshard.CheckpointFormatError, reshard.open, tmp_path)
     assert text.startswith(f"`{path}` holds a tree whose arrays are in other files")
 
 
@@ -234,7 +220,7 @@ def test_an_array_without_elements_is_read_and_not_written(tmp_path):
     path = tmp_path / "x.msgpack"
     path.write_bytes(pack({"a": {"empty": np.zeros((0, 3), "f4")}, "w": np.arange(3)}))
     assert reshard.open(path)["a/empty"].read().shape == (0, 3)
-    text = refused(TreeMismatchError, reshard.save, reshard.open(path), tmp_path / "out")
+    text = refused(reshard.TreeMismatchError, reshard.save, reshard.open(path), tmp_path / "out")
     assert text == (
         "Orbax stores no arrays without elements\n  a/empty  float32[0,3]\n\n"
         'hint: reshard.select(ckpt, drop=["a/empty"])'
@@ -257,120 +243,101 @@ def chunked(shape, *chunks, **more):
 
 F4 = np.arange(4, dtype="f4")
 GOOD = packed(ext(1, [2, 2], "float32", F4.tobytes()))
+# The problem of a file, a pattern -> files that have it.
 WRONG = {
-    "truncated": (
-        GOOD[:-1],
-        r"a msgpack extension of 30 bytes does not fit in a file of 38 bytes",
-    ),
-    "short": (b"\x81\xa2a", r"a text of length 2 does not fit in the file, which has 3 bytes"),
-    "trailing": (GOOD + b"\xc0\xc0", r"the tree ends, but the file has 2 bytes more"),
-    "map of 2**32": (
-        b"\xdf\xff\xff\xff\xff\xa1a\xc0",
-        r"a map of length 4294967295 does not fit in the file, which has 8 bytes",
-    ),
-    "list of 2**32": (
-        b"\x81\xa1a\xdd\xff\xff\xff\xff",
-        "a list of length 4294967295 does not fit in the file",
-    ),
-    "many": (b"\x81\xa1a\xdd\x00\x20\x00\x00" + bytes(1 << 21), "it has over 1048576 entries"),
-    "text of 2**32": (
-        b"\x81\xdb\xff\xff\xff\xff",
-        "a text of length 4294967295 does not fit in the file, which has 6 bytes",
-    ),
-    "extension of 2**32": (
-        b"\x81\xa1w\xc9\xff\xff\xff\xff\x01",
-        "an? extension of length 4294967295",
-    ),
-    "nested": (b"\x81\xa1a" * 5000 + b"\xc0", "it is nested more than 100 levels deep"),
-    "nested lists": (b"\x81\xa1a" + b"\x91" * 5000 + b"\xc0", "nested more than 100 levels"),
-    "twice": (b"\x82\xa1a\xc0\xa1a\xc0", "the key 'a' occurs twice"),
-    "number and text": (b"\x82\x01\xc0\xa11\xc0", "the key '1' occurs twice"),
-    "key": (b"\x81\xc0\xc0", "a key is neither text nor a number"),
-    "never used": (b"\x81\xa1a\xc1", "no msgpack value begins with the byte 0xc1"),
-    "not text": (b"\x81\xa1\xff\xc0", "can't decode byte 0xff"),
-    "bytes": (packed(b"123"), "a/w holds bytes, which are not a leaf"),
-    "unknown": (packed(ext(9, 1)), "a/w: at byte 8: an extension of type 9 that Flax does not"),
-    "a date": (packed(msgpack.Timestamp(1)), "an extension of type 255 that Flax does not"),
-    "complex": (packed(ext(2, 1.0, "x")), "an extension of type 2 that Flax does not write"),
-    "no array": (packed(ext(1, 1)), "an extension of type 1 that Flax does not write"),
-    "more": (packed(ext(1, data=ext(1, [4], "int8", b"1234")[1] + b"1")), "an extension of type 1"),
-    "shape": (packed(ext(1, 4, "float32", F4.tobytes())), "its shape is not a list of sizes"),
-    "negative": (packed(ext(1, [-4], "float32", b"")), "its shape is not a list of sizes"),
-    "fraction": (
-        packed(ext(1, [4.0], "float32", F4.tobytes())),
-        "its shape is not a list of sizes",
-    ),
-    "axes": (packed(ext(1, [1] * 40, "float32", bytes(4))), "its shape is not a list of sizes"),
-    "dtype": (packed(ext(1, [4], "object", F4.tobytes())), "the dtype 'object' is not supported"),
-    "class": (packed(ext(1, [4], "finfo", F4.tobytes())), "the dtype 'finfo' is not supported"),
-    "date": (packed(ext(1, [2], "datetime64[ns]", bytes(16))), "'datetime64.ns.' is not supported"),
-    "size": (
-        packed(ext(1, [3], "float32", F4.tobytes())),
-        r"it has 16 bytes, and float32\[3\] has 12",
-    ),
-    "huge": (
-        packed(ext(1, [2**40, 2**40], "int8", b"")),
-        r"it has 0 bytes, and int8\[1099511627776",
-    ),
-    "text for bytes": (packed(ext(1, [4], "int8", "abcd")), "it has 4 bytes, and int8"),
-    "a name": (msgpack.packb({"..": ext(1, [1], "int8", b"1")}), "its name points outside the"),
-    "parts": (chunked((3, 3), F4, F4), r"a/w: its parts do not form \[3, 3\] of one dtype"),
-    "no parts": (chunked((3, 3)), "a/w is not a chunked array in the form that Flax writes"),
-    "more parts": (
+    "a msgpack extension of 30 bytes does not fit in a file of 38 bytes": [GOOD[:-1]],
+    "a text of length 2 does not fit in the file, which has 3 bytes": [b"\x81\xa2a"],
+    "the tree ends, but the file has 2 bytes more": [GOOD + b"\xc0\xc0"],
+    "a map of length 4294967295 does not fit in the file, which has 8 bytes": [
+        b"\xdf\xff\xff\xff\xff\xa1a\xc0"
+    ],
+    "a list of length 4294967295 does not fit in the file": [b"\x81\xa1a\xdd\xff\xff\xff\xff"],
+    "a text of length 4294967295 does not fit in the file": [b"\x81\xdb\xff\xff\xff\xff"],
+    "an? extension of length 4294967295": [b"\x81\xa1w\xc9\xff\xff\xff\xff\x01"],
+    "it has over 1048576 entries": [b"\x81\xa1a\xdd\x00\x20\x00\x00" + bytes(1 << 21)],
+    "it is nested more than 100 levels deep": [
+        b"\x81\xa1a" * 5000 + b"\xc0",
+        b"\x81\xa1a" + b"\x91" * 5000 + b"\xc0",
+    ],
+    "the key 'a' occurs twice": [b"\x82\xa1a\xc0\xa1a\xc0"],
+    "the key '1' occurs twice": [b"\x82\x01\xc0\xa11\xc0"],
+    "a key is neither text nor a number": [b"\x81\xc0\xc0"],
+    "no msgpack value begins with the byte 0xc1": [b"\x81\xa1a\xc1"],
+    "can't decode byte 0xff": [b"\x81\xa1\xff\xc0"],
+    "a/w holds bytes, which are not a leaf": [packed(b"123")],
+    "a/w: at byte 8: an extension of type 9 that Flax does not": [packed(ext(9, 1))],
+    "an extension of type 255 that Flax does not": [packed(msgpack.Timestamp(1))],
+    "an extension of type 2 that Flax does not write": [packed(ext(2, 1.0, "x"))],
+    "an extension of type 1 that Flax does not write": [
+        packed(ext(1, 1)),
+        packed(ext(1, data=ext(1, [4], "int8", b"1234")[1] + b"1")),
+    ],
+    "its shape is not a list of sizes": [
+        packed(ext(1, shape, "float32", data))
+        for shape, data in (
+            (4, bytes(16)),
+            ([-4], b""),
+            ([4.0], bytes(16)),
+            ([1] * 40, bytes(4)),
+        )
+    ],
+    **{
+        f"the dtype '{name.replace('[', '.').replace(']', '.')}' is not supported": [
+            packed(ext(1, [2], name, bytes(16)))
+        ]
+        for name in ("object", "finfo", "datetime64[ns]")
+    },
+    r"it has 16 bytes, and float32\[3\] has 12": [packed(ext(1, [3], "float32", bytes(16)))],
+    r"it has 0 bytes, and int8\[1099511627776": [packed(ext(1, [2**40, 2**40], "int8", b""))],
+    "it has 4 bytes, and int8": [packed(ext(1, [4], "int8", "abcd"))],
+    "its name points outside the": [msgpack.packb({"..": ext(1, [1], "int8", b"1")})],
+    r"a/w: its parts do not form \[3, 3\] of one dtype": [chunked((3, 3), F4, F4)],
+    "a/w is not a chunked array in the form that Flax writes": [
+        chunked((3, 3)),
         chunked((4,), F4, extra=1),
-        "a/w is not a chunked array in the form that Flax writes",
-    ),
-    "two axes": (
         chunked((4, -1), F4),
-        "a/w is not a chunked array in the form that Flax writes",
-    ),
+    ],
 }
 
 
-@pytest.mark.every_combination
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_file(tmp_path, name):
-    data, text = WRONG[name]
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_file(tmp_path, text):
     path = tmp_path / "x.msgpack"
-    path.write_bytes(data)
-    said = refused(CorruptCheckpointError, reshard.open, path)
-    assert said.startswith(f"`{path}` cannot be read as msgpack\n  ")
-    assert re.search(text, said), said
+    for data in WRONG[text]:
+        path.write_bytes(data)
+        said = refused(reshard.CorruptCheckpointError, reshard.open, path)
+        assert said.startswith(f"`{path}` cannot be read as msgpack\n  ")
+        assert re.search(text, said), said
 
 
 def test_all_wrong_arrays_are_listed(tmp_path):
     path = tmp_path / "x.msgpack"
     arrays = {"a": ext(1, [3], "int8", b"12"), "b": ext(3, [], "int8", b"1"), "c": ext(7, 1)}
     path.write_bytes(msgpack.packb(arrays))
-    lines = refused(CorruptCheckpointError, reshard.open, path).splitlines()
+    lines = refused(reshard.CorruptCheckpointError, reshard.open, path).splitlines()
     assert [line.split(": ")[1] for line in lines[1:]] == ["a", "c"]
 
 
+NASTY = st.sampled_from(b"\x00\x01\x7f\x8f\xc9\xdb\xdd\xdf\xff")
+CHANGES = st.tuples(st.integers(0, 150), st.integers(0, 9), st.lists(NASTY, max_size=2).map(bytes))
+
+
 @settings(max_examples=examples(300), deadline=None)
-@given(st.data())
-def test_damage_is_an_error_or_other_values(tmp_path_factory, draw):
-    """A file with bytes that are changed, cut off or put twice: opened and read, or refused."""
-    base = bytearray(
-        pack({"a": {"w": random_bits((5, 3), "float32"), "n": 3}, "t": "x", "l": [1.5]})
-    )
-    for _ in range(draw.draw(st.integers(1, 3))):
-        at = draw.draw(st.integers(0, len(base) - 1))
-        kind = draw.draw(st.sampled_from(["set", "cut", "copy"]))
-        if kind == "set":
-            base[at] = draw.draw(st.sampled_from([0, 1, 0x7F, 0x8F, 0xC9, 0xDB, 0xDD, 0xDF, 0xFF]))
-        elif kind == "cut":
-            del base[at : at + draw.draw(st.integers(1, 9))]
-            base += b"\0"
-        else:
-            base[at:at] = base[at // 2 : at]
+@given(st.lists(CHANGES, min_size=1, max_size=3))
+def test_damage_is_an_error_or_other_values(tmp_path_factory, changes):
+    """A file with bytes that are replaced, cut out or added: opened and read, or refused."""
+    tree = {"a": {"w": random_bits((5, 3), "float32"), "n": 3}, "t": "x", "l": [1.5]}
+    data = pack(tree)
+    for at, cut, new in changes:
+        data = data[:at] + new + data[at + cut :]
     path = tmp_path_factory.mktemp("damage") / "x.msgpack"
-    path.write_bytes(base)
+    path.write_bytes(data)
     try:
         ckpt = reshard.open(path)
-    except ReshardError:
+    except reshard.ReshardError:
         return
     for array in ckpt.arrays:
-        assert array.read().nbytes == array.nbytes <= len(base)
+        assert array.read().nbytes == array.nbytes <= len(data)
 
 
 PEAK = """
@@ -413,9 +380,6 @@ def test_memory_stays_within_the_budget(tmp_path):
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     assert int(result.stdout) < 2.5 * (64 << 20), "with what it imports, and the allocator keeps"
     restored = layouts.load_pytree(tmp_path / "out")
-    for value, expected in zip(
-        jax.tree.leaves(restored),
-        jax.tree.leaves(flax.serialization.msgpack_restore(path.read_bytes())),
-        strict=True,
-    ):
-        assert np.asarray(value).tobytes() == expected.tobytes()
+    assert leaves(restored).keys() == leaves(tree).keys()
+    for name, value in leaves(restored).items():
+        assert np.asarray(value).tobytes() == leaves(tree)[name].tobytes()

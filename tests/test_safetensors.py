@@ -2,7 +2,6 @@
 on a disk and in buckets; and files that are wrong."""
 
 import json
-import re
 
 import jax
 import layouts
@@ -10,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from in_process import shown
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import refused
@@ -19,7 +18,6 @@ from safetensors.numpy import save_file
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
-from reshard.storage.btree import range_database
 
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 DTYPES += ["float16", "bfloat16", "float32", "float64", "complex64"]
@@ -30,17 +28,23 @@ NAMES = {"float8_e8m0fnu": "F8_E8M0"}
 NAMES |= {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "complex64": "C64"}
 
 
+def packed(entries, data=b""):
+    """A file, by the description of the format."""
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(begin, end, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
 def written(path, tensors):
-    """Writes tensors into a file, by the description of the format."""
-    header, begin = {}, 0
+    """Writes tensors of dtypes that the library does not write."""
+    entries, data = {}, b""
     for name, (dtype, values) in tensors.items():
-        end = begin + values.nbytes
-        header[name] = {"dtype": dtype, "shape": values.shape, "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header).encode()
-    data = b"".join(values.tobytes() for _, values in tensors.values())
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
+        entries[name] = entry(len(data), len(data) + values.nbytes, values.shape, dtype)
+        data += values.tobytes()
+    path.write_bytes(packed(entries, data))
 
 
 def random_bits(shape, dtype, seed=0):
@@ -84,13 +88,9 @@ def parts(tensors, tmp_path):
     return folder
 
 
-def named(tree, above=""):
+def named(tree):
     """Tensors of a nested tree by their names."""
-    found = {}
-    for key, value in tree.items():
-        name = f"{above}{key}"
-        found |= named(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return found
+    return flatten_dict(tree, sep=".")
 
 
 def assert_tensors(got, tensors):
@@ -114,14 +114,14 @@ def test_every_dtype(tmp_path, dtype):
     assert_tensors({".".join(p): a.view().read().result() for p, a in ckpt.items()}, values)
 
 
-def test_what_is_shown(file, parts):
-    out = shown(file.parent, "inspect", "model.safetensors", "--filter", "model/layers/9/*")
+def test_a_file_is_one_checkpoint(file, parts):
     ckpt = reshard.open(file)
     layers = [key[2] for key in ckpt if key[:2] == ("model", "layers")]
     assert layers == [str(n) for n in range(11)]
     assert (ckpt.source.kind, ckpt.source.format) == ("safetensors", "safetensors")
     assert [*reshard.open(parts)] == [*ckpt]
-    assert "safetensors" in out
+    text = refused(CheckpointNotFoundError, reshard.open, file, step=3)
+    assert text == f"`{file}` is one checkpoint and has no steps\n\nhint: leave out step=..."
 
 
 @pytest.mark.parametrize("mesh", [None, "1x8"])
@@ -176,13 +176,8 @@ def test_restored_into_a_state(tensors, file):
         return jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
 
     own = {name: values for name, values in tensors.items() if name != "step"}
-    target = {}
-    for name, values in own.items():
-        *above, last = name.split(".")
-        node = target
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = struct(name, values)
+    target = {name: struct(name, values) for name, values in own.items()}
+    target = unflatten_dict(target, sep=".")
     state = reshard.restore(reshard.select(reshard.open(file), drop="step"), target)
     assert_tensors(named(state), own)
     assert named(state)["large"].sharding.spec == P(None, None, "model")
@@ -210,70 +205,45 @@ def test_names_below_one_another_are_not_split(tmp_path):
     assert_tensors({path[0]: a.view().read().result() for path, a in ckpt.items()}, values)
 
 
-def test_a_step_or_an_item_of_it_is_refused(file):
-    text = refused(CheckpointNotFoundError, reshard.open, file, step=3)
-    assert text == f"`{file}` is one checkpoint and has no steps\n\nhint: leave out step=..."
+def one(*args, data=bytes(8), **fields):
+    """A file of one tensor."""
+    return packed({"a": entry(*args, **fields)}, data)
 
 
-def header(entries, data=b"", length=None):
-    text = json.dumps(entries).encode() if not isinstance(entries, bytes) else entries
-    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
-
-
-def entry(begin, end, shape=(2,), dtype="F32"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
+# The problem of a file, and the file.
 WRONG = {
-    "short": (b"1234", "it has 4 bytes, too few for a header"),
-    "long": (header({}, length=1 << 40), r"a header of 1.00 TiB in a file of 10 B"),
-    "no json": (
-        header(b"{..."),
-        "expecting property name enclosed in double quotes at character 1",
-    ),
-    "a list": (header([]), "its header is not a JSON object"),
-    "twice": (header(b'{"a": 1, "a": 2}'), 'the key "a" occurs twice'),
-    "deep": (header(b"[" * 5000 + b"]" * 5000), "the JSON is nested too deeply"),
-    "dtype": (
-        header({"a": entry(0, 8, dtype="F4")}, bytes(8)),
-        "`a`: the dtype 'F4' is not supported",
-    ),
-    "negative": (header({"a": entry(-8, 0)}), "`a`: a shape or an offset is not a whole number"),
-    "fraction": (
-        header({"a": entry(0, 8, (2.0,))}, bytes(8)),
-        "`a`: a shape or an offset is not a whole",
-    ),
-    "size": (
-        header({"a": entry(0, 8, (3,))}, bytes(8)),
-        r"`a`: it has 8 bytes, and F32\[3\] has 12",
-    ),
-    "huge": (header({"a": entry(0, 8, (2**40, 2**40))}, bytes(8)), "`a`: it has 8 bytes, and F32"),
-    "no offsets": (header({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "`a`: 'data_offsets'"),
-    "not a tensor": (header({"a": 3}), "`a`: 'int' object is not subscriptable"),
-    "truncated": (
-        header({"a": entry(0, 8), "b": entry(8, 16)}, bytes(12)),
-        "is truncated: 143 bytes, expected 147",
-    ),
-    "overlap": (
-        header({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)),
-        "`a` and `b` overlap at 8",
-    ),
-    "hole": (
-        header({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)),
-        "`a` and `b` leave a hole at 8",
-    ),
+    "it has 4 bytes, too few for a header": b"1234",
+    "a header of 1.00 TiB in a file of 10 B": (1 << 40).to_bytes(8, "little") + b"{}",
+    "expecting property name enclosed in double quotes at character 1": packed(b"{..."),
+    "its header is not a JSON object": packed([]),
+    'the key "a" occurs twice': packed(b'{"a": 1, "a": 2}'),
+    "the JSON is nested too deeply": packed(b"[" * 5000 + b"]" * 5000),
+    "`a`: the dtype 'F4' is not supported": one(0, 8, dtype="F4"),
+    "`a`: a shape or an offset is not a whole number": one(0, 8, (2.0,)),
+    "`a`: a shape or an offset is not a whole": one(-8, 0, data=b""),
+    "`a`: it has 8 bytes, and F32[3] has 12": one(0, 8, (3,)),
+    "`a`: it has 8 bytes, and F32[1099511627776, 10": one(0, 8, (2**40, 2**40)),
+    "`a`: 'data_offsets'": packed({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+    "`a`: 'int' object is not subscriptable": packed({"a": 3}),
+    **{
+        text: packed({"a": entry(0, 8), "b": entry(begin, begin + 8)}, bytes(size))
+        for text, begin, size in (
+            ("is truncated: 143 bytes, expected 147", 8, 12),
+            ("`a` and `b` overlap at 8", 4, 12),
+            ("`a` and `b` leave a hole at 8", 12, 20),
+        )
+    },
 }
 
 
 @pytest.mark.every_combination
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_file(tmp_path, name):
-    data, text = WRONG[name]
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_file(tmp_path, text):
     path = tmp_path / "x.safetensors"
-    path.write_bytes(data)
+    path.write_bytes(WRONG[text])
     said = refused(CorruptCheckpointError, reshard.open, path)
     assert said.startswith(f"`{path}` cannot be read as safetensors\n  `{path}`")
-    assert re.search(text, said)
+    assert text in said
 
 
 def test_an_index_that_contradicts_the_files(parts, tensors):
@@ -317,23 +287,3 @@ def test_a_consolidated_file_and_its_shards(parts, tensors):
     lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
     twice = [f"  `{name}` is in `consolidated.safetensors` and in `model-0000" for name in tensors]
     assert all(any(line.startswith(text) for line in lines) for text in twice)
-
-
-@pytest.mark.parametrize("count", [1, 300])
-def test_a_database_of_ranges(tmp_path, count):
-    """TensorStore reads its node and its manifest."""
-    import tensorstore as ts
-
-    data = np.random.default_rng(count).bytes(5000)
-    (tmp_path / "one").write_bytes(data)
-    (tmp_path / "two").write_bytes(data[::-1])
-    places = {f"a{n % 7}/{n}": (("one", "two")[n % 2], n, n % 9 + 1) for n in range(count)}
-    values = ((key.encode(), *place) for key, place in places.items())
-    for name, node in range_database(values, "node").items():
-        (tmp_path / (name or "manifest.ocdbt")).write_bytes(node)
-    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/"}}
-    store = ts.KvStore.open(spec).result()
-    assert sorted(store.list().result()) == sorted(key.encode() for key in places)
-    for key, (name, offset, size) in places.items():
-        whole = data if name == "one" else data[::-1]
-        assert store[key] == whole[offset : offset + size]

@@ -89,10 +89,3 @@ def test_refusals_in_a_bucket(stores, jobs):
     document.remove()
     with pytest.raises(reshard.CheckpointNotFoundError, match=f"no shares exist for `{url}`"):
         reshard.commit(url)
-    save(path, url, share=(1, 2))
-    with pytest.raises(reshard.DestinationExistsError, match="left finished shares of"):
-        save(path, url)
-    other = f"{stores.bucket('conditional')}/runs/other"
-    parse_location(f"{other}/notes.txt").write(b"{}")
-    with pytest.raises(reshard.DestinationExistsError, match="reshard did not write"):
-        save(path, other, share=(1, 2))

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import json
 import os
 import pathlib
 import shutil
@@ -11,7 +10,7 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jobs import FORMATS, MARKER, RECORD, assert_pruned, inodes, put, refused
+from jobs import FORMATS, MARKER, RECORD, assert_pruned, inodes, put, refused, unfinished
 from layouts import hashes
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -29,13 +28,13 @@ def roots(tmp_path_factory):
     def get(name):
         rng = np.random.default_rng([*FORMATS].index(name))
         root = tmp_path_factory.mktemp("siblings") / "root"
-        shapes, spec = {"w": (96, 64), "c": (8, 8, 2)}, ("data", "model")
-        trees = {t: {name: put(rng, shapes[name], *spec) for name in shapes} for t in TREES}
         with ocp.CheckpointManager(root, item_names=(*TREES, "cfg")) as manager:
-            items = {item: ocp.args.PyTreeSave(tree) for item, tree in trees.items()}
+            items = {item: ocp.args.PyTreeSave({"w": np.ones(1)}) for item in TREES}
             cfg = ocp.args.JsonSave({"width": 3})
             manager.save(3, args=ocp.args.Composite(**items, cfg=cfg))
-        for item, tree in trees.items():
+        for item in TREES:
+            shapes = {"w": (96, 64), "c": (8, 8, 2)}
+            tree = {name: put(rng, shape, "data", "model") for name, shape in shapes.items()}
             shutil.rmtree(root / "3" / item)
             layouts.save_pytree(root / "3" / item, tree, **FORMATS[name])
         (root / "notes" / "none").mkdir(parents=True)
@@ -47,7 +46,6 @@ def roots(tmp_path_factory):
 
 @pytest.fixture
 def root(roots, tmp_path):
-    """One of them, that may be changed."""
     return pathlib.Path(shutil.copytree(roots("zarr2"), tmp_path / "source"))
 
 
@@ -55,14 +53,8 @@ def opened(root):
     return reshard.to_mesh(reshard.open(root, item="state"), "1x8")
 
 
-def read(root, path):
-    return (root / path).read_bytes()
-
-
-def shared(source, out):
-    """Paths of files that are in both, and one."""
-    ours, theirs = inodes(out), inodes(source)
-    return {path for path in ours if ours[path] == theirs.get(path)}
+def contents(root, paths):
+    return {path: (root / path).read_bytes() for path in paths}
 
 
 def copies(root, item="state"):
@@ -78,9 +70,7 @@ def sizes(root, paths):
 
 def assert_copied(root, out):
     """What is carried over has the same bytes, and the item the same values."""
-    assert {path: read(out, path) for path in copies(root)} == {
-        path: read(root, path) for path in copies(root)
-    }
+    assert contents(out, copies(root)) == contents(root, copies(root))
     for item in TREES:
         assert reshard.verify(reshard.open(out, item=item), reshard.open(root, item=item)).ok
 
@@ -105,7 +95,7 @@ def test_other_items_are_copied(roots, tmp_path, name):
     before = hashes(root)
     planned = reshard.plan(opened(root), out)
     done = reshard.save(opened(root), out)
-    assert shared(root, out) == set()
+    assert not {*inodes(root).values()} & {*inodes(out).values()}
     assert (out / "notes" / "none").is_dir()
     written = f"step 3 of `{root}` -> `{out}/3`"
     for made, notes in ((planned, [written]), (done, [written]), (reshard.plan(opened(root)), [])):
@@ -119,9 +109,8 @@ def test_other_items_are_copied(roots, tmp_path, name):
     layouts.assert_same_tree(*both)
     # Those that a job has written, too.
     reshard.save(reshard.open(out, item="ema"), tmp_path / "again")
-    assert {path: read(tmp_path / "again", path) for path in copies(out, "ema")} == {
-        path: read(out, path) for path in copies(out, "ema")
-    }
+    again = copies(out, "ema")
+    assert contents(tmp_path / "again", again) == contents(out, again)
 
 
 @pytest.fixture(params=["Orbax", "one database"])
@@ -130,11 +119,10 @@ def split(request, tmp_path, monkeypatch):
     merged ones by Orbax, which has no public option for that."""
     tree = {"w": put(np.random.default_rng(5), (96, 64), "data", "model"), "one": np.float32(0.3)}
     if request.param == "Orbax":
-        make = getattr(tensorstore_utils, "OcdbtKvStoreWriteOptions", None)
+        name, on = "OcdbtKvStoreWriteOptions", {"store_ocdbt_metadata_and_values_separately": True}
+        make = getattr(tensorstore_utils, name, None)
         if make is None:
             pytest.skip("this release of Orbax cannot")
-        on = {"store_ocdbt_metadata_and_values_separately": True}
-        name = "OcdbtKvStoreWriteOptions"
         monkeypatch.setattr(tensorstore_utils, name, lambda **options: make(**options | on))
     path = layouts.save_pytree(tmp_path / "source", tree)
     if request.param != "Orbax":
@@ -144,31 +132,20 @@ def split(request, tmp_path, monkeypatch):
     return tree, path
 
 
-@pytest.mark.parametrize(
-    ("mesh", "options", "linked"),
-    [
-        ("2x4", {}, True),
-        ("2x4", {"link": False}, False),
-        ("1x8", {}, False),
-        ("2x4", {"ocdbt": False}, False),
-    ],
-)
-def test_files_of_a_split_database_are_not_copied(split, tmp_path, mesh, options, linked):
+def test_files_of_a_split_database_are_not_copied(split, tmp_path):
     tree, source = split
-    before, out = hashes(source), tmp_path / "out"
-    reshard.save(reshard.to_mesh(reshard.open(source), mesh), out, **options)
-    assert_pruned(out)
-    found = {path.name for path in out.rglob("*")}
-    assert ("ocdbt_data" in found) == linked
-    assert not found & {"ocdbt_meta", "ocdbt_tmp_meta"}
-    assert {path.name for path in source.iterdir()} - {path.name for path in out.iterdir()} <= {
-        "manifest.ocdbt",
-        "ocdbt_data",
-        "ocdbt_meta",
-        "ocdbt_tmp_meta",
-        "ocdbt.process_0",
-    }
-    layouts.assert_same_tree(layouts.load_pytree(out), layouts.plain_scalars(tree))
+    before = hashes(source)
+    jobs = [("2x4", {}), ("2x4", {"link": False}), ("1x8", {}), ("2x4", {"ocdbt": False})]
+    for number, (mesh, options) in enumerate(jobs):
+        out = tmp_path / f"out{number}"
+        reshard.save(reshard.to_mesh(reshard.open(source), mesh), out, **options)
+        assert_pruned(out)
+        found = {path.name for path in out.rglob("*")}
+        assert ("ocdbt_data" in found) == (number == 0), "linked"
+        assert not found & {"ocdbt_meta", "ocdbt_tmp_meta"}
+        lost = {path.name for path in source.iterdir()} - found
+        assert all("ocdbt" in name for name in lost)
+        layouts.assert_same_tree(layouts.load_pytree(out), layouts.plain_scalars(tree))
     assert hashes(source) == before
 
 
@@ -216,7 +193,7 @@ def test_an_item_that_is_being_deleted_is_not_copied(root, tmp_path, part):
     reshard.save(opened(root), out)
     record = "3/_CHECKPOINT_DELETION"
     expected = {p for p in copies(root) if not p.startswith("3/ema/") and p != record}
-    assert {path: read(out, path) for path in expected} == {p: read(root, p) for p in expected}
+    assert contents(out, expected) == contents(root, expected)
     assert not (out / "3" / "ema").exists() and not (out / record).exists()
     assert reshard.open(out).source.items == ("cfg", "state")
     assert reshard.verify(reshard.open(out), opened(root)).ok
@@ -244,31 +221,26 @@ def test_siblings_in_the_record_of_an_earlier_version(root, tmp_path):
     """It needs to be there: `verify` compares it."""
     reshard.digest(reshard.open(root, item="state"), write=True)
     file = root / "3" / "state" / RECORD
-    record = json.loads(file.read_bytes())
-    file.write_text(json.dumps(record | {"beside": {"cfg/metadata": "0" * 64}}))
+    layouts.edit_document(file, beside={"cfg/metadata": "0" * 64})
     told = f"the file `{root}/3/cfg/metadata`: "
     found = reshard.verify(reshard.open(root, item="state"))
     assert found.problems == (f"{told}it differs from the recorded one",)
     reshard.save(opened(root), tmp_path / "out")
     (root / "3" / "cfg" / "metadata").unlink()
-    text = (
-        f"`{root}/3/state` does not match its recorded digests\n"
-        f"  {told}recorded, but missing\n\n"
-        f'hint: reshard.verify(reshard.open("{root}/3", item="state"))\n'
-        f"hint: rm '{file}' deletes the record"
+    text = layouts.refused(
+        reshard.CorruptCheckpointError, reshard.save, opened(root), tmp_path / "again"
     )
-    not_saved(reshard.CorruptCheckpointError, text, root, tmp_path / "again")
-
-
-def not_saved(error, text, root, out, **options):
-    return refused(error, text, reshard.save, opened(root), out, **options)
+    assert f"{told}recorded, but missing\n" in text
+    hint = f'hint: reshard.verify(reshard.open("{root}/3", item="state"))\n'
+    assert text.endswith(f"{hint}hint: rm '{file}' deletes the record")
 
 
 def stopped(root, out, **options):
     """The directory of a job that has copied all siblings, and was killed."""
     with layouts.killed_at_the_end():
         reshard.save(opened(root), out, **options)
-    return layouts.unfinished(out)
+    (left,) = unfinished(out)
+    return left
 
 
 def test_a_resumed_job_copies_none_again(root, tmp_path, reads):
@@ -294,9 +266,6 @@ def test_damaged_copies_of_an_earlier_run_are_copied_again(root, tmp_path, chang
     assert_copied(root, out)
 
 
-# What of them has changed since an earlier run, or changes meanwhile.
-
-
 BESIDE = [
     ("3/cfg", lambda path: (path / "metadata").write_text('{"width": 99}')),
     ("3/cfg", shutil.rmtree),
@@ -306,27 +275,15 @@ BESIDE = [
 ]
 
 
-def not_resumed(root, out, **options):
-    """The lines of the error for a job that differs from the unfinished one."""
-    with pytest.raises(reshard.DestinationError) as error:
-        reshard.save(opened(root), out, resume=True, **options)
-    lines = str(error.value).splitlines()
-    assert lines[0] == f"the unfinished job for `{out}` is not this job"
-    assert lines[-1] == "hint: overwrite=True starts again"
-    return lines
-
-
 @pytest.mark.parametrize(("where", "change"), BESIDE[:2])
 def test_resuming_after_the_source_changed(root, tmp_path, where, change):
     out = tmp_path / "new" / "out"
     kept = stopped(root, out)
     before = hashes(kept)
     change(root / where)
-    lines = not_resumed(root, out)
-    assert (
-        lines[1]
-        == "  its arguments, its source or its version of reshard differ from those of this job"
-    )
+    text = f"the unfinished job for `{out}` is not this job\n  its arguments, its source or its "
+    error = layouts.raised(reshard.DestinationError, reshard.save, opened(root), out, resume=True)
+    assert str(error).startswith(text) and error.hints[-1] == "overwrite=True starts again"
     assert hashes(kept) == before
     reshard.save(opened(root), out, overwrite=True)
     assert copies(out) == copies(root)
@@ -344,7 +301,7 @@ def test_the_source_changes_during_the_job(root, tmp_path, where, change, resume
 
     text = f"the source changed during the job\n  `{root / where}`"
     options = {"resume": resume, "progress": progress}
-    not_saved(reshard.CorruptCheckpointError, text, root, out, **options)
+    refused(reshard.CorruptCheckpointError, text, reshard.save, opened(root), out, **options)
     assert os.listdir(out.parent) == []
 
 
@@ -367,9 +324,7 @@ def test_changes_outside_the_step(root, tmp_path):
         shutil.rmtree(root / "5.orbax-checkpoint-tmp", ignore_errors=True)
 
     reshard.save(ckpt, out, resume=True, progress=progress)
-    found = reshard.verify(
-        reshard.open(out, item="state"), reshard.open(root, step=3, item="state")
-    )
-    assert found.ok
+    copy, source = reshard.open(out, item="state"), reshard.open(root, step=3, item="state")
+    assert reshard.verify(copy, source).ok
     assert sorted(os.listdir(out)) == ["3", "notes"]
     assert (out / "notes" / "today").read_text() == "rain"

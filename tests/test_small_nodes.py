@@ -30,9 +30,8 @@ def many(tmp_path, monkeypatch):
 
 def nodes(ckpt):
     """How many nodes there are in memory."""
-    (store,) = {id(array.data.store): array.data.store for array in ckpt.arrays}.values()
-    memory = ts.KvStore.open({"driver": "memory", "path": "nodes/"}, context=store.context)
-    return len(memory.result().list().result())
+    context = ckpt.source.store.context
+    return len(ts.KvStore.open("memory://nodes/", context=context).result().list().result())
 
 
 def test_arrays_are_read_through_small_nodes(many, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Checkpoints that are written to buckets: what is there, for whom and when, however a job ends."""
 
 import concurrent.futures
+import functools
 import itertools
 import os
 import re
@@ -51,9 +52,6 @@ def assert_saved(url, source, stores, **options):
     reshard.save(on("1x8", source), url, **options)
     assert values(url) == values(source)
     assert_pruned(stores, url)
-
-
-# What is written is read.
 
 
 @pytest.mark.parametrize(
@@ -147,12 +145,8 @@ def test_data_files_are_small_enough_to_be_held_in_memory(stores, tmp_path, url)
     assert max(files) <= (4 << 20) + (1 << 16)
 
 
-# What is there already.
-
-
 @pytest.fixture
 def small(tmp_path):
-    """A small checkpoint, on a disk."""
     mesh = layouts.mesh((2, 4))
     tree = layouts.small_tree(mesh, {"a": P("data", "model"), "b": P("model")}, (64, 96))
     return layouts.save_standard(tmp_path / "small", tree)
@@ -160,7 +154,6 @@ def small(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A manager's root with one step, on a disk."""
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         state = random_state(5, layouts.mesh((2, 4)))
         manager.save(7, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
@@ -180,20 +173,8 @@ def failed(*args, **kwargs):
     return getattr(caught.value, "__notes__", [])
 
 
-def complete(url):
-    """What is said of a checkpoint that is complete."""
-    return (
-        f"`{url}` is complete, and a complete checkpoint in a bucket is never replaced\n\n"
-        "hint: write to another prefix, check the result, then delete this prefix"
-    )
-
-
-def unfinished(url):
-    """What is said of a job that was stopped, less who wrote it."""
-    return (
-        f"a stopped job left finished shares of `{url}`\n  WRITER\n\n"
-        "hint: resume=True continues it\nhint: overwrite=True starts again"
-    )
+COMPLETE = "`{}` is complete, and a complete checkpoint in a bucket is never replaced\n\n"
+COMPLETE += "hint: write to another prefix, check the result, then delete this prefix"
 
 
 def test_what_is_complete_is_not_replaced(small, stores, url):
@@ -203,8 +184,8 @@ def test_what_is_complete_is_not_replaced(small, stores, url):
     keys = stores.keys(url)
     error = reshard.DestinationExistsError
     for options in ({}, {"overwrite": True}):
-        refused(complete(url), ckpt, url, error=error, **options)
-    refused(complete(url), on("2x4", small), url, error=error, resume=True)
+        refused(COMPLETE.format(url), ckpt, url, error=error, **options)
+    refused(COMPLETE.format(url), on("2x4", small), url, error=error, resume=True)
     reshard.save(ckpt, url, resume=True)
     for below in ("extra", "extra/1000"):
         text = f"`{url}/{below}` is inside `{url}`, which is a complete checkpoint"
@@ -223,19 +204,16 @@ def test_what_is_something_else_is_not_cleared(small, stores):
         f"  `{bucket}/out/notes.txt`\n\n"
         "hint: write to another prefix, or delete these while no job runs"
     )
-    for options in ({}, {"overwrite": True}, {"resume": True}):
+    for options in ({}, {"overwrite": True}, {"resume": True}, {"share": (1, 2)}):
         refused(text, ckpt, f"{bucket}/out", error=error, **options)
-        refused(complete(f"{bucket}/other"), ckpt, f"{bucket}/other", error=error, **options)
+        refused(COMPLETE.format(f"{bucket}/other"), ckpt, f"{bucket}/other", error=error, **options)
     refused(f"`{bucket}/object` is an object, not a prefix", ckpt, f"{bucket}/object")
-    refused(
-        f"`{bucket}` is a bucket, not a path in a bucket\n\nhint: add a path: {bucket}/1000",
-        ckpt,
-        bucket,
-    )
+    text = f"`{bucket}` is a bucket, not a path in a bucket\n\nhint: add a path: {bucket}/1000"
+    refused(text, ckpt, bucket)
     reshard.save(ckpt, f"{bucket}/in")
-    inside = f"the destination `{bucket}/in/2` and the source `{bucket}/in` overlap"
-    hint = "hint: write to another prefix"
-    refused(f"{inside}\n\n{hint}", reshard.open(f"{bucket}/in"), f"{bucket}/in/2")
+    inside = f"the destination `{bucket}/in/2` and the source `{bucket}/in` overlap\n\n"
+    inside += "hint: write to another prefix"
+    refused(inside, reshard.open(f"{bucket}/in"), f"{bucket}/in/2")
     keys = [key for key in stores.keys(bucket) if not key.startswith("in/")]
     assert keys == ["object", f"other/200/{MARKER}", "out/notes.txt"]
 
@@ -244,10 +222,8 @@ def test_beside_steps_of_a_manager(small, stores):
     bucket = stores.bucket("conditional")
     assert reshard.plan(reshard.open(small), f"{bucket}/run/1").notes == ()
     reshard.save(reshard.open(small), f"{bucket}/run/1")
-    assert reshard.plan(reshard.open(small), f"{bucket}/run/2").notes == (
-        f"`{bucket}/run` has other steps: a CheckpointManager that removes incomplete steps there "
-        "would delete this job's files; another prefix is safe",
-    )
+    (note,) = reshard.plan(reshard.open(small), f"{bucket}/run/2").notes
+    assert note.startswith(f"`{bucket}/run` has other steps: a CheckpointManager that removes inc")
 
 
 def test_a_directory_that_is_swept_away_while_it_is_written(run, stores, url):
@@ -261,10 +237,7 @@ def test_a_directory_that_is_swept_away_while_it_is_written(run, stores, url):
         location.remove_files([path for path in files if re.search(part, path)])
 
     short = rf"^1 of 1 shares of `{url}` is not complete\n  missing share numbers: 0\n"
-    gone = (
-        r"^files that the commit record names are missing\n(.|\n)*"
-        rf"hint: delete `{url}` while no job"
-    )
+    gone = rf"^files that the commit record names are missing\n(.|\n)*hint: delete `{url}` while no"
     for point, removed, text in (
         (r"process_\w+/0.json", "", short),
         (r"process_\w+/0.json", "x0/d/", short),
@@ -276,9 +249,6 @@ def test_a_directory_that_is_swept_away_while_it_is_written(run, stores, url):
             reshard.save(on("1x8", run, item="state"), url, overwrite=True)
         keys = stores.keys(url)
         assert all("ocdbt.process_" in key or key == f"out/{RECORD}" for key in keys)
-
-
-# Jobs that fail, and jobs that are killed.
 
 
 @pytest.mark.parametrize("kind", ["s3", "conditional"])
@@ -317,13 +287,10 @@ def test_deletions_that_are_refused(options, small, stores, url):
 
 def test_a_store_that_ignores_conditions(small, stores):
     url = f"{stores.bucket('gs')}/out"
-    text = (
-        f"`{url}` cannot be written\n"
-        "  this store ignores conditional writes, so two jobs could overwrite each other\n\n"
-        "hint: write to a disk, and copy the result"
-    )
-    refused(text, on("1x8", small), url, error=reshard.StoreError)
-    refused(text, on("1x8", small), url, error=reshard.StoreError, share=(0, 2))
+    text = "cannot be written\n  this store ignores conditional writes, so two jobs could overwrite"
+    for options in ({}, {"share": (0, 2)}):
+        with pytest.raises(reshard.StoreError, match=text):
+            reshard.save(on("1x8", small), url, **options)
     assert stores.keys(top(url)) == []
 
 
@@ -331,28 +298,9 @@ def test_a_store_that_ignores_conditions(small, stores):
 def test_what_passes_is_tried_again(kind, small, stores):
     url = f"{stores.bucket('conditional')}/out"
     stores.faults += [Fault("(write|read|delete) ", kind) for _ in range(2)]
-    stores.faults += [
-        Fault(f"{verb} .*/unshared.json", kind) for verb in ("write", "read", "delete")
-    ]
-    stores.faults += [Fault("list ", kind)]
+    verbs = [f"{verb} .*/unshared.json" for verb in ("write", "read", "delete")]
+    stores.faults += [Fault(pattern, kind) for pattern in [*verbs, "list "]]
     assert_saved(url, small, stores)
-
-
-def killed_at(point, words, stores):
-    """Runs `reshard ckpt`, and kills it when it asks for what a pattern says, which is done."""
-    started = threading.Event()
-    running = []
-
-    def kill(key):
-        started.wait()
-        os.kill(running[0].pid, signal.SIGKILL)
-
-    stores.faults += [Fault(point, kill)]
-    with subprocess.Popen([RESHARD, "ckpt", *words], stderr=subprocess.PIPE) as process:
-        running.append(process)
-        started.set()
-    assert process.returncode == -signal.SIGKILL
-    stores.wait()  # the request that it was killed in is still done
 
 
 POINTS = [SHARE, r"process_\w+/0.json", RECORD, "/_METADATA", MARKER]
@@ -363,7 +311,14 @@ POINTS = [SHARE, r"process_\w+/0.json", RECORD, "/_METADATA", MARKER]
 @pytest.mark.parametrize("kind", ["s3", "conditional"])
 def test_a_killed_job_is_resumed(kind, point, small, stores):
     url = f"{stores.bucket(kind)}/out"
-    killed_at(f"write .*{point}", [str(small), url, "--to", "1x8"], stores)
+    running = concurrent.futures.Future()
+    kill = Fault(f"write .*{point}", lambda key: os.kill(running.result().pid, signal.SIGKILL))
+    stores.faults.append(kill)
+    words = [RESHARD, "ckpt", str(small), url, "--to", "1x8"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE) as process:
+        running.set_result(process)
+    assert process.returncode == -signal.SIGKILL
+    stores.wait()  # the request that it was killed in is still done
     recorded = f"out/{RECORD}" in stores.keys(url)
     assert recorded == (POINTS.index(point) >= POINTS.index(RECORD))
     if point != MARKER:
@@ -371,19 +326,17 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
             reshard.open(url)
     if not recorded:
         error = reshard.DestinationExistsError
-        refused(unfinished(url), on("1x8", small), url, error=error)
+        text = f"a stopped job left finished shares of `{url}`\n  WRITER\n\n"
+        text += "hint: resume=True continues it\nhint: overwrite=True starts again"
+        refused(text, on("1x8", small), url, error=error)
         with pytest.raises(reshard.DestinationError, match="is not this job\n") as caught:
             reshard.save(on("2x4", small), url, resume=True)
         assert caught.value.hints[-1] == "overwrite=True starts again"
     assert_saved(url, small, stores, resume=True)
 
 
-# Two jobs, of which one stands still for a time.
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Two checkpoints of different values."""
     mesh = layouts.mesh((1, 2))
     top = tmp_path_factory.mktemp("pair")
     trees = [layouts.small_tree(mesh, {"a": P("data", "model")}, (8, 12), seed) for seed in (1, 2)]
@@ -394,14 +347,6 @@ def in_shares(ckpt, url):
     for number in range(2):
         reshard.save(ckpt, url, share=(number, 2))
     reshard.commit(url)
-
-
-def save_anew(ckpt, url):
-    reshard.save(ckpt, url, overwrite=True)
-
-
-def resume(ckpt, url):
-    reshard.save(ckpt, url, resume=True)
 
 
 def ended(call, *args):
@@ -435,7 +380,8 @@ def stalled(stores, number, one, other):
         return None if second is None else (first.result(), second)
 
 
-OTHERS = [reshard.save, save_anew, resume, in_shares]
+ANEW, RESUMED = (functools.partial(reshard.save, **{o: True}) for o in ("overwrite", "resume"))
+OTHERS = [reshard.save, ANEW, RESUMED, in_shares]
 
 
 @pytest.mark.sampled
@@ -473,9 +419,6 @@ def test_a_job_that_stalls_at_a_request(pair, stores, monkeypatch, kind, one, ot
         assert reshard.verify(reshard.open(url)).ok
         assert_pruned(stores, url)
     assert number > 8
-
-
-# What others have there.
 
 
 @pytest.mark.parametrize("below", ["200", "7/state/d/200"])

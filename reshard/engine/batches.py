@@ -15,6 +15,7 @@ class Unit(NamedTuple):
     """Boxes that are in one batch, since they share stored chunks.
 
     Attributes:
+      reads: one box of each array, whole or in parts.
       buffers: bytes of their buffers, without buffers that belong to a result.
       consumer_bytes: bytes that their consumer holds once they have been read.
       shared_bytes: as for `Batch`.
@@ -50,9 +51,9 @@ def in_batches(units: Iterable[Unit], limit: int, most: int) -> Iterator[Batch]:
         if len(chunks) > 1:
             chunks = ChunkUnion().add(chunks)
         new = [part for each in chunks for part in union.missing(each)]
-        own = _Sizes(
-            total(new).nbytes, unit.buffers, unit.consumer_bytes, unit.shared_bytes, len(unit.reads)
-        )
+        boxes = len({id(read.handle) for read in unit.reads})
+        held = unit.consumer_bytes, unit.shared_bytes
+        own = _Sizes(total(new).nbytes, unit.buffers, *held, boxes)
         together = _Sizes(*map(operator.add, sizes, own))
         fits = together.reading + together.shared_bytes <= (most if new != chunks else limit)
         if reads and not fits:

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays.boxes import Box, shape_of
+from reshard.arrays.boxes import Box, grid_boxes, shape_of, start_of
 from reshard.arrays.derived import stored_chunks
 from reshard.arrays.digests import Digest
-from reshard.arrays.handle import StoredChunk, stored_name
+from reshard.arrays.handle import Derived, StoredChunk, stored_name
 from reshard.engine import memory
 from reshard.engine.batches import Unit, in_batches, in_groups
 from reshard.engine.plan import ArrayPlan
@@ -44,6 +44,9 @@ _Copy = tuple[str, StoredChunk, ts.Future]
 # Each commit makes nodes that no later one reads, and a merge reads each node once: a large cache
 # would only fill up with them.
 CACHE_BYTES = 4 << 20
+# Chunks of so many decoded bytes have buffers of their own. To numpy, smaller buffers are not worth
+# huge pages, and to touch several of them takes as long as copying parts of one.
+_LARGE_CHUNK = 4 << 20
 _NOT_WRITTEN = "the written data cannot be read back"
 
 
@@ -348,7 +351,7 @@ def write_chunks(
       limiter: limits the bytes in flight. Several batches fit into it.
       report: called with the decoded bytes of each batch.
     """
-    todo = in_batches(units(share.pieces), limiter.limit // memory.WINDOW, limiter.limit)
+    todo = in_batches(units(share), limiter.limit // memory.WINDOW, limiter.limit)
     for number, filled in enumerate(read(todo, limiter)):
         filled.check()
         reads = filled.batch.reads
@@ -361,16 +364,31 @@ def write_chunks(
         boxes, values = [], None  # only the transaction holds the buffers until it is committed
 
 
-def units(pieces: Sequence[Piece]) -> Iterator[Unit]:
+def units(share: ItemShare) -> Iterator[Unit]:
     """Boxes in order. Boxes of arrays that share stored chunks are read together."""
-    for group, start, stop, *_ in pieces:
+    for group, start, stop, *_ in share.pieces:
         for boxes in zip(*(array.boxes(start, stop) for array in group), strict=True):
             elements = math.prod(shape_of(boxes[0]))
+            pairs = zip(group, boxes, strict=True)
             yield Unit(
-                [Read(a.handle, box, a) for a, box in zip(group, boxes, strict=True)],
+                [Read(a.handle, part, a) for a, box in pairs for part in _parts(share, a, box)],
                 elements * sum(array.read_itemsize for array in group),
                 sum(array.consumer_bytes(elements) for array in group),
             )
+
+
+def _parts(share: ItemShare, array: ArrayPlan, box: Box) -> Iterable[Box]:
+    """The parts of a box that are read into buffers of their own: each large target chunk, which is
+    then encoded where it is. Columns of a larger buffer would first be copied into new memory. A
+    derived box is one part: what it is computed from is computed once."""
+    large = math.prod(array.chunk) * array.target_itemsize >= _LARGE_CHUNK
+    if share.files or not large or isinstance(array.handle.data, Derived):
+        return [box]
+    grid = grid_boxes(shape_of(box), array.chunk)
+    return [
+        tuple(slice(s + p.start, s + p.stop) for s, p in zip(start_of(box), part, strict=True))
+        for part in grid
+    ]
 
 
 def copy_chunks(

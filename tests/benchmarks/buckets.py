@@ -8,6 +8,7 @@ without what the servers need to start and to be filled.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.benchmarks.bench import RESHARD
-from tests.servers import Stores, started
+from tests.servers import Stores
 
 
 def _filled(stores: Stores, kind: str, source: Path) -> str:
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0, help="seconds, of each request")
     parser.add_argument("--log", type=Path, help="write when each request began and ended here")
     arguments, flags = parser.parse_known_args()
-    with started() as stores:
+    with contextlib.closing(Stores()) as stores:
         source = _filled(stores, arguments.kind, arguments.source.absolute())
         out = arguments.out or f"{stores.bucket(arguments.kind)}/out"
         command = [RESHARD, "ckpt", source, out, *flags]
