@@ -174,6 +174,15 @@ def problems_in(lines):
     return [line for line in lines if line.startswith("problem")]
 
 
+def test_a_converted_checkpoint_converts_back_without_a_model(copy):
+    (copy / "map.toml").write_text("[[rule]]\nfrom = '^params/Dense_0/'\nto = 'dense/'")
+    reshard.save(reshard.to_nnx(copy / "3", map_file=copy / "map.toml"), copy / "nnx")
+    command = doctor(copy, "nnx")[1][-1]
+    assert command == f"next     reshard convert {copy / 'nnx'} DST --to linen"
+    assert reshard_in(copy, *command.replace("DST", "back").split()[2:])[0] == 0
+    assert reshard.diff(copy / "back", copy / "3", values=True).equal
+
+
 def test_missing_and_truncated_data_files(copy):
     path = copy / "20"
     files = (path / "default" / "ocdbt.process_0" / "d").iterdir()

@@ -13,6 +13,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli import options
 from reshard.cli.unfinished import explained
 from reshard.convert.layout import KINDS, detect
+from reshard.convert.record import has_record
 from reshard.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -160,7 +161,9 @@ def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> l
         hints = [f"reshard ckpt {path} DST --map {name}" for name in _ready_maps(ckpt)] + hints
     if recorded < len(ckpt.arrays) and not source.is_foreign:
         hints.insert(0, f"reshard digest {path} --write")
-    if api:
+    if has_record(ckpt):
+        hints.append(f"reshard convert {path} DST --to linen")
+    elif api:
         other = "linen" if api == "nnx" else "nnx"
         hints.append(f"reshard convert {path} DST --to {other} --model MODULE:NAME")
     return hints
