@@ -113,6 +113,7 @@ def test_the_document_of_a_whole_item_with_digests(copy):
         "recorded_digests": 1,
         "orbax": DEVICES.removeprefix("orbax    "),
         "problems": [],
+        "unfinished": [],
         "hints": [line.removeprefix("next     ") for line in next_steps(item)],
     }
 
@@ -172,6 +173,19 @@ def test_other_commands_name_the_unfinished_job(copy, monkeypatch):
 
 def problems_in(lines):
     return [line for line in lines if line.startswith("problem")]
+
+
+def test_an_unfinished_job_in_a_root(copy, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["reshard", "ckpt", "run/3", "run/30"])
+    with layouts.killed_at_the_end():
+        reshard.save(reshard.open(copy / "3"), copy / "30")
+    monkeypatch.undo()
+    status, lines = doctor(copy, str(copy))
+    [directory] = copy.glob(".reshard-30.*")
+    text = f"job      1 of 1 shares of an unfinished job are complete, in `{directory}`"
+    first, who, finish, *_ = lines[lines.index(text) :]
+    assert (status, first, finish) == (0, text, f"next     reshard commit {copy / '30'}")
+    assert who.endswith(": reshard ckpt run/3 run/30 (ended)")
 
 
 def test_a_converted_checkpoint_converts_back_without_a_model(copy):
