@@ -834,6 +834,7 @@ def test_without_a_model_a_map_must_reach_every_leaf(tmp_path):
   batch_stats/c: no rule of the map applies to it
   other  float32[1]: unexpected
 
+hint: model=... pairs the leaves that no rule names
 hint: drop=["other"] leaves out 1 leaf"""
     assert refusal(reshard.to_nnx, path, map_file=map_of(tmp_path, ("^params/a$", "a"))) == message
 
