@@ -1531,6 +1531,8 @@ def test_a_record_changes_the_dtype_of_the_step_alone_and_only_if_it_fits(tmp_pa
     linen = state(ADAM)
     ckpt = reshard.to_nnx(save(tmp_path / "linen", linen), lambda: training(ADAM), init=RANDOM)
     reshard.save(ckpt, tmp_path / "nnx")
+    whole, rest = (reshard.to_linen(tmp_path / "nnx", drop=drop) for drop in ((), RANDOM))
+    assert reshard.diff(whole, rest, values=True).equal
 
     def trained_on(name, path, value):
         """With another value in a leaf, saved by Orbax, and the record."""
