@@ -241,8 +241,7 @@ NOTHING = "no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr a
 
 def test_missing_paths_and_unsupported_urls(tmp_path):
     (tmp_path / "run" / "a").mkdir(parents=True)
-    (tmp_path / "run" / "b").mkdir()
-    (tmp_path / "run" / "b" / "20.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "run" / "b" / "20.orbax-checkpoint-tmp").mkdir(parents=True)
     for path, hint in {
         "c": "run` has: a, b",
         "a/x/y": "run/a` has: no directories",
