@@ -137,8 +137,7 @@ def export(
         max_memory=max_memory,
         overwrite=overwrite,
     )
-    execute(plan, resume, share, workers, executor, progress)
-    return plan
+    return execute(plan, resume, share, workers, executor, progress)
 
 
 def plan_export(
