@@ -137,6 +137,7 @@ def test_an_uncommitted_step(copy):
 def begin(copy, monkeypatch, words):
     """Writes the first of two shares of a job by a command; the directory of the job."""
     with monkeypatch.context() as patch:
+        patch.chdir(copy)
         patch.setattr(sys, "argv", ["reshard", *words.split()])
         write = reshard.export if words.startswith("export") else reshard.save
         write(reshard.open(copy / "3"), copy / "out", share=(0, 2))
@@ -159,6 +160,7 @@ def test_an_unfinished_job(copy, monkeypatch, words, command):
     assert (status, state, hint) == (1, "out: uncommitted", f"next     {command}")
     assert problems == ["problem  nothing exists at `out`", f"problem  {text}"]
     assert by.endswith(f": reshard {words}")
+    assert doctor(copy / "3", "../out")[1][-1] == f"next     cd {copy} && {command}"
 
 
 def test_other_commands_name_the_unfinished_job(copy, monkeypatch):

@@ -12,6 +12,7 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader.detection import manager_steps
+from reshard.storage.disk import kernel_text
 from reshard.storage.location import parse_location
 from reshard.storage.machine import has_ended
 from reshard.writer import commit, job
@@ -73,13 +74,15 @@ def _ways_to_finish(path: str, found: job.Found) -> list[str]:
     """The commands that finish a job."""
     commands = {document["command"] for document in found.documents}
     count = found.count or 0
+    folder = found.documents[0].get("folder", "")  # documents of earlier versions have none
+    start = "" if folder in ("", kernel_text("self/cwd")) else f"cd {shlex.quote(folder)} && "
     if len(found.parts) > count:  # all shares, and the unshared part
         return [f"reshard commit {path}"]
     parted = min((command for command in commands if "--shard" in command), default=None)
     if parted is not None:
         missing = [n for n in range(count) if str(n) not in found.parts] or [0]
-        return [re.sub(r"--shard[ =]\S+", f"--shard {n}/{count}", parted) for n in missing]
+        return [start + re.sub(r"--shard[ =]\S+", f"--shard {n}/{count}", parted) for n in missing]
     return [
-        commit.continued(c) if c.startswith("reshard ") else f"{c}, with resume=True"
+        start + (commit.continued(c) if c.startswith("reshard ") else f"{c}, with resume=True")
         for c in commands
     ]
