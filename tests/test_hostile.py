@@ -985,15 +985,6 @@ def test_values_that_contradict_the_record(tmp_path, base):
     )
 
 
-def test_digests_of_files_with_long_names(tmp_path, base):
-    """They are not there, as files of any other name may be."""
-    path = copied(base, "recorded", tmp_path / "root" / "3" / "default")
-    edit(path / "reshard_digests.json", lambda d: d["beside"].update({"x" * 300 + "/y": "0" * 64}))
-    (problem,) = reshard.verify(tmp_path / "root").problems
-    assert problem.startswith(f"the file `{tmp_path}/root/3/xxx")
-    ours(lambda: reshard.save(reshard.open(tmp_path / "root"), tmp_path / "out"), Corrupt)
-
-
 @pytest.mark.parametrize("what", ["link", "pipe"])
 def test_links_and_pipes_in_place_of_a_temporary_record(tmp_path, base, what):
     """A link in a stranger's checkpoint is not written through, and a pipe not waited for."""
