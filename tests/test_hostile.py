@@ -557,13 +557,10 @@ def test_steps_and_items_that_are_symbolic_links(tmp_path, base, level):
     text = f"`{root}/{level}` is a symbolic link, which reshard does not follow\n\n"
     text += f"hint: open what it points to: {target}"
     assert ours(lambda: reshard.open(root), Format) == text
-    assert reshard.open(root, step=3).source.step == "3"
-
-
-def test_opening_a_symbolic_link(tmp_path, base):
-    (tmp_path / "latest").symlink_to(copied(base, "zarr2-ocdbt", tmp_path / "saved"))
+    ckpt = reshard.open(root, step=3)
+    (tmp_path / "latest").symlink_to(root / "3" / "default")  # a user may open one
     reshard.save(reshard.open(tmp_path / "latest"), tmp_path / "out")
-    assert list(reshard.open(tmp_path / "out")) == list(reshard.open(tmp_path / "saved"))
+    assert list(reshard.open(tmp_path / "out")) == list(ckpt)
 
 
 @pytest.mark.parametrize("what", ["pipe", "socket"])

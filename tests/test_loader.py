@@ -274,14 +274,6 @@ def test_directories_of_pickles_and_msgpack_files(tmp_path):
     not_a_format(f"`{tmp_path / 'checkpoint_10'}` is {PICKLE}", tmp_path)
 
 
-def test_a_tree_without_its_arrays(data):
-    path = data / "orbax-0.2.7" / "ocdbt_False"
-    text = f"`{path}/checkpoint` holds a tree whose arrays are in other files. Orbax 0.2 and Flax "
-    text += "wrote such files, which `reshard` does not read\n\n"
-    text += "hint: restore it with the program that saved it, and save it with a newer Orbax"
-    not_a_format(text, path)
-
-
 @pytest.fixture
 def copy(saved, tmp_path):
     def make(layout: str, name: str = "copy") -> pathlib.Path:
@@ -329,18 +321,6 @@ def test_uncommitted_steps(copy):
     uncommitted(f"{text}  30.orbax-checkpoint-tmp", path)
     shutil.rmtree(path / "30.orbax-checkpoint-tmp")
     uncommitted(f"{text}  20\n  3", path)
-
-
-@pytest.mark.parametrize("layout", ["standalone", "zarr2-files", "zarr3-files", "bare"])
-def test_a_missing_tree_document(copy, layout):
-    """Also next to a pickle."""
-    path = copy(layout)
-    (path / "_METADATA").unlink()
-    for _ in range(2):
-        text = f"^`{path}(/params.*)?` has no _METADATA: it is incomplete$"
-        with pytest.raises(reshard.ReshardError, match=text):
-            reshard.open(path)
-        (path / "checkpoint").write_bytes(PICKLED[-1])
 
 
 def test_a_missing_manifest(copy):
