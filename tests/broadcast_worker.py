@@ -37,7 +37,6 @@ def the_mesh() -> Any:
 
 
 def shards(leaf: Any) -> Any:
-    """The parts of a leaf in this process, and its layout."""
     if not isinstance(leaf, jax.Array):
         return type(leaf).__name__, np.asarray(leaf).tobytes()
     sharding = leaf.sharding
@@ -58,7 +57,6 @@ def differences(got: Any, expected: Any) -> list[str]:
 
 @contextlib.contextmanager
 def devices_of(kind: str) -> Any:
-    """Make CPU devices count as accelerators."""
     with pytest.MonkeyPatch.context() as patch:
         if kind != "cpu":
             own_memory(patch)
@@ -97,7 +95,6 @@ def compared(path: str, layout: str, memory: str | None, kind: str) -> dict[str,
 
 
 def transformed(path: str, memory: str | None, kind: str) -> list[str]:
-    """Differences for arrays that are derived, cast, or of another integer dtype."""
     on = the_mesh()
     ckpt = reshard.unstack(reshard.open(path), "layers/kernel", into="layer_{}/kernel", axis=0)
     ckpt = reshard.stack(ckpt, "part_{}/w", into="parts/w", axis=1)
@@ -133,7 +130,6 @@ def read(path: str, specs: dict[str, Any], memory: str | None, kind: str) -> Any
 
 
 def laid_out(ckpt: Any, specs: dict[str, Any]) -> dict[str, Any]:
-    """A target for arrays of these specs, or on the host."""
     on = the_mesh()
     return {
         name: np.zeros(ckpt[name,].shape, ckpt[name,].dtype)
@@ -161,7 +157,6 @@ def alone(path: str, specs: dict[str, Any], memory: str | None) -> dict[str, Any
 
 
 def needed_bytes(handle: Any, sharding: Any) -> int:
-    """Stored bytes of the chunks that the shards of this process touch."""
     values = handle.data.store.values[handle.data.name]
     touched = set()
     for index in sharding.addressable_devices_indices_map(handle.shape).values():
@@ -175,7 +170,6 @@ def needed_bytes(handle: Any, sharding: Any) -> int:
 
 
 def hashed(leaf: Any) -> dict[str, str]:
-    """Digests of the parts of an array in this process."""
     if not isinstance(leaf, jax.Array):
         return {"host": hashlib.sha256(leaf.tobytes()).hexdigest()}
     return {
@@ -201,7 +195,6 @@ def failing(paths: list[str], layout: str, interrupted: int | None) -> str:
 
 
 def late(path: str) -> Any:
-    """A restore to which the last process comes when the others wait no more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicas, "_PATIENCE", 2)
         if jax.process_index() == jax.process_count() - 1:

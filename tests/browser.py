@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-INSTALL = "apt-get install --yes --no-install-recommends chromium"
 SECONDS = 60
 
 
@@ -70,9 +69,8 @@ class Chromium:
         tab.resize(width)
         tab.call("Page.navigate", url=file.as_uri())
         until = time.monotonic() + SECONDS
-        drawn = "document.readyState === 'complete'"
-        drawn += " && !document.querySelector('#sections:not([data-drawn])')"
-        while not tab.value(drawn):
+        drawing = "document.querySelector('#sections:not([data-drawn])')"
+        while not tab.value(f"document.readyState === 'complete' && !{drawing}"):
             assert time.monotonic() < until, "the page does not load"
             time.sleep(0.01)
         return tab
@@ -95,7 +93,7 @@ class Tab:
 
     def text(self, selector: str) -> str:
         """The text of the first element."""
-        return self.value(f"document.querySelector({json.dumps(selector)}).textContent")
+        return self.texts(selector)[0]
 
     def texts(self, selector: str) -> list[str]:
         """The text of each element."""
@@ -133,26 +131,22 @@ class Tab:
         self.value(f"document.querySelector({json.dumps(selector)}).select()")
         self.call("Input.insertText", text=text)
 
-    def screenshot(self, whole: bool = True) -> bytes:
-        """The page as PNG."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        return base64.b64decode(found["data"])
+    def screenshot(self) -> bytes:
+        """What is seen of the page, as PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def complaints(self) -> list[str]:
         """Messages on the console, and requests for other files."""
         found = []
         for event in self._chromium.events:
+            method, parameters = event["method"], event["params"]
             if event.get("sessionId") != self._session:
                 continue
-            parameters = event["params"]
-            if event["method"] in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled"):
+            if method in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
                 found.append(json.dumps(parameters))
-            if event["method"] == "Log.entryAdded":
-                found.append(parameters["entry"]["text"])
-            if event["method"] == "Network.requestWillBeSent":
-                url = parameters["request"]["url"]
-                if url != self._file.as_uri() and not url.startswith("data:"):
-                    found.append(f"requests {url}")
+            url = parameters["request"]["url"] if method == "Network.requestWillBeSent" else "data:"
+            if url != self._file.as_uri() and not url.startswith("data:"):
+                found.append(f"requests {url}")
         return found
 
 
@@ -160,7 +154,7 @@ class Tab:
 def started(folder: pathlib.Path) -> Iterator[Chromium]:
     """A browser with its files in this folder."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
-    assert program, f"no Chromium is installed: {INSTALL}"
+    assert program, "no Chromium is installed: apt-get install chromium"
     theirs, writing = os.pipe()
     reading, answers = os.pipe()
     # The browser reads from descriptor 3 and writes to 4.

@@ -1,34 +1,28 @@
-"""Sixteen simulated devices for every test, the checkpoints that the tests share, and what of the
-tests the default run takes.
-"""
+"""Sixteen simulated devices, the checkpoints that tests share, and the cases of the default run."""
 
 import os
 import pathlib
 import signal
 import tempfile
 
-# A shell that runs the tests in the background has them, and the processes they start, ignore
-# interrupts; some of those are to be interrupted.
+# A shell makes its background jobs ignore interrupts, but some tests interrupt processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Both must be set before jax is imported, which no test module has done yet. What is compiled here
-# runs once or twice, and is not worth being optimized.
+# Set before any test module imports jax. Compiled code runs once or twice, so it is not optimized.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
     " --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-# Much of what is compiled is compiled again, in another module, process or run; what JAX keeps of
-# it is beside what pytest keeps.
+# Other modules, processes and runs compile the same again: JAX caches it beside pytest's cache.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
     str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"),
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Nobody reads where in Python an operation was made.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import contextlib
@@ -45,10 +39,9 @@ from releases import older
 
 hypothesis.settings.register_profile("few", max_examples=10)
 hypothesis.settings.register_profile("many", max_examples=22)
-# Cases of one test that bring two values of its parameters together, in the exhaustive run.
+# The most cases of one test, in the exhaustive run, that combine two values of its parameters.
 MOST_PAIRS = 24
-# Files that take long go first, the longest of them before the others: the last ones are short, so
-# that no process waits for another.
+# Files that take long, longest first: they run first, so that no process waits for another.
 LONG = "broadcast written_to_buckets convert convert_models save resume restorer buckets protocol"
 LONG += " targets convert_align convert_layers docs format frozen cli verification derived"
 LONG += " cli_convert records outputs stacking shares_written examples convert_hints commit diff"
@@ -56,9 +49,8 @@ LONG += " workers hostile page loader device_reads execution imports restorer_pr
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has property tests take few examples in the default run; and the files that it writes be in
-    memory, where there is room and `TMPDIR` names no other place: it would wait for a disk for a
-    third of its time. Those of the exhaustive run are on a disk."""
+    """Few examples of property tests in the default run, whose files are in memory if there is room
+    and `TMPDIR` is not set. Those of the exhaustive run are on a disk."""
     is_default = "not exhaustive" in config.option.markexpr
     hypothesis.settings.load_profile("few" if is_default else "many")
     if is_default:
@@ -69,10 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The default run takes few combinations of a test's parameters, with each value in one of
-    them. The exhaustive run takes those that bring two more values together, at most `MOST_PAIRS`.
-    A test that is marked `every_combination` runs with all of them. Tests that take few examples in
-    the default run are in the exhaustive run too."""
+    """Selects cases. The default run takes few combinations of a test's parameters, but each value.
+    The exhaustive run takes more pairs of values, at most `MOST_PAIRS`, and tests with examples
+    again. Tests marked `every_combination` run with all."""
     tests: dict[str, dict[pytest.Item, sampling.Choices]] = {}
     for item in items:
         sampled = hypothesis.is_hypothesis_test(item.obj) or item.get_closest_marker("sampled")
@@ -81,10 +72,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if hasattr(item, "callspec"):
             name, _, _ = item.nodeid.partition("[")
             tests.setdefault(name, {})[item] = sampling.choices(item)
-    if hasattr(config, "workerinput"):  # there are other processes
-        order = LONG.split()
-        place = {f"test_{name}": number for number, name in enumerate(order)}
-        items.sort(key=lambda item: place.get(item.path.stem, len(order)))
+    if hasattr(config, "workerinput"):  # one of several processes
+        order = {f"test_{name}": number for number, name in enumerate(LONG.split())}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     left_out: set[pytest.Item] = set()
     for cases in tests.values():
         if next(iter(cases)).get_closest_marker("every_combination"):
@@ -99,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Collections of garbage do not look at what was imported, and are few."""
+    """Garbage collections skip imported modules, and are few."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
@@ -127,8 +117,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def read_by_orbax(saved):
-    """What Orbax reads of those, without a target: layout, name of one of `layouts.READERS` -> a
-    tree. Whoever changes it changes it for all."""
+    """Layout, name of one of `layouts.READERS` -> what Orbax reads without a target, not to be
+    changed."""
     import layouts
 
     return functools.cache(
@@ -138,8 +128,8 @@ def read_by_orbax(saved):
 
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory: pytest.TempPathFactory):
-    """Jobs that are done in shares: kind, as of `jobs.make` -> a source, which must be the same at
-    the end, and what one process writes of it."""
+    """Kind of `jobs.make` -> a source, checked to be unchanged at the end, and what one process
+    writes of it."""
     from jobs import changed, make
     from layouts import hashes
 
@@ -173,18 +163,18 @@ def _stores():
 
 @pytest.fixture
 def stores(_stores):
-    """Object stores on loopback, of `s3://` and `gs://`, which the environment names; see
-    `servers.Stores`. Each bucket is new, and no request has been counted yet."""
+    """Object stores on loopback, for `s3://` and `gs://`; see `servers.Stores`. Each bucket is new,
+    and no request has been counted yet."""
     _stores.reset()
     yield _stores
     errors = _stores.errors
-    _stores.reset()  # a fixture of a whole module meets no fault of the test before it
+    _stores.reset()  # also for fixtures of a module, which run before the next test
     assert errors == []
 
 
 @pytest.fixture
 def short_tries(monkeypatch):
-    """A store that does not answer is asked again twice, and soon."""
+    """Failed requests are repeated twice, soon."""
     from reshard.storage import bucket
 
     monkeypatch.setitem(bucket.RETRIES, "max_retries", 2)
@@ -195,8 +185,7 @@ def short_tries(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def _forgets():
-    """Lets go of what jax has compiled, and gives back memory: a process that keeps both grows to
-    gigabytes. What is left stays to the end, and is not looked at by collections of garbage."""
+    """Frees compiled code and memory: otherwise the process grows to gigabytes."""
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
@@ -208,8 +197,7 @@ def _forgets():
 
 @pytest.fixture(scope="module")
 def quickly_compiled():
-    """Compiles in half the time, with other emitters of XLA's, which do not keep all bits of NaNs:
-    for tests of models."""
+    """Compiles models in half the time, with XLA emitters that do not keep all bits of NaNs."""
     from jax._src import compiler
 
     def options(*args, _get=compiler.get_compile_options, **kwargs):
@@ -225,7 +213,7 @@ def quickly_compiled():
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of Python start with their imports behind them."""
+    """New processes of Python are forked from one that has imported the modules."""
     import forked
 
     monkeypatch.setattr("subprocess.Popen", forked.Popen)

@@ -36,13 +36,11 @@ CONTEXT.set_forkserver_preload(
 
 
 def prepared(name: str, without=spawn.get_preparation_data) -> dict:
-    """The preparation data of such a process, without the main module, which is pytest."""
     told = without(name)
     return {key: told[key] for key in told if not key.startswith("init_main")}
 
 
 def run(words: list[str], directory: str, environment: dict[str, str], streams: list) -> None:
-    """Runs a command line in the process."""
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)
         stream.close()

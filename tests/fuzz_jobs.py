@@ -46,8 +46,6 @@ LEFT = ("moved", "reshaped", "recorded", "converted", "resumed", ".reshard-resum
 
 
 class LinenMlp(nn.Module):
-    """A model, in Linen."""
-
     @nn.compact
     def __call__(self, x):
         x = nn.relu(nn.Dense(8)(x))
@@ -55,28 +53,23 @@ class LinenMlp(nn.Module):
 
 
 class NnxMlp(nnx.Module):
-    """The same in NNX."""
-
     def __init__(self, *, rngs: nnx.Rngs):
         self.first = nnx.Linear(6, 8, rngs=rngs)
         self.second = nnx.Linear(8, 4, rngs=rngs)
 
 
 def linen_training() -> TrainState:
-    """The model and its optimizer."""
     params = LinenMlp().init(jax.random.key(0), jnp.ones((1, 6)))["params"]
     state = TrainState.create(apply_fn=LinenMlp().apply, params=params, tx=optax.adam(1e-2))
     return state.replace(step=jnp.int32(7))
 
 
 def nnx_training() -> dict[str, Any]:
-    """The same in NNX."""
     model = NnxMlp(rngs=nnx.Rngs(0))
     return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)}
 
 
 def mesh() -> Mesh:
-    """The mesh that checkpoints were saved on."""
     return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 
 
@@ -90,13 +83,7 @@ def _stop(number: int, frame: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A damaged copy of a checkpoint.
-
-    Attributes:
-      base: the genuine one.
-      folder: where everything is that the case makes.
-      damage: does the damage to a directory.
-    """
+    """A copy of the checkpoint `base`, which `damage` has damaged; all files are in `folder`."""
 
     base: pathlib.Path
     folder: pathlib.Path
@@ -104,12 +91,10 @@ class Case:
 
     @property
     def source(self) -> pathlib.Path:
-        """The damaged one."""
         return self.folder / "source"
 
     @property
     def out(self) -> pathlib.Path:
-        """Where jobs write."""
         return self.folder / "out"
 
     def jobs(self, draw: random.Random) -> list[Callable[["Case"], None]]:
@@ -190,7 +175,6 @@ def _verify(case: Case) -> None:
 
 
 def _verify_against(case: Case) -> None:
-    """Both ways."""
     repr(reshard.verify(case.source, against=case.base)).encode(errors="surrogateescape")
     repr(reshard.verify(case.base, against=case.source)).encode(errors="surrogateescape")
 
@@ -204,7 +188,6 @@ def _digest(case: Case) -> None:
 
 
 def _diff(case: Case) -> None:
-    """Both ways."""
     for a, b in ((case.base, case.source), (case.source, case.base)):
         found = reshard.diff(a, b, values=True, layout=True)
         json.dumps(found.document())
@@ -236,7 +219,6 @@ def _to_nnx(case: Case) -> None:
 
 
 def _back(case: Case) -> None:
-    """By the record of the conversion."""
     saved(reshard.to_linen(case.source), case.out / "converted")
 
 
@@ -246,7 +228,6 @@ def _to_linen(case: Case) -> None:
 
 
 def _by_map(case: Case) -> None:
-    """Without what a model cannot hold."""
     ckpt = reshard.open(case.source)
     names = {path[0] for path in reshard.open(case.base)}
     dropped = [name for name in ("name", "none", "empty", "key") if name in names] + ["layers/**"]

@@ -38,7 +38,6 @@ def command(words: list[str]) -> tuple[int, str, str]:
 
 
 def reshard_in(directory: pathlib.Path, *words: object) -> tuple[int, str, str]:
-    """Runs `reshard WORDS` in a directory."""
     with inside(directory):
         return command([str(word) for word in words])
 

@@ -83,7 +83,6 @@ def plain_tree(seed, count):
 
 
 def linen_tree(seed, count):
-    """What `MAP` is for."""
     rng = np.random.default_rng(seed)
 
     def kernels(name, count, side):
@@ -123,7 +122,6 @@ def make(path, kind, count):
 
 
 def changed(source):
-    """What is saved."""
     source = pathlib.Path(source)
     map_file = source.with_name("map.toml")
     if map_file.exists():
@@ -134,7 +132,6 @@ def changed(source):
 
 
 def save(source, out, **options):
-    """Saves it, in little memory."""
     return reshard.save(changed(source), out, **{"max_memory": MEMORY} | options)
 
 
@@ -195,9 +192,6 @@ def ended(process):
     return process.returncode
 
 
-# In this process.
-
-
 class StopError(Exception):
     """What the tests throw into a running job."""
 
@@ -244,7 +238,6 @@ def values(path, **kwargs):
 
 
 def unfinished(out):
-    """Directories of unfinished jobs of a destination."""
     return sorted(out.parent.glob(f".reshard-{out.name}.*"))
 
 
@@ -258,20 +251,17 @@ def assert_pruned(path):
 
 
 def inodes(path):
-    """Inode of each file below a directory, by relative path."""
     files = (file for file in path.rglob("*") if file.is_file())
     return {str(file.relative_to(path)): file.stat().st_ino for file in files}
 
 
 def flip(file):
-    """Changes a bit."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
 def touched(file):
-    """Changes when it was written."""
     os.utime(file, ns=(file.stat().st_mtime_ns, file.stat().st_mtime_ns + 1))
 
 

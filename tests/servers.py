@@ -106,10 +106,10 @@ class Stores:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def bucket(self, kind: str) -> str:
+    def bucket(self, kind: str, name: str = "") -> str:
         """The URL of a new bucket: of `s3`, of `gs`, or of `conditional`: also `gs://`, on a server
         that keeps the conditions of writes, and knows nothing but what TensorStore asks."""
-        name = f"{kind}-{next(self._names)}"
+        name = name or f"{kind}-{next(self._names)}"
         self._kinds[name] = kind
         if kind != "conditional" and kind not in self._ports:
             moto = [sys.executable, "-c", _MOTO]

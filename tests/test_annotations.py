@@ -24,10 +24,6 @@ def leaf(path, shape, names=None, kind="", **kwargs):
     return AnnotatedLeaf(**{**arguments, "kind": kind, "parameter": parameter, **kwargs})
 
 
-def specs_of(found):
-    return {format_path(leaf.path): leaf.spec for leaf in found.leaves}
-
-
 def sources_of(found):
     return {format_path(leaf.path): (leaf.spec, leaf.source, leaf.rules) for leaf in found.leaves}
 
@@ -39,65 +35,50 @@ def run(leaves, rules=RULES, specs=(), semantics=None, mesh=MESH):
 # Where a spec comes from
 
 
-def test_the_precedence_of_the_sources_of_specs():
-    embed = ("embed", "mlp")
-    saved = (("model",), ())
-    leaves = [
-        leaf("opt/mu/all", (8, 8), embed, saved=saved),
-        leaf("opt/mu/named", (8, 8), embed, saved=saved),
-        leaf("opt/mu/bare", (8, 8)),
-        leaf("opt/mu/laid_out", (8, 8), saved=saved),
-        leaf("opt/mu/nothing", (8, 8)),
-        leaf("params/all", (8, 8), embed, saved=saved),
-        leaf("params/named", (8, 8), embed, saved=saved),
-        leaf("params/bare", (8, 8)),
-        leaf("params/laid_out", (8, 8), saved=saved),
-        leaf("params/nothing", (8, 8)),
-        leaf("batch_stats/named", (8, 8), ("mlp", None), saved=saved),
-        leaf("batch_stats/other", (8,), saved=(("data",),)),
-        leaf("step", ()),
-    ]
-    found = run(leaves, specs=[("params/(all|bare)", P("data")), ("^opt/mu/all", "model,data")])
-    data_model = (("data",), ("model",))
+DATA, MODEL = (("data",),), (("model",),)
+BOTH, SWAPPED = (("data",), ("model",)), (("model",), ("data",))
+NAMED = {"names": ("embed", "mlp")}
+SAVED = {"saved": (("model",), ())}
+
+
+def check_sources(cases, specs=()):
+    """Cases: path of an 8x8 leaf, what is known of it -> its spec, source and rules."""
+    found = run([leaf(path, (8, 8), **known) for path, known, *_ in cases], specs=specs)
     assert found.problems == found.hints == ()
-    assert sources_of(found) == {
-        "opt/mu/all": ((("model",), ("data",)), "specs", ()),
-        "opt/mu/named": (data_model, "optimizer", (0, 1)),
-        "opt/mu/bare": ((("data",),), "optimizer", ()),
-        "opt/mu/laid_out": (saved, "optimizer", ()),
-        "opt/mu/nothing": ((), "optimizer", ()),
-        "params/all": ((("data",),), "specs", ()),
-        "params/named": (data_model, "names", (0, 1)),
-        "params/bare": ((("data",),), "specs", ()),
-        "params/laid_out": (saved, "sharding", ()),
-        "params/nothing": ((), "none", ()),
-        "batch_stats/named": ((("model",), ()), "names", (1,)),
-        "batch_stats/other": ((("data",),), "sharding", ()),
-        "step": ((), "none", ()),
-    }
+    assert sources_of(found) == {path: tuple(expected) for path, _, *expected in cases}
+
+
+def test_the_precedence_of_the_sources_of_specs():
+    cases = [
+        ("opt/mu/all", NAMED | SAVED, SWAPPED, "specs", ()),
+        ("opt/mu/named", NAMED | SAVED, BOTH, "optimizer", (0, 1)),
+        ("opt/mu/bare", {}, DATA, "optimizer", ()),
+        ("opt/mu/laid_out", SAVED, SAVED["saved"], "optimizer", ()),
+        ("opt/mu/nothing", {}, (), "optimizer", ()),
+        ("params/all", NAMED | SAVED, DATA, "specs", ()),
+        ("params/named", NAMED | SAVED, BOTH, "names", (0, 1)),
+        ("params/bare", {}, DATA, "specs", ()),
+        ("params/laid_out", SAVED, SAVED["saved"], "sharding", ()),
+        ("params/nothing", {}, (), "none", ()),
+        ("batch_stats/named", {"names": ("mlp", None)} | SAVED, (("model",), ()), "names", (1,)),
+        ("batch_stats/other", {"saved": DATA}, DATA, "sharding", ()),
+        ("step", {}, (), "none", ()),
+    ]
+    check_sources(cases, [("params/(all|bare)", P("data")), ("^opt/mu/all", "model,data")])
 
 
 def test_a_moment_with_another_annotation_keeps_it():
-    leaves = [
-        leaf("params/w", (8, 8), ("embed", "mlp")),
-        leaf("params/v", (8, 8), saved=(("data",),)),
-        leaf("opt/same/w", (8, 8), ("embed", "mlp")),
-        leaf("opt/other/w", (8, 8), ("mlp", "embed")),
-        leaf("opt/none/w", (8, 8)),
-        leaf("opt/laid_out/w", (8, 8), saved=(("model",),)),
-        leaf("opt/same/v", (8, 8), saved=(("data",),)),
-        leaf("opt/other/v", (8, 8), saved=(("model",),)),
+    cases = [
+        ("params/w", NAMED, BOTH, "names", (0, 1)),
+        ("params/v", {"saved": DATA}, DATA, "sharding", ()),
+        ("opt/same/w", NAMED, BOTH, "optimizer", (0, 1)),
+        ("opt/other/w", {"names": ("mlp", "embed")}, SWAPPED, "names", (1, 0)),
+        ("opt/none/w", {}, BOTH, "optimizer", (0, 1)),
+        ("opt/laid_out/w", {"saved": MODEL}, MODEL, "sharding", ()),
+        ("opt/same/v", {"saved": DATA}, DATA, "optimizer", ()),
+        ("opt/other/v", {"saved": MODEL}, MODEL, "sharding", ()),
     ]
-    assert sources_of(run(leaves)) == {
-        "params/w": ((("data",), ("model",)), "names", (0, 1)),
-        "params/v": ((("data",),), "sharding", ()),
-        "opt/same/w": ((("data",), ("model",)), "optimizer", (0, 1)),
-        "opt/other/w": ((("model",), ("data",)), "names", (1, 0)),
-        "opt/none/w": ((("data",), ("model",)), "optimizer", (0, 1)),
-        "opt/laid_out/w": ((("model",),), "sharding", ()),
-        "opt/same/v": ((("data",),), "optimizer", ()),
-        "opt/other/v": ((("model",),), "sharding", ()),
-    }
+    check_sources(cases)
 
 
 def test_an_ambiguous_moment_is_a_problem():
@@ -118,25 +99,12 @@ def test_an_ambiguous_moment_is_a_problem():
         f"opt/w/square  [8]: {where} {may}",
         f"opt/w.1/square  [3, 3]: {where} its shape is not a part of the parameter's, [8, 8]",
     )
-    assert found.hints == (
-        'specs=[("^opt/v/square$", P(...))] says how to split it',
-        'specs=[("^opt/w/square$", P(...))] says how to split it',
-        r'specs=[(r"^opt/w\.1/square$", P(...))] says how to split it',
-    )
-    said = run(
-        leaves,
-        specs=[("^opt/v/square$", "model"), ("^opt/w/square$", ""), (r"^opt/w\.1/square$", "")],
-    )
+    regexes = ['"^opt/v/square$"', '"^opt/w/square$"', r'r"^opt/w\.1/square$"']
+    assert found.hints == tuple(f"specs=[({x}, P(...))] says how to split it" for x in regexes)
+    said = run(leaves, specs=[("^opt/v/square$", "model"), (r"^opt/w(\.1)?/square$", "")])
     assert said.problems == said.hints == ()
-    assert specs_of(said) == {
-        "params/square": (("data",), ("model",)),
-        "params/free": (),
-        "opt/v/square": (("model",),),
-        "opt/w/square": (),
-        "opt/w.1/square": (),
-        "opt/v/free": ((),),
-        "opt/w/free": (),
-    }
+    specs = [BOTH, (), MODEL, (), (), ((),), ()]
+    assert [each.spec for each in said.leaves] == specs
 
 
 # Names
@@ -149,12 +117,12 @@ def test_without_rules_names_are_mesh_axes(kind, rules):
     found = run([leaf("params/w", (8, 3, 2), names[:3], kind)], rules)
     assert found.problems == found.hints == ()
     assert found.unmatched == {}
-    assert specs_of(found) == {"params/w": (("model",), (), ("data",))}
+    assert [each.spec for each in found.leaves] == [(("model",), (), ("data",))]
     # Those that a regex overrides are not looked at.
     leaves = [leaf("params/a", (8, 8), ("embed", "heads"), kind)]
     found = run(leaves, rules, [("a$", P(None, "model"))])
     assert (found.problems, found.hints, found.unmatched) == ((), (), {})
-    assert specs_of(found) == {"params/a": ((), ("model",))}
+    assert [each.spec for each in found.leaves] == [((), ("model",))]
 
 
 def test_rules_of_an_annotation_come_after_those_of_the_caller():
@@ -221,7 +189,7 @@ def test_the_printed_report_is_short_and_ends_with_problems():
 
 def test_on_one_device_nothing_is_replicated():
     found = run([leaf("params/a", (8, 8), ("embed", "mlp")), leaf("step", ())], mesh=ONE)
-    assert specs_of(found) == {"params/a": (("data",), ("model",)), "step": ()}
+    assert [each.spec for each in found.leaves] == [BOTH, ()]
     assert (found.replicated, found.device_bytes, found.problems) == ((), 260, ())
 
 

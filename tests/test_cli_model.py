@@ -113,28 +113,20 @@ def test_the_models_specs_are_written_and_optimizer_state_follows(folder):
     layouts.assert_same_tree(got, expected)
 
 
-def test_a_spec_on_the_command_line_comes_before_those_of_the_file(folder):
-    assert run(folder, *MINE, "--spec", "bias$=data") == ""
-    assert specs(folder / "out")["opt_state/0/mu/Dense_0/bias"] == P(("data",))
-
-
-def test_specs_of_a_file_need_no_model(folder):
+def test_specs_of_a_file_need_no_model_and_come_after_those_of_the_command_line(folder):
     (folder / "specs.toml").write_text('specs = [["kernel$", [["data", "model"], []]]]\n')
     assert run(folder, "--rules", "specs.toml") == ""
     found = specs(folder / "out")
     assert found["params/Dense_0/kernel"] == P(("data", "model"), None)
     assert found["params/Dense_0/bias"] == P()
+    assert run(folder, *MINE, "--spec", "bias$=data", "--overwrite") == ""
+    assert specs(folder / "out")["opt_state/0/mu/Dense_0/bias"] == P(("data",))
 
 
 def test_a_model_with_other_leaves_is_refused(folder):
-    assert run(folder, "--model", "mine:narrow", "--rules", "rules.toml") == (
+    assert run(folder, "--model", "mine:narrow", "--rules", "rules.toml").startswith(
         f"Error: `{folder / 'run'}` does not match the target: 6 of another shape\n"
-        + "".join(
-            f"  {head}/Dense_0/bias: the target has float32[8], the checkpoint float32[16]\n"
-            f"  {head}/Dense_0/kernel: the target has float32[8, 8], the checkpoint "
-            "float32[8, 16]\n"
-            for head in ("params", "opt_state/0/mu", "opt_state/0/nu")
-        )
+        "  params/Dense_0/bias: the target has float32[8], the checkpoint float32[16]\n"
     )
     renames = ("--rename", "^params/Dense_0/=params/Dense_9/")
     assert run(folder, *MINE, "--drop", "opt_state/0/nu/**", *renames) == (
@@ -145,8 +137,7 @@ def test_a_model_with_other_leaves_is_refused(folder):
         "  opt_state/0/nu/Dense_0/bias  float32[16]: missing\n"
         "  opt_state/0/nu/Dense_0/kernel  float32[8, 16]: missing\n"
         "  params/Dense_9/bias  float32[16]: not in the target\n"
-        "  params/Dense_9/kernel  float32[8, 16]: not in the target\n"
-        "\n"
+        "  params/Dense_9/kernel  float32[8, 16]: not in the target\n\n"
         "hint: --drop 'params/Dense_9/**'\n"
     )
 
@@ -156,23 +147,17 @@ def test_what_is_wrong_with_a_model_is_said(folder):
         "Error: --model mine:fails: its code raised RuntimeError\n  no weights today\n"
         f"  in {folder}/mine.py, line {FAILS_AT}\n"
     )
-    assert run(folder, "--model", "mine:stat") == (
-        "Error: --model mine:stat: it cannot be imported\n"
-        "  module 'mine' has no attribute 'stat'\n\n"
-        "hint: the nearest name is `state`\n"
-    )
-    assert run(folder, "--model", "mine.py") == (
-        "Error: --model mine.py: this name does not have the form `package.module:callable`\n\n"
-        "hint: --model mine.py:NAME\n"
-    )
+    for model, hint in (
+        ("mine:stat", "the nearest name is `state`"),
+        ("mine.py", "--model mine.py:NAME"),
+    ):
+        assert run(folder, "--model", model).endswith(f"\n\nhint: {hint}\n")
     told = "Error: --spec, --axis, --model and --rules require --to MESH\n"
     assert run(folder, "--model", "mine:state", to="").endswith(told)
     told = "Error: `--to nnx` is not a mesh; to convert: reshard convert SRC DST --to nnx\n"
     assert run(folder, to="nnx").endswith(told)
-    convert = ("convert", "run", "out", "--to", "1x8")
-    status, _, errors = in_process.reshard_in(folder, *convert)
-    told = "Error: Invalid value for '--to': `1x8` is a mesh: --mesh 1x8\n"
-    assert (status, errors.endswith(told)) == (2, True)
+    told = in_process.refused(folder, "convert", "run", "out", "--to", "1x8")
+    assert told.endswith("Error: Invalid value for '--to': `1x8` is a mesh: --mesh 1x8\n")
 
 
 def test_to_mesh_takes_a_target_in_python(folder):
@@ -197,16 +182,12 @@ def test_to_mesh_takes_a_target_in_python(folder):
 
 def test_a_rule_that_reaches_nothing_is_noted(folder):
     (folder / "rules.toml").write_text(RULES.replace('"mlp"', '"mpl"'))
-    text = (
+    notes = [
         "no rule has the axis name `mlp`; the nearest rule is `mpl`. Leaves replicated along this "
-        "axis: 3, 768 B a device"
-    )
-    other = "rules whose axis name no leaf has: `mpl`. Replicated in all: 8 B a device"
+        "axis: 3, 768 B a device",
+        "rules whose axis name no leaf has: `mpl`. Replicated in all: 8 B a device",
+    ]
     command = ("ckpt", "run", "out", "--to", "2x2", *MINE)
     lines = in_process.shown(folder, *command, "--dry-run").splitlines()
-    assert [line for line in lines if line.startswith("note")] == [
-        f"note     {text}",
-        f"note     {other}",
-    ]
-    document = json.loads(in_process.shown(folder, *command, "--json"))
-    assert document["notes"] == [text, other]
+    assert [line for line in lines if line.startswith("note")] == [f"note     {x}" for x in notes]
+    assert json.loads(in_process.shown(folder, *command, "--json"))["notes"] == notes

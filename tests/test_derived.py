@@ -13,14 +13,16 @@ import layouts
 import ml_dtypes
 import numpy as np
 import pytest
-import tensorstore as ts
 from by_numpy import in_numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layouts import bits, random
+from jobs import FORMATS
+from layouts import bits, put, random
 from sampling import examples, few
+from test_format import stored_so
+from test_operations import operations
 from watched import Watched
 
 import reshard
@@ -46,12 +48,6 @@ from reshard.restore.device_reads import Request, read_arrays
 from reshard.sharding.mesh import Mesh, fitting_spec
 from reshard.storage import array_store
 
-FORMATS = {
-    "zarr2": {},
-    "zarr3": {"use_zarr3": True},
-    "files": {"use_ocdbt": False},
-    "files3": {"use_ocdbt": False, "use_zarr3": True},
-}
 LAYERS = 6
 # name -> shape, spec, dtype. On 2x4 devices a chunk is a shard: layers in one chunk, in two, in one
 # each; parts of a projection in one chunk.
@@ -73,12 +69,7 @@ ARRAYS = {
 }
 
 
-def put(values, spec, sizes=(2, 4)):
-    return jax.device_put(values, NamedSharding(layouts.mesh(sizes), spec))
-
-
 def write(path, tree, **kwargs):
-    """Save a tree with Orbax, and open it."""
     return reshard.open(layouts.save_pytree(path, tree, **kwargs))
 
 
@@ -108,7 +99,7 @@ def saved_once(folders, arrays):
             key: random(shape, dtype, seed)
             for seed, (key, (shape, _, dtype)) in enumerate(arrays.items())
         }
-        tree = {key: put(values[key], spec) for key, (_, spec, _) in arrays.items()}
+        tree = {key: put(values[key], *spec) for key, (_, spec, _) in arrays.items()}
         return write(folders.mktemp(name) / "saved", tree, **FORMATS[name]), values
 
     return get
@@ -116,17 +107,11 @@ def saved_once(folders, arrays):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A checkpoint of `ARRAYS` in a format, and its values."""
     return saved_once(tmp_path_factory, ARRAYS)
 
 
 class Forming:
-    """A tree of handles and the same tree in numpy, with the same operations applied to both.
-
-    Args:
-      ckpt: the checkpoint.
-      values: its values by their only key.
-    """
+    """The handles of a checkpoint and its values, with the same operations applied to both."""
 
     def __init__(self, ckpt, values):
         self.ckpt = ckpt
@@ -152,7 +137,6 @@ class Forming:
         return self
 
     def only(self, *names):
-        """Keep only these arrays."""
         self.handles = {name: self.handles[name] for name in names}
         self.values = {name: self.values[name] for name in names}
         return self
@@ -201,15 +185,11 @@ def assert_formed(forming, out, sizes=None, **kwargs):
 
 
 def sharding_of(handle, on):
-    """JAX's sharding of a handle on a mesh."""
     return NamedSharding(on, P(*(entry or None for entry in handle.sharding.spec)))
 
 
 def plans_of(plan):
     return {array.path[0]: array for array in plan.arrays}
-
-
-# Operations.
 
 
 def names(prefix, count):
@@ -220,37 +200,34 @@ def unstack(name, axis=0, count=LAYERS):
     return Unstack(axis, count), [name], names(f"{name}_", count)
 
 
-RECIPES = {
-    "operations": [
-        (Transpose((2, 0, 1)), ["together"], ["t"]),
-        (Transpose((1, 0)), ["odd"], ["o"]),
-        (Reshape((16, 32)), ["heads"], ["merged"]),
-        (Reshape((16, 4, 9)), ["qkv"], ["divided"]),
-        (Reshape((1, 4, 9)), ["bias"], ["one"]),
-        (Split(1, (18, 18)), ["qkv"], ["q", "kv"]),
-        (Split(-1, (32, 32)), ["glu"], ["gate", "up"]),
-        (Split(0, (4, 8, 24)), ["bias"], ["b0", "b1", "b2"]),
-        (Concat(1), names("layer_", 3), ["joined"]),
-        (Concat(0), ["norm_1", "norm_0", "norm_0"], ["norms"]),
-        (Stack(0), names("layer_", 3), ["s"]),
-        (Stack(0), ["layer_0", "layer_0"], ["twice"]),
-        (Stack(-1), ["norm_0", "norm_2"], ["n"]),
-        (Stack(0), ["flag_0", "flag_1"], ["f"]),
-        *(unstack("together"), unstack("halves"), unstack("each", count=8)),
-        *(unstack("inner", 1), unstack("odd", -1, 7)),
-        (Pad(((0, 4), (2, 0)), -1.0), ["qkv"], ["padded"]),
-        (Pad(((1, 3), (0, 0), (0, 8)), -7), ["rows"], ["more"]),
-        (Crop(((0, 4), (2, 2))), ["qkv"], ["cropped"]),
-        (Crop(((1, 1), (0, 0), (8, 0))), ["rows"], ["less"]),
-    ]
-}
+OPERATIONS = [
+    (Transpose((2, 0, 1)), ["together"], ["t"]),
+    (Transpose((1, 0)), ["odd"], ["o"]),
+    (Reshape((16, 32)), ["heads"], ["merged"]),
+    (Reshape((16, 4, 9)), ["qkv"], ["divided"]),
+    (Reshape((1, 4, 9)), ["bias"], ["one"]),
+    (Split(1, (18, 18)), ["qkv"], ["q", "kv"]),
+    (Split(-1, (32, 32)), ["glu"], ["gate", "up"]),
+    (Split(0, (4, 8, 24)), ["bias"], ["b0", "b1", "b2"]),
+    (Concat(1), names("layer_", 3), ["joined"]),
+    (Concat(0), ["norm_1", "norm_0", "norm_0"], ["norms"]),
+    (Stack(0), names("layer_", 3), ["s"]),
+    (Stack(0), ["layer_0", "layer_0"], ["twice"]),
+    (Stack(-1), ["norm_0", "norm_2"], ["n"]),
+    (Stack(0), ["flag_0", "flag_1"], ["f"]),
+    *(unstack("together"), unstack("halves"), unstack("each", count=8)),
+    *(unstack("inner", 1), unstack("odd", -1, 7)),
+    (Pad(((0, 4), (2, 0)), -1.0), ["qkv"], ["padded"]),
+    (Pad(((1, 3), (0, 0), (0, 8)), -7), ["rows"], ["more"]),
+    (Crop(((0, 4), (2, 2))), ["qkv"], ["cropped"]),
+    (Crop(((1, 1), (0, 0), (8, 0))), ["rows"], ["less"]),
+]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_orbax_loads_what_was_formed(source, tmp_path, name, recipe):
+def test_orbax_loads_what_was_formed(source, tmp_path, name):
     forming = Forming(*source(name))
-    for operation, inputs, outputs in RECIPES[recipe]:
+    for operation, inputs, outputs in OPERATIONS:
         forming.step(operation, inputs, outputs, keep=True)
     forming.only("odd", *(key for key in forming.handles if key not in ARRAYS))
     before = layouts.hashes(forming.ckpt.source.root)
@@ -259,50 +236,21 @@ def test_orbax_loads_what_was_formed(source, tmp_path, name, recipe):
 
 
 @st.composite
-def steps(draw, shapes, crops=True):
-    """Up to four operations, and for each whether what it takes also stays in the tree as it is.
-
-    Args:
-      draw: of hypothesis.
-      shapes: name -> shape, dtype of the arrays that there are.
-      crops: with crops, whose last boxes may hold less than is decoded for them.
-    """
+def steps(draw, shapes):
+    """Up to four operations on arrays of these shapes and dtypes, and for each whether what it
+    takes also stays in the tree as it is."""
     there, made = dict(shapes), []
     for number in range(draw(st.integers(1, 4))):
         name = draw(st.sampled_from(sorted(there)))
         shape, dtype = there[name]
-        rank, inputs = len(shape), [name]
-        axis = draw(st.integers(-rank, rank - 1)) if rank else 0
-        kinds = ["transpose", "reshape", "stack", "pad", *["crop"] * crops]
-        kinds += ["split", "concat", *(["unstack"] if shape[axis] <= 8 else [])] if rank else []
-        kind = draw(st.sampled_from(kinds))
+        kinds = ["transpose", "reshape", "stack", "pad", "crop", *["split", "concat"] * bool(shape)]
+        kind = draw(st.sampled_from(kinds + ["unstack"] * (0 < min(shape, default=0) <= 8)))
+        inputs = [name]
         if kind in ("stack", "concat"):
             alike = sorted(other for other, it in there.items() if it == there[name])
             inputs = draw(st.lists(st.sampled_from(alike), min_size=1, max_size=3))
-        if kind == "transpose":
-            operation = Transpose(tuple(draw(st.permutations(range(rank)))))
-        elif kind == "reshape":
-            count = math.prod(shape)
-            first = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
-            operation = Reshape((first, *[1] * draw(st.integers(0, 1)), count // first))
-        elif kind == "split":
-            size = shape[axis]
-            parts = draw(st.sampled_from([n for n in (1, 2, 3) if n <= size]))
-            sizes = (size // parts,) * (parts - 1)
-            operation = Split(axis, (*sizes, size - sum(sizes)))
-        elif kind == "unstack":
-            operation = Unstack(axis, shape[axis])
-        elif kind in ("stack", "concat"):
-            operation = Stack(axis) if kind == "stack" else Concat(axis)
-        else:
-            widths = tuple(
-                (draw(st.integers(0, 2)), draw(st.integers(0, 2)))
-                if kind == "pad" or size > 4
-                else (0, 0)
-                for size in shape
-            )
-            operation = Pad(widths, 1) if kind == "pad" else Crop(widths)
-        new = operation.shapes([there[other][0] for other in inputs])
+        operation = draw(operations(kind, shape, least=1, most_parts=8))
+        new = operation.shapes([shape] * len(inputs))
         outputs = [f"made{number}_{i}" for i in range(len(new))]
         keep = draw(st.booleans())
         if not keep:
@@ -334,43 +282,31 @@ def test_any_steps(source, tmp_path_factory, made, name, sizes, chunks, memory, 
 
 def test_host_values_and_single_devices(tmp_path):
     """Numpy arrays stay on the host; scalars that become an array are one on the host."""
-    tree = {
-        "host": {"a": random((6, 4), "float64"), "b": random((6, 4), "float64", 1)},
-        "count": {"a": 3, "b": 1 << 40},
-        "rate": [0.5, 0.25],
-        "single": {"a": jnp.asarray(random((4, 6))), "b": jnp.asarray(random((4, 6), seed=1))},
-    }
+    one, two = (jnp.asarray(random((4, 6), seed=n)) for n in range(2))
+    a, b = (random((6, 4), "float64", n) for n in range(2))
+    tree = {"a": a, "b": b, "n": 3, "m": 1 << 40, "f": 0.5, "g": 0.25, "one": one, "two": two}
     ckpt = write(tmp_path / "in", tree)
-    leaves = [
-        *apply(Stack(0), [ckpt["host", "a"], ckpt["host", "b"]], [("host",)]),
-        *apply(Unstack(1, 4), [ckpt["host", "a"]], [("part", i) for i in range(4)]),
-        *apply(Stack(0), [ckpt["count", "a"], ckpt["count", "b"]], [("counts",)]),
-        *apply(Reshape((1,)), [ckpt["rate", 0]], [("rate",)]),
-        *apply(Reshape(()), [ckpt["rate", 1]], [("scalar",)]),
-        *apply(Concat(0), [ckpt["single", "a"], ckpt["single", "b"]], [("single",)]),
-    ]
+    leaves = []
+    for operation, inputs, paths in (
+        (Stack(0), "ab", [("host",)]),
+        (Unstack(1, 4), "a", [("part", i) for i in range(4)]),
+        (Stack(0), "nm", [("counts",)]),
+        (Reshape((1,)), "f", [("rate",)]),
+        (Reshape(()), "g", [("scalar",)]),
+        (Concat(0), ["one", "two"], [("single",)]),
+    ):
+        leaves += apply(operation, [ckpt[name] for name in inputs], paths)
     new = ckpt.replace({leaf.path: leaf for leaf in leaves}, retyped=True)
     assert [leaf.value_type for leaf in leaves] == ["np.ndarray"] * 7 + ["scalar", "jax.Array"]
-    got, live = saved_and_restored(new, tmp_path / "out")
-    a, b = tree["host"].values()
-    expected = {
-        ("host",): np.stack([a, b]),
-        **{("part", i): a[:, i] for i in range(4)},
-        ("counts",): np.array([3, 1 << 40]),
-        ("rate",): np.array([0.5]),
-        ("single",): np.concatenate([tree["single"]["a"], tree["single"]["b"]]),
-    }
-    assert got.pop(("scalar",)) == 0.25
-    assert values_of(got) == values_of(expected)
-    assert {path: isinstance(leaf, jax.Array) for path, leaf in got.items()} == {
-        path: path == ("single",) for path in expected
-    }
-    assert got["single",].sharding == tree["single"]["a"].sharding
-    assert live.pop(("scalar",)) == 0.25
-    assert values_of(live) == values_of(expected)
+    expected = {("host",): np.stack([a, b]), **{("part", i): a[:, i] for i in range(4)}}
+    expected |= {("counts",): np.array([3, 1 << 40]), ("rate",): np.array([0.5])}
+    expected["single",] = np.concatenate([one, two])
+    for found in (got := saved_and_restored(new, tmp_path / "out")):
+        assert found.pop(("scalar",)) == 0.25
+        assert values_of(found) == values_of(expected)
+    devices = {path for path, leaf in got[0].items() if isinstance(leaf, jax.Array)}
+    assert devices == {("single",)} and got[0]["single",].sharding == one.sharding
 
-
-# Chunks that are copied verbatim.
 
 MOVES = {
     "stack": [
@@ -395,27 +331,19 @@ MOVES = {
 }
 
 
-@pytest.fixture
-def undecoded(monkeypatch):
-    """No array may be opened."""
-
-    def opened(*args):
-        raise AssertionError("an array was opened")
-
-    monkeypatch.setattr(array_store.ArrayStore, "open_array", opened)
-    return monkeypatch
-
-
 @pytest.mark.parametrize("link", [True, False])
 @pytest.mark.parametrize("moves", MOVES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_whole_chunks_are_moved_undecoded(source, tmp_path, undecoded, name, moves, link):
+def test_whole_chunks_are_moved_undecoded(source, tmp_path, monkeypatch, name, moves, link):
+    def opened(*args):
+        raise AssertionError("an array was opened")
+
     original, values = source(name)
     copy = tmp_path / "copy"
     shutil.copytree(original.source.root, copy)
     forming = Forming(reshard.open(copy), values).steps(MOVES[moves])
-    ckpt = forming.checkpoint()
-    plan = reshard.save(ckpt, tmp_path / "out", link=link)
+    monkeypatch.setattr(array_store.ArrayStore, "open_array", opened)
+    plan = reshard.save(forming.checkpoint(), tmp_path / "out", link=link)
     assert all(array.verbatim for array in plan.arrays)
     assert {array.passes for array in plan.arrays} == {1.0}
     links = link and original.source.store.ocdbt
@@ -430,7 +358,6 @@ def test_whole_chunks_are_moved_undecoded(source, tmp_path, undecoded, name, mov
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_operations_that_need_decoding(source, keep):
-    """Only stacks and parts of whole chunks are copied verbatim."""
     steps = [
         (Transpose((1, 0)), ["layer_0"], ["transposed"]),
         (Concat(0), ["layer_1", "layer_2"], ["joined"]),
@@ -439,6 +366,7 @@ def test_operations_that_need_decoding(source, keep):
         (Pad(((0, 8), (0, 0)), 0), ["qkv"], ["padded"]),
         (Crop(((0, 2), (0, 0))), ["odd"], ["cropped"]),
         unstack("together"),
+        (Stack(0), ["a", "b"], ["stacked"]),
     ]
     forming = Forming(*source("zarr2")).steps(steps)
     made = {key for key, handle in forming.handles.items() if isinstance(handle.data, Derived)}
@@ -451,26 +379,14 @@ def test_operations_that_need_decoding(source, keep):
 
 def rewritten(path, name, **metadata):
     """Rewrite an array of a plain checkpoint with the same values and another encoding."""
-    ckpt = reshard.open(path)
-    handle = ckpt[name]
-    values = np.asarray(handle.view().read().result())
+    handle = reshard.open(path)[name]
     document = json.loads(handle.data.metadata) | metadata
-    shutil.rmtree(path / name)
-    array = ts.open(
-        {
-            "driver": handle.data.store.driver,
-            "kvstore": f"file://{path}/{name}/",
-            "metadata": document,
-            "store_data_equal_to_fill_value": True,
-        },
-        create=True,
-    ).result()
-    array.write(values).result()
+    stored_so(path, name, document, np.asarray(handle.view().read().result()))
 
 
 LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 ENCODINGS = {
-    "files": [
+    "zarr2-files": [
         {"compressor": {"id": "zstd", "level": 5}},
         {"compressor": None},
         {"order": "F"},
@@ -479,13 +395,12 @@ ENCODINGS = {
         {"chunks": [8, 24]},
         {"chunks": [12, 64]},
     ],
-    "files3": [
+    "zarr3-files": [
         {"codecs": [LITTLE]},
         {"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]},
         {"chunk_key_encoding": {"name": "v2"}},
         {"fill_value": 1.5},
         {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [16, 12]}}},
-        # A shard that holds several chunks is another thing with an axis more.
         {
             "codecs": [
                 {
@@ -503,12 +418,11 @@ ENCODINGS = {
     ("name", "encoding"),
     few(
         ((name, e) for name, some in ENCODINGS.items() for e in some),
-        *(("files", ENCODINGS["files"][n]) for n in (1, 2, 6)),
-        *(("files3", ENCODINGS["files3"][n]) for n in (2, 3, 4, 5)),
+        *(("zarr2-files", ENCODINGS["zarr2-files"][n]) for n in (1, 2, 6)),
+        *(("zarr3-files", ENCODINGS["zarr3-files"][n]) for n in (2, 3, 4, 5)),
     ),
 )
 def test_arrays_that_are_encoded_differently(source, tmp_path, name, encoding, count):
-    """They are decoded. If all have the same encoding, chunks may be copied verbatim."""
     original, values = source(name)
     path = tmp_path / "in"
     shutil.copytree(original.source.root, path)
@@ -531,18 +445,16 @@ EMPTY = "an operation must not make an array without elements\n"
 
 
 def mismatch(operation, handles, outputs=1):
-    with pytest.raises(reshard.TreeMismatchError) as error:
-        apply(operation, handles, [("made", i) for i in range(outputs)])
-    return str(error.value)
+    paths = [("made", i) for i in range(outputs)]
+    return layouts.refused(reshard.TreeMismatchError, apply, operation, handles, paths)
 
 
 def test_what_does_not_apply_is_refused(source, tmp_path):
     ckpt, _ = source("zarr2")
     cast = reshard.cast(ckpt, "bfloat16", ["layer_1", "bias"])
     keys = jax.random.split(jax.random.key(3), 4)
-    own = {"a": random((4,)), "b": put(random((4,)), P()), "n": 3, "f": 0.5, "keys": keys}
-    own["d"] = np.zeros(4)
-    own = write(tmp_path / "in", own)
+    own = {"a": random((4,)), "b": put(random((4,))), "n": 3, "f": 0.5, "d": np.zeros(4)}
+    own = write(tmp_path / "in", own | {"keys": keys})
     keys_stay = "`keys` holds PRNG keys, which can only be renamed, stacked or unstacked"
     for operation, handles, text in [
         (
@@ -567,16 +479,6 @@ def test_what_does_not_apply_is_refused(source, tmp_path):
             *(Stack(0), [own["n"], own["f"]]),
             f"{DIFFERENT}  n  int64[] scalar\n  f  float64[] scalar",
         ),
-        (
-            Transpose((1, 0)),
-            [ckpt["together"]],
-            "axes [1, 0] are not an order of all axes of [6, 16, 24], which are [0, 1, 2]",
-        ),
-        (
-            Stack(0),
-            [ckpt["layer_0"], ckpt["qkv"]],
-            "[32, 96] and [16, 36] cannot be stacked: their shapes must be equal",
-        ),
         (Unstack(1, 2), [own["keys"]], keys_stay),
         (Transpose((1, 0)), [own["keys"]], keys_stay),
         (Stack(2), [own["keys"]], keys_stay),
@@ -593,26 +495,14 @@ def test_what_does_not_apply_is_refused(source, tmp_path):
 
 
 def test_fills(source, tmp_path):
-    forming = Forming(*source("zarr3"))
-    for name, fill in [
-        ("rows", 0.5),
-        ("rows", 200),
-        ("odd", -1),
-        ("odd", float("nan")),
-        ("flag_0", 2),
-        ("heads", 1e6),
-    ]:
+    forming, made = Forming(*source("zarr3")), []
+    wrong = {"rows": (0.5, 200), "odd": (-1, math.nan), "flag_0": (2,), "heads": (1e6,)}
+    for name, fill in ((name, fill) for name, fills in wrong.items() for fill in fills):
         shape, _, dtype = ARRAYS[name]
         text = f"{name}: the constant {fill} of the map does not exist in {dtype}"
         assert mismatch(Pad(((0, 0),) * len(shape), fill), [forming.ckpt[name]]) == text
-    made = []
-    for name, fill in [
-        ("heads", 0.1),
-        ("heads", float("-inf")),
-        ("norm_0", float("nan")),
-        ("rows", -128),
-        ("flag_0", True),
-    ]:
+    right = {"heads": (0.1, -math.inf), "norm_0": (math.nan,), "rows": (-128,), "flag_0": (True,)}
+    for name, fill in ((name, fill) for name, fills in right.items() for fill in fills):
         made.append(f"{name}_{fill}")
         widths = ((1, 0),) * len(ARRAYS[name][0])
         forming.step(Pad(widths, fill), [name], made[-1:], keep=True)
@@ -624,46 +514,33 @@ def test_leaves_that_were_saved_under_one_name_are_refused(tmp_path):
     ckpt = write(tmp_path / "in", tree)
     one, other = ckpt["a", "b.c"], ckpt["d"]
     for handles in ([one], [one, other], [other, other, one]):
-        with pytest.raises(reshard.CorruptCheckpointError) as error:
-            apply(Concat(0), handles, [("made",)])
-        assert str(error.value) == (
+        error = reshard.CorruptCheckpointError
+        assert layouts.refused(error, apply, Concat(0), handles, [("made",)]) == (
             "two leaves were saved under one name, so one of them has overwritten the other\n"
             "  a/b.c and a.b/c are both stored as `a.b.c`\n\n"
             'hint: drop both: reshard.select(ckpt, drop=["a/b.c", "a.b/c"])'
         )
 
 
-# Absent chunks.
-
-
-@pytest.fixture
-def sparse(source, tmp_path):
+def sparse(source, path, name, fills=True):
     """A checkpoint with absent chunks, which hold the fill value."""
-
-    def get(name, fills=True):
-        original, values = source(name)
-        path = tmp_path / "sparse"
-        shutil.copytree(original.source.root, path)
-        document = json.loads((path / "_METADATA").read_text())
-        document["store_array_data_equal_to_fill_value"] = not fills
-        (path / "_METADATA").write_text(json.dumps(document))
-        values = {key: value.copy() for key, value in values.items()}
-        handles = {handle.path[0]: handle for handle in original.arrays}
-        absent = [("layer_1", (0, 2)), ("layer_2", (1, 0)), ("each", (3, 0, 0)), ("norm_2", (1,))]
-        absent += [("together", (0, 1, 1)), ("qkv", (3, 0)), ("flag_1", ())]
-        for key, place in absent:
-            (path / key / handles[key].data.encoding.chunk_key(place)).unlink()
-            chunk = handles[key].chunk_shape
-            box = tuple(slice(i * c, (i + 1) * c) for i, c in zip(place, chunk, strict=True))
-            values[key][box] = np.zeros((), values[key].dtype)
-        return Forming(reshard.open(path), values)
-
-    return get
+    original, values = source(name)
+    shutil.copytree(original.source.root, path)
+    layouts.edit_document(path / "_METADATA", store_array_data_equal_to_fill_value=not fills)
+    values = {key: value.copy() for key, value in values.items()}
+    absent = {"layer_1": (0, 2), "layer_2": (1, 0), "each": (3, 0, 0), "norm_2": (1,)}
+    absent |= {"together": (0, 1, 1), "qkv": (3, 0), "flag_1": ()}
+    for key, place in absent.items():
+        (path / key / original[key].data.encoding.chunk_key(place)).unlink()
+        chunk = original[key].chunk_shape
+        box = tuple(slice(i * c, (i + 1) * c) for i, c in zip(place, chunk, strict=True))
+        values[key][box] = np.zeros((), values[key].dtype)
+    return Forming(reshard.open(path), values)
 
 
-@pytest.mark.parametrize("name", ["files", "files3"])
-def test_absent_chunks_stay_the_fill_value(sparse, tmp_path, name):
-    forming = sparse(name)
+@pytest.mark.parametrize("name", ["zarr2-files", "zarr3-files"])
+def test_absent_chunks_stay_the_fill_value(source, tmp_path, name):
+    forming = sparse(source, tmp_path / "sparse", name)
     chunks = [
         sum(len(forming.ckpt.source.store.values[key]) - 1 for key in made)
         for made in (names("layer_", 4), ["each"])
@@ -682,29 +559,24 @@ def test_absent_chunks_stay_the_fill_value(sparse, tmp_path, name):
     assert sum(len(values[key]) - 1 for key in names("each_", 8)) == chunks[1] == 7
 
 
-def test_missing_chunks_are_found_before_anything_is_written(sparse, tmp_path):
-    forming = sparse("files", fills=False)
+def test_missing_chunks_are_found_before_anything_is_written(source, tmp_path):
+    forming = sparse(source, tmp_path / "sparse", "zarr2-files", fills=False)
     forming.step(Stack(0), names("layer_", 4), ["s"]).step(*unstack("together"))
     forming.step(Transpose((1, 0)), ["qkv"], ["t"])
-    forming.only("s", "together_0", "t")
+    forming.only("s", "together_0", "t", "norm_2")
     ckpt = forming.checkpoint()
     for first, job in {
-        "3 problems": lambda: reshard.save(ckpt, tmp_path / "out"),
+        "4 problems": lambda: reshard.save(ckpt, tmp_path / "out"),
         "stored chunks are missing": lambda: reshard.restore(ckpt, layouts.mesh((1, 8))),
     }.items():
-        with pytest.raises(reshard.CorruptCheckpointError) as error:
-            job()
-        assert str(error.value).splitlines() == [
+        assert layouts.refused(reshard.CorruptCheckpointError, job).splitlines() == [
             first,
             *(
                 f"  {name}: 1 of its 8 stored chunks are missing"
-                for name in ("layer_1", "together", "qkv")
+                for name in ("layer_1", "together", "qkv", "norm_2")
             ),
         ]
     assert not (tmp_path / "out").exists()
-
-
-# Values in memory.
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -741,13 +613,9 @@ def test_a_constant_of_keys(source, tmp_path):
         assert bits(found["rng",]) == bits(keys)
 
 
-# Casts.
-
-
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("name", few(FORMATS, "zarr2", "files3"))
+@pytest.mark.parametrize("name", few(FORMATS, "zarr2", "zarr3-files"))
 def test_casts_before_and_after(source, tmp_path, name, first):
-    """In either order, values are rounded once."""
     ckpt, values = source(name)
     cast = reshard.cast(ckpt, "bfloat16", ["**"]) if first else ckpt
     steps = [
@@ -870,7 +738,6 @@ AGAIN = {
 
 
 def formed_of(source, steps, *kept):
-    """The arrays that some steps make, or those that are `kept`."""
     forming = Forming(*source).steps(steps)
     return forming.only(*(kept or (key for key in forming.handles if key not in LARGE)))
 
@@ -887,7 +754,6 @@ def read_by_save(ckpt, out, **kwargs):
 
 
 def stored_bytes(forming):
-    """Stored bytes of all arrays that these are derived from."""
     roots = [root for handle in forming.handles.values() for root, _ in handle.roots()]
     return sum({root.data.name: sum(root.stored_sizes()) for root in roots}.values())
 
@@ -896,7 +762,6 @@ def stored_bytes(forming):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("case", ONCE)
 def test_a_job_reads_each_chunk_once(large, tmp_path, case, name, memory):
-    """For a database, also the small nodes of B-trees."""
     forming = formed_of(large(name), ONCE[case])
     ckpt = forming.checkpoint((1, 8))
     count, plan = read_by_save(ckpt, tmp_path / "out", max_memory=memory)
@@ -908,7 +773,7 @@ def test_a_job_reads_each_chunk_once(large, tmp_path, case, name, memory):
     assert values_of(load(tmp_path / "out")) == forming.expected
 
 
-@pytest.mark.parametrize("name", ["files", "files3"])
+@pytest.mark.parametrize("name", ["zarr2-files", "zarr3-files"])
 @pytest.mark.parametrize("case", AGAIN)
 def test_a_job_says_how_often_it_reads(large, tmp_path, case, name):
     steps, times, *kept = AGAIN[case]
@@ -930,7 +795,7 @@ CASES = ONCE | {key: steps for key, (steps, *_) in AGAIN.items()}
 def test_the_least_memory_is_enough(large, tmp_path, case, narrow):
     """A budget that is too small is refused, with one that is enough to carry the job out; and so
     is every larger one."""
-    forming = formed_of(large("files"), CASES[case])
+    forming = formed_of(large("zarr2-files"), CASES[case])
     ckpt = forming.checkpoint((1, 8))
     if narrow:
         ckpt = reshard.cast(ckpt, "bfloat16")
@@ -950,29 +815,21 @@ def test_the_least_memory_is_enough(large, tmp_path, case, narrow):
         assert plan.problems == () and plan.peak_memory <= more << 10
 
 
-# Restoring.
-
-
 def requests_of(forming, on=None):
-    """Requests in the order of the tree, for the host or for devices."""
     return [
         Request(handle, handle.dtype, None if on is None else sharding_of(handle, on))
         for handle in forming.handles.values()
     ]
 
 
-def watched(requests, memory):
-    """The result of `read_arrays`, which must take no more than the memory."""
+def assert_read(forming, requests, memory):
+    """They are read in no more than the memory."""
     with pytest.MonkeyPatch.context() as patch:
         seen = Watched(patch)
         arrays = read_arrays(requests, memory)
     assert memory is None or seen.peak <= memory
     assert seen.batches and seen.used == 0
-    return arrays
-
-
-def assert_read(forming, requests, memory):
-    for name, array in zip(forming.handles, watched(requests, memory), strict=True):
+    for name, array in zip(forming.handles, arrays, strict=True):
         assert bits(np.asarray(array))[1:] == forming.expected[name,], name
 
 
@@ -990,7 +847,7 @@ def test_a_restore_reads_each_chunk_once(large, monkeypatch, case, memory, on):
     if on == "accelerators":
         monkeypatch.setattr(device_reads, "_aliases", lambda sharding: sharding is None)
         monkeypatch.setattr(device_reads, "READ_WHOLE", 0)
-    forming = formed_of(large("files"), ONCE[case])
+    forming = formed_of(large("zarr2-files"), ONCE[case])
     requests = requests_of(forming, None if on == "host" else layouts.mesh((2, 4)))
     before = layouts.bytes_read()
     assert_read(forming, requests, memory)
@@ -1000,11 +857,10 @@ def test_a_restore_reads_each_chunk_once(large, monkeypatch, case, memory, on):
 @pytest.mark.parametrize("case", CASES)
 def test_a_restore_in_the_least_memory(large, case):
     """Arrays that do not fit in memory together are read one by one."""
-    forming = formed_of(large("files"), CASES[case])
+    forming = formed_of(large("zarr2-files"), CASES[case])
     requests = requests_of(forming)
-    with pytest.raises(reshard.MemoryLimitError) as error:
-        read_arrays(requests, 1000)
-    (least,) = re.findall(r'max_memory="(\d+)KiB" is the least that is enough', str(error.value))
+    text = layouts.refused(reshard.MemoryLimitError, read_arrays, requests, 1000)
+    (least,) = re.findall(r'max_memory="(\d+)KiB" is the least that is enough', text)
     with pytest.raises(reshard.MemoryLimitError):
         read_arrays(requests, (int(least) - 1) << 10)
     assert_read(forming, requests, int(least) << 10)
@@ -1017,7 +873,7 @@ def test_a_last_chunk_that_is_not_full(tmp_path):
     """Seven layers in chunks of three: the last chunk holds one layer."""
     values = random((7, 16, 16))
     path = tmp_path / "in"
-    write(path, {"w": put(values, P())}, use_ocdbt=False)
+    write(path, {"w": put(values)}, use_ocdbt=False)
     rewritten(path, "w", chunks=[3, 16, 16])
     forming = Forming(reshard.open(path), {"w": values}).step(*unstack("w", count=7))
     decoded = [decoded_together([handle]).elements for handle in forming.handles.values()]
@@ -1031,7 +887,7 @@ def test_layers_whose_chunks_compress_unlike(tmp_path):
     """The largest chunk counts for memory, not that of the first layer."""
     values = [np.zeros((64, 64), "float32"), random((64, 64), "float32")]
     path = tmp_path / "in"
-    write(path, {f"l{i}": put(x, P()) for i, x in enumerate(values)}, use_ocdbt=False)
+    write(path, {f"l{i}": put(x) for i, x in enumerate(values)}, use_ocdbt=False)
     forming = Forming(reshard.open(path), dict(zip(["l0", "l1"], values, strict=True)))
     forming.step(Stack(0), ["l0", "l1"], ["s"]).only("s")
     (stacked,) = forming.handles.values()

@@ -40,12 +40,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A fenced block.
-
-    Attributes:
-      place: the directory that it is for: the one named last before it.
-      section: the number of its section.
-    """
+    """A fenced block, the directory named last before it, and the number of its section."""
 
     language: str
     text: str
@@ -198,29 +193,25 @@ def test_python_of_the_library(at):
     initial = names["variables"]()["params"]
     saved = reshard.restore(at("/tmp/demo") / "run/1000", nn.unbox(names["variables"]()))["params"]
     for layer, weights in names["params"]["params"].items():
-        kept = initial if layer == "DotReluDot_3" else saved
-        jax.tree.map(np.testing.assert_array_equal, nn.unbox(weights), nn.unbox(kept[layer]))
+        expected = initial if layer == "DotReluDot_3" else saved
+        jax.tree.map(np.testing.assert_array_equal, nn.unbox(weights), nn.unbox(expected[layer]))
 
 
 def test_python_of_errors(at):
     python("errors", at)
-
-
-def test_python_blocks_have_tests():
+    # The others have tests of their own, above.
     assert with_blocks_of("python") == ["README", "conversion", "errors", "python"]
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The files for examples in docstrings: `run/1000`, two layers on a 2x4 mesh."""
-    rng = np.random.default_rng(0)
-
-    def array(*shape: int) -> jax.Array:
-        spec = [None] * (len(shape) - 1)
-        return layouts.put(rng.normal(size=shape).astype("f4"), *spec, "model")
-
+    put = layouts.random_on(layouts.mesh((2, 4)))
     directory = tmp_path_factory.mktemp("small")
-    layers = {f"layer_{i}": {"kernel": array(32, 32), "bias": array(32)} for i in range(2)}
+    layers = {
+        f"layer_{i}": {"kernel": put((32, 32), None, "model"), "bias": put((32,), "model")}
+        for i in range(2)
+    }
     layouts.save_standard(directory / "run/1000", {"params": layers})
     return directory
 
@@ -274,13 +265,15 @@ def test_shell_blocks_are_for_a_fresh_clone():
     assert (ROOT / "examples" / "quickstart.py").is_file()
 
 
-def test_the_readme_is_short_and_names_every_topic():
+def test_the_readme_is_short_and_names_every_topic_and_room():
     assert len(README.splitlines()) <= 250
     assert len(README.encode()) <= 8_500
     assert "Usage:" not in README
     named = README.partition("## Where to read on")[2].partition(":\n")[2].partition(".")[0]
     assert set(named.replace("\n", " ").split(", ")) == set(TOPICS)
     assert all((ROOT / link).exists() for link in re.findall(r"\]\((?!http)(\S+?)\)", README))
+    rooms = {path.parent.name for path in (ROOT / "reshard").glob("*/__init__.py")}
+    assert rooms <= {*re.findall(r"`(\w+)`", README.partition("## The code")[2])}
 
 
 def test_documents_name_topics_functions_and_tests_that_exist():
@@ -293,9 +286,3 @@ def test_documents_name_topics_functions_and_tests_that_exist():
         for module in re.findall(r"`python -m (tests\.[\w.]+)", text):
             place = ROOT / module.replace(".", "/")
             assert (place / "__main__.py").is_file() or place.with_suffix(".py").is_file(), module
-
-
-def test_the_readme_names_every_room():
-    code = README.partition("## The code")[2]
-    rooms = {path.parent.name for path in (ROOT / "reshard").glob("*/__init__.py")}
-    assert rooms <= {*re.findall(r"`(\w+)`", code)}

@@ -1,7 +1,6 @@
 """`reshard doctor` on every state that a checkpoint may be in."""
 
 import json
-import pickle
 import shutil
 import sys
 from importlib.metadata import version
@@ -18,6 +17,8 @@ from reshard.units import count_of
 
 ORBAX = version("orbax-checkpoint")
 DEVICES = f"orbax    {ORBAX} is installed; to restore without a target, it needs 8 devices"
+NOTHING = "no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays"
+GENERATED = "has a name that Linen generates"
 VARIABLES = "model    linen-variables: collections at the top: `params`, `batch_stats`, ..."
 
 
@@ -91,10 +92,6 @@ def test_the_document_of_a_whole_item_with_digests(copy):
     document = json.loads(out)
     assert (status, document["state"], document["path"]) == (0, "complete", str(item))
     [tree] = document["trees"]
-    why = [
-        "collections are at the top: `params`",
-        "`params/Dense_0` has a name that Linen generates",
-    ]
     assert tree == {
         "path": str(item),
         "state": "complete",
@@ -103,7 +100,7 @@ def test_the_document_of_a_whole_item_with_digests(copy):
         "format": "OCDBT, zarr2",
         "api": "linen",
         "layout": "linen-variables",
-        "why": why,
+        "why": ["collections are at the top: `params`", f"`params/Dense_0` {GENERATED}"],
         "meshes": [{"data": 2, "model": 4}],
         "steps": [],
         "step": None,
@@ -116,6 +113,7 @@ def test_the_document_of_a_whole_item_with_digests(copy):
         "recorded_digests": 1,
         "orbax": DEVICES.removeprefix("orbax    "),
         "problems": [],
+        "unfinished": [],
         "hints": [line.removeprefix("next     ") for line in next_steps(item)],
     }
 
@@ -136,6 +134,17 @@ def test_an_uncommitted_step(copy):
     )
 
 
+def begin(copy, monkeypatch, words):
+    """Writes the first of two shares of a job by a command; the directory of the job."""
+    with monkeypatch.context() as patch:
+        patch.chdir(copy)
+        patch.setattr(sys, "argv", ["reshard", *words.split()])
+        write = reshard.export if words.startswith("export") else reshard.save
+        write(reshard.open(copy / "3"), copy / "out", share=(0, 2))
+    [directory] = copy.glob(".reshard-out.*")
+    return f"1 of 2 shares of an unfinished job are complete, in `{directory}`"
+
+
 @pytest.mark.parametrize(
     ("words", "command"),
     [
@@ -146,45 +155,65 @@ def test_an_uncommitted_step(copy):
     ],
 )
 def test_an_unfinished_job(copy, monkeypatch, words, command):
-    monkeypatch.setattr(sys, "argv", ["reshard", *words.split()])
-    write = reshard.export if words.startswith("export") else reshard.save
-    write(reshard.open(copy / "3"), copy / "out", share=(0, 2))
+    text = begin(copy, monkeypatch, words)
+    status, (state, *problems, by, hint) = doctor(copy, "out")
+    assert (status, state, hint) == (1, "out: uncommitted", f"next     {command}")
+    assert problems == ["problem  nothing exists at `out`", f"problem  {text}"]
+    assert by.endswith(f": reshard {words}")
+    assert doctor(copy / "3", "../out")[1][-1] == f"next     cd {copy} && {command}"
+
+
+def test_other_commands_name_the_unfinished_job(copy, monkeypatch):
+    text = begin(copy, monkeypatch, "ckpt 3 out")
+    for words in (("inspect", "out"), ("digest", "out"), ("ckpt", "out", "x"), ("verify", "out")):
+        status, out, err = reshard_in(copy, *words)
+        first, second, *_, last = (out + err).splitlines()
+        assert status == (1 if words[0] == "verify" else 2)
+        assert first.removeprefix("Error: ") == "nothing exists at `out`"
+        assert (second, last) == (f"  {text}", "hint: reshard ckpt 3 out --resume")
+
+
+def problems_in(lines):
+    return [line for line in lines if line.startswith("problem")]
+
+
+def test_an_unfinished_job_in_a_root(copy, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["reshard", "ckpt", "run/3", "run/30"])
+    with layouts.killed_at_the_end():
+        reshard.save(reshard.open(copy / "3"), copy / "30")
     monkeypatch.undo()
-    status, lines = doctor(copy, "out")
-    [directory] = copy.glob(".reshard-out.*")
-    assert (status, lines[:3], lines[4:]) == (
-        1,
-        [
-            "out: uncommitted",
-            "problem  nothing exists at `out`",
-            f"problem  1 of 2 shares of an unfinished job are complete, in `{directory}`",
-        ],
-        [f"next     {command}"],
-    )
-    assert lines[3].endswith(f": reshard {words}")
+    status, lines = doctor(copy, str(copy))
+    [directory] = copy.glob(".reshard-30.*")
+    text = f"job      1 of 1 shares of an unfinished job are complete, in `{directory}`"
+    first, who, finish, *_ = lines[lines.index(text) :]
+    assert (status, first, finish) == (0, text, f"next     reshard commit {copy / '30'}")
+    assert who.endswith(": reshard ckpt run/3 run/30 (ended)")
+
+
+def test_a_converted_checkpoint_converts_back_without_a_model(copy):
+    (copy / "map.toml").write_text("[[rule]]\nfrom = '^params/Dense_0/'\nto = 'dense/'")
+    reshard.save(reshard.to_nnx(copy / "3", map_file=copy / "map.toml"), copy / "nnx")
+    command = doctor(copy, "nnx")[1][-1]
+    assert command == f"next     reshard convert {copy / 'nnx'} DST --to linen"
+    assert reshard_in(copy, *command.replace("DST", "back").split()[2:])[0] == 0
+    assert reshard.diff(copy / "back", copy / "3", values=True).equal
 
 
 def test_missing_and_truncated_data_files(copy):
-    files = (copy / "20" / "default" / "ocdbt.process_0" / "d").iterdir()
+    path = copy / "20"
+    files = (path / "default" / "ocdbt.process_0" / "d").iterdir()
     file = max(files, key=lambda file: file.stat().st_size)
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2])
     status, lines = doctor(copy, str(copy))
-    assert (status, lines[0]) == (1, f"{copy / '20'}: damaged")
-    problems = [line for line in lines if line.startswith("problem")]
-    assert len(problems) == 1
-    assert "params/Dense_0/kernel: its data file" in problems[0]
-    assert str(file) in problems[0]
-    path = copy / "20"
-    assert lines[-2:] == [
-        f"next     reshard verify {path}",
-        f"next     reshard doctor {copy} --step 3",
-    ]
+    assert (status, lines[0]) == (1, f"{path}: damaged")
+    [problem] = problems_in(lines)
+    assert f"params/Dense_0/kernel: its data file `{file}` has {len(data) // 2} bytes" in problem
+    verify = f"next     reshard verify {path}"
+    assert lines[-2:] == [verify, f"next     reshard doctor {copy} --step 3"]
     file.unlink()
-    assert doctor(copy, "20")[1][-2:] == [
-        f"problem  params/Dense_0/kernel: its data file `{file}` is missing",
-        f"next     reshard verify {path}",
-    ]
+    missing = f"problem  params/Dense_0/kernel: its data file `{file}` is missing"
+    assert doctor(copy, "20")[1][-2:] == [missing, verify]
 
 
 def test_many_problems_are_capped_on_the_terminal_alone(tmp_path):
@@ -194,10 +223,9 @@ def test_many_problems_are_capped_on_the_terminal_alone(tmp_path):
     for name in tree:
         (path / name / "0.0").unlink()
     status, lines = doctor(tmp_path, "saved")
-    assert status == 1
-    problems = [line for line in lines if line.startswith("problem")]
-    assert problems[-1] == "problem  ... and 2 more"
-    assert problems[0] == "problem  a0: 1 of its 8 stored chunks are missing"
+    first, *_, last = problems_in(lines)
+    assert (status, last) == (1, "problem  ... and 2 more")
+    assert first == "problem  a0: 1 of its 8 stored chunks are missing"
     document = json.loads(reshard_in(tmp_path, "doctor", "saved", "--json")[1])
     assert len(document["trees"][0]["problems"]) == 12
 
@@ -224,15 +252,11 @@ def test_each_item_of_a_step(tmp_path):
     with ocp.CheckpointManager(folder / "run", item_names=("state", "ema")) as manager:
         manager.save(1, args=items)
     status, lines = doctor(folder, "run")
-    assert status == 0
-    assert [
-        line for line in lines if ": complete" in line or line.startswith(("items", "mesh"))
-    ] == [
+    assert (status, lines.count("mesh     none")) == (0, 2)
+    assert [x for x in lines if ": complete" in x or x.startswith("items")] == [
         f"{folder / 'run' / '1' / 'ema'}: complete",
-        "mesh     none",
         "items    ema, state; shown: ema",
         f"{folder / 'run' / '1' / 'state'}: complete",
-        "mesh     none",
         "items    ema, state; shown: state",
     ]
     shutil.rmtree(folder / "run" / "1" / "state" / "d")
@@ -240,35 +264,18 @@ def test_each_item_of_a_step(tmp_path):
     assert document["state"] == "damaged"
 
 
-FOREIGN = {
-    "model.gguf": (b"GGUF\3\0\0\0", "a GGUF file, which is not supported"),
-    "model.h5": (b"\x89HDF\r\n\x1a\n", "an HDF5 file, which is not supported"),
-    "model.bin": (
-        b"PK\3\4\0\0\0\0",
-        "a zip file, as PyTorch and NumPy write them, which is not supported",
-    ),
-    "model.pkl": (pickle.dumps(1), "a pickle, which is never opened: reading it can run any code"),
-}
-
-
 def test_paths_that_are_not_checkpoints(tmp_path):
+    """`test_loader.py` has the other kinds of files."""
     folder = tmp_path.resolve()
     (folder / "weights").mkdir()
-    for name, (data, what) in FOREIGN.items():
-        (folder / name).write_bytes(data)
-        said = [f"{name}: not a checkpoint", f"problem  `{name}` is {what}"]
-        assert doctor(folder, name) == (2, said)
-        (folder / "weights" / name).write_bytes(data)
-    nothing = "no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr arrays"
-    assert doctor(folder, "weights") == (
-        2,
-        [
-            "weights: not a checkpoint",
-            f"problem  `{folder / 'weights'}` is not a checkpoint",
-            f"problem  {nothing}",
-            *(f"problem  `{name}` is {what}" for name, (_, what) in sorted(FOREIGN.items())),
-        ],
-    )
+    (folder / "weights/model.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
+    what = "is an HDF5 file, which is not supported"
+    for path, *problems in (
+        ("weights/model.h5", f"`weights/model.h5` {what}"),
+        ("weights", f"`{folder / 'weights'}` is not a checkpoint", NOTHING, f"`model.h5` {what}"),
+    ):
+        found = [f"{path}: not a checkpoint", *(f"problem  {problem}" for problem in problems)]
+        assert doctor(folder, path) == (2, found)
     status, lines = doctor(folder, "nowhere")
     assert (status, lines[0]) == (2, "nowhere: not a checkpoint")
 
@@ -287,22 +294,6 @@ def test_a_bucket(at, stores, kind):
     assert (s3 if kind == "s3" else DEVICES) in lines
     assert stores.answered("write") == []
     assert sum(r.received for r in stores.requests) < 1 << 16, "metadata alone"
-
-
-def test_other_commands_name_the_unfinished_job(copy, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["reshard", "ckpt", "3", "out"])
-    reshard.save(reshard.open(copy / "3"), copy / "out", share=(0, 2))
-    monkeypatch.undo()
-    [directory] = copy.glob(".reshard-out.*")
-    for words in (("inspect", "out"), ("digest", "out"), ("ckpt", "out", "x"), ("verify", "out")):
-        status, out, err = reshard_in(copy, *words)
-        lines = (out + err).splitlines()
-        assert (status, lines[0].removeprefix("Error: ")) == (
-            1 if words[0] == "verify" else 2,
-            "nothing exists at `out`",
-        )
-        text = f"  1 of 2 shares of an unfinished job are complete, in `{directory}`"
-        assert (lines[1], lines[-1]) == (text, "hint: reshard ckpt 3 out --resume")
 
 
 def test_the_hint_for_a_damaged_latest_step(copy):

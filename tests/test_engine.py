@@ -25,20 +25,14 @@ from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.engine import cost
 from reshard.engine import read as engine
 from reshard.engine.batches import Unit, in_batches
-from reshard.engine.cost import ChunkUnion, chunks_of, decoded_together, total
+from reshard.engine.cost import ChunkUnion, chunks_of, total
 from reshard.engine.memory import READ_OVERHEAD, MemoryLimiter, Reservation
 from reshard.engine.read import READ_AHEAD, Batch, Filled, Read, read
 from reshard.writer import arrays as stream
 
 
 class Views:
-    """A handle whose reads a test lets go on, or fail.
-
-    Attributes:
-      values: the values.
-      gate: what its reads wait for.
-      begun: its reads that have begun.
-    """
+    """A handle whose reads wait for a gate, or fail; those that have begun."""
 
     path = ("w",)
 
@@ -85,9 +79,6 @@ def batches_of(handle, count):
 @pytest.fixture
 def handle():
     return Views(np.arange(64, dtype="f8"), "f4")
-
-
-# The limiter.
 
 
 def test_reservations_are_waited_for_in_order_and_only_for_want_of_room():
@@ -146,7 +137,6 @@ def test_after_a_failure_all_is_waited_for_and_nothing_is_done(raised, failing):
 
 
 def test_the_next_batch_is_read_while_one_is_used(handle, monkeypatch):
-    """Values come in order, and rounded."""
     seen = Watched(monkeypatch)
     batches = batches_of(handle, 8)
     with MemoryLimiter(1000) as limiter:
@@ -161,10 +151,7 @@ def test_the_next_batch_is_read_while_one_is_used(handle, monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        ({}, "0 -0 1 -1 2 3 4 -2 -3 -4"),
-        ({"is_ready": lambda: False}, "0 1 2 3 -0 4 -1 -2 -3 -4"),
-    ],
+    [({}, "0 -0 1 -1 2 3 4 -2 -3 -4"), ({"is_ready": lambda: False}, "0 1 2 3 -0 4 -1 -2 -3 -4")],
 )
 def test_what_the_consumer_holds_is_waited_for_before_reads_are(handle, options, expected):
     """For want of memory: with its oldest transaction gone, the next batch can be read. As long as
@@ -208,7 +195,6 @@ def test_buffers_of_a_batch_are_gone_when_the_next_is_asked_for(handle):
 
 @pytest.mark.parametrize("error", [ValueError("consumer"), KeyboardInterrupt()])
 def test_reads_that_have_begun_are_waited_for(handle, error):
-    """Whoever takes what is read fails; or is interrupted while a read is waited for."""
     written = np.zeros(24)
 
     def into(number):
@@ -258,16 +244,11 @@ def test_an_interrupted_wait_is_waited_for_again(handle, monkeypatch):
 
 
 class Nothing:
-    """A store without arrays."""
-
-    def __init__(self, encoded):
-        self.encoded = encoded
-
     def largest_chunk(self, name):
-        return self.encoded
+        return 7
 
 
-def stored(shape, chunk, name="w", store=None, encoded=7):
+def stored(shape, chunk, name, store):
     """A handle of float32 that nothing is stored of."""
     return ArrayHandle(
         path=(name,),
@@ -279,14 +260,13 @@ def stored(shape, chunk, name="w", store=None, encoded=7):
         value_type="jax.Array",
         key_impl=None,
         stored_dtype=np.dtype("f4"),
-        data=StoredArray(store or Nothing(encoded), name, b""),
+        data=StoredArray(store, name, b""),
     )
 
 
 @st.composite
 def arrays_and_boxes(draw):
-    """Some arrays, and boxes of them that may overlap."""
-    handles, store = [], Nothing(7)
+    handles, store = [], Nothing()
     for number in range(draw(st.integers(1, 2))):
         shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
         chunk = tuple(draw(st.integers(1, size + 1)) for size in shape)
@@ -343,13 +323,6 @@ def test_batches_hold_all_units_in_order(pairs, limit, more):
         assert decoded_by(there)[0] + len(there) * (READ_OVERHEAD + 3) > limit
 
 
-def test_reading_one_cell_counts_the_chunk_whole_at_the_edge():
-    handle = stored((5, 7), (4, 8))
-    assert decoded_together([handle]) == (4 * 8 * 4 + 7, 4 * 7)
-    edge = chunks_of(handle, (slice(4, 5), slice(0, 7)))
-    assert total(edge) == (4 * 8 * 4 + 7, 7)
-
-
 def test_planning_takes_as_much_for_each_layer_however_many_share_a_chunk(tmp_path, monkeypatch):
     asked, counts = cost.chunks_of, []
 
@@ -368,9 +341,6 @@ def test_planning_takes_as_much_for_each_layer_however_many_share_a_chunk(tmp_pa
     assert counts[0] >= 8 and counts[1] <= 4 * counts[0]
 
 
-# A job.
-
-
 @pytest.fixture(scope="module")
 def columns(tmp_path_factory):
     """Two arrays of 4 MiB, in 64 chunks of 16 columns, that do not compress."""
@@ -385,7 +355,6 @@ def columns(tmp_path_factory):
 
 
 def to_rows(path):
-    """A job that rewrites all of it, and its plan."""
     ckpt = reshard.to_mesh(reshard.open(path), "model=8", specs=[(".", ("model",))])
     plan = reshard.plan(ckpt, max_memory="8MiB")
     assert plan.problems == () and plan.passes == 1
@@ -421,7 +390,6 @@ def test_a_job_reads_ahead_while_it_writes(columns, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
 def test_a_batch_that_cannot_be_written_fails_its_share(columns, tmp_path, monkeypatch, failing):
-    """Although those after it have been."""
     path, _ = columns
     ckpt, _ = to_rows(path)
     # Room for several batches that are written at once.

@@ -83,7 +83,6 @@ def refused(*_, **__):
 
 @pytest.mark.parametrize("links", [True, False])
 def test_nothing_is_prepared_twice(saved, tmp_path, monkeypatch, links):
-    """Also where the file system turns out to forbid links."""
     calls = []
 
     def counted(module, name):
@@ -113,7 +112,6 @@ def test_nothing_is_prepared_twice(saved, tmp_path, monkeypatch, links):
 
 
 def test_all_problems_of_a_plan_are_told_together(saved, tmp_path):
-    """What is wrong with the destination, the record, and the memory to read back."""
     source = shutil.copytree(saved("zarr2-files").path, tmp_path / "source")
     (source / FILE).write_text("[]")
     (tmp_path / "out").write_text("a file")

@@ -1,10 +1,9 @@
-"""Jobs in executors: a process pool that breaks, and a real Dask cluster on loopback, whose workers
-and scheduler are killed."""
+"""Jobs in executors: what they answer, and a real Dask cluster on loopback, whose workers are
+killed."""
 
 import concurrent.futures
 import contextlib
 import functools
-import multiprocessing
 import os
 import pathlib
 import socket
@@ -84,7 +83,6 @@ def client_of(address):
 
 @pytest.fixture(scope="module")
 def threads_of_dask():
-    """The address of a scheduler in this process, whose worker is threads: at once there."""
     from distributed import LocalCluster
 
     options = {"processes": False, "protocol": "tcp://", "host": "127.0.0.1"}
@@ -96,28 +94,6 @@ def threads_of_dask():
 
 def invoke(*arguments):
     return CliRunner().invoke(reshard.cli.command, [*map(str, arguments)])
-
-
-# A process pool.
-
-
-@pytest.mark.exhaustive
-def test_a_process_pool_that_breaks_ends_the_job_and_says_what_is_left(tmp_path):
-    log = tmp_path / "log"
-    tasks = [Tiny(0, log), Tiny(1, log, "killed"), Tiny(2, log, "hangs")]
-    spawned = multiprocessing.get_context("spawn")
-    with (
-        concurrent.futures.ProcessPoolExecutor(1, spawned) as pool,
-        pytest.raises(reshard.ReshardError) as caught,
-    ):
-        run_tasks(tasks, lambda nbytes: None, executor=pool)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "the executor has lost its workers before 2 of 3 tasks were done"
-    assert lines[1].startswith("  BrokenProcessPool: ")
-    assert lines[2:] == ["  task 1", "  task 2"]
-
-
-# What executors answer, in threads.
 
 
 class Elsewhere(concurrent.futures.Executor):
@@ -137,18 +113,20 @@ class Elsewhere(concurrent.futures.Executor):
         return future
 
 
-RELEASE = (
-    Elsewhere(release="0.0"),
-    "the executor's workers have another version of reshard\n"
-    f"  the workers have 0.0, this process has {run._release([])}",
+@pytest.mark.parametrize(
+    ("executor", "text"),
+    [
+        (
+            Elsewhere(release="0.0"),
+            "the executor's workers have another version of reshard\n"
+            f"  the workers have 0.0, this process has {run._release([])}",
+        ),
+        (
+            Elsewhere(error=concurrent.futures.BrokenExecutor("all are gone")),
+            "the executor has lost its workers\n  BrokenExecutor: all are gone",
+        ),
+    ],
 )
-BROKEN = (
-    Elsewhere(error=concurrent.futures.BrokenExecutor("all are gone")),
-    "the executor has lost its workers\n  BrokenExecutor: all are gone",
-)
-
-
-@pytest.mark.parametrize(("executor", "text"), [RELEASE, BROKEN], ids=["release", "broken"])
 def test_what_an_executor_cannot_do_is_told_before_anything_runs(tmp_path, executor, text):
     task = Tiny(0, tmp_path / "log")
     error = refused(reshard.ReshardError, text, check_tasks, [task], executor)
@@ -168,13 +146,12 @@ def test_tasks_that_run_are_told_to_stop_and_waited_for(tmp_path):
         concurrent.futures.ThreadPoolExecutor(2) as pool,
         pytest.raises(reshard.CorruptCheckpointError, match=r"^two are wrong"),
     ):
-        run_tasks(tasks, lambda nbytes: None, executor=pool, stop=stop)
+        run_tasks(tasks, print, executor=pool, stop=stop)
     assert len(told) == 1
     assert sorted(log.read_text().split()) == ["0", "1", "2"]
 
 
 def test_what_an_executor_cannot_import_is_told_before_anything_is_written(source, tmp_path):
-    """Not even that a job has begun."""
     written = []
 
     class Watching(Elsewhere):
@@ -195,8 +172,6 @@ def test_what_an_executor_cannot_import_is_told_before_anything_is_written(sourc
 
 
 def test_tasks_are_unpickled_on_a_worker_before_anything_runs(tmp_path, monkeypatch):
-    """So that a module or a function that is missing there is found."""
-
     class Lacking(Elsewhere):
         def submit(self, function, *arguments):
             with monkeypatch.context() as there:
@@ -214,8 +189,6 @@ def test_tasks_are_unpickled_on_a_worker_before_anything_runs(tmp_path, monkeypa
 
 
 def test_what_is_done_is_not_lost_with_an_executor(tmp_path):
-    """Whichever of the answers, which are there at once, is looked at first."""
-
     class Breaking(Elsewhere):
         def submit(self, function, number, data):
             broken = concurrent.futures.BrokenExecutor("all are gone")
@@ -223,16 +196,9 @@ def test_what_is_done_is_not_lost_with_an_executor(tmp_path):
             return super().submit(function, number, data)
 
     tasks = [Tiny(number, tmp_path / "log") for number in range(32)]
-    with pytest.raises(reshard.ReshardError) as caught:
-        run_tasks(tasks, lambda nbytes: None, executor=Breaking())
-    assert str(caught.value).splitlines() == [
-        "the executor has lost its workers before 1 of 32 tasks were done",
-        "  BrokenExecutor: all are gone",
-        "  task 0",
-    ]
-
-
-# Dask.
+    text = "the executor has lost its workers before 1 of 32 tasks were done\n"
+    text += "  BrokenExecutor: all are gone\n  task 0"
+    refused(reshard.ReshardError, text, run_tasks, tasks, print, executor=Breaking())
 
 
 @pytest.mark.parametrize(
@@ -255,10 +221,9 @@ def test_a_dask_cluster_verifies_and_saves(where, request, source, tmp_path):
 def test_a_task_that_kills_dask_workers_is_told_of(dask, tmp_path):
     log = tmp_path / "log"
     with client_of(dask) as client:
-        executor = client.get_executor(retries=2, pure=False)
-        with pytest.raises(reshard.ReshardError) as caught:
-            run_tasks([Tiny(0, log, "killed")], lambda nbytes: None, executor=executor)
-        lines = str(caught.value).splitlines()
+        tasks, executor = [Tiny(0, log, "killed")], client.get_executor(retries=2, pure=False)
+        arguments = reshard.ReshardError, run_tasks, tasks, print
+        lines = layouts.refused(*arguments, executor=executor).splitlines()
         assert lines[0] == "the executor has lost its workers before 1 of 1 tasks were done"
         assert lines[1].startswith("  KilledWorker: ")
         assert lines[-1] == "  task 0"

@@ -1,7 +1,6 @@
 """The format of the destination as an argument: as Orbax reads it, and what is decoded for it."""
 
 import collections
-import importlib
 import itertools
 import json
 import shutil
@@ -22,8 +21,6 @@ import reshard
 from reshard.cli import command
 from reshard.cli.output import as_flags
 from reshard.writer import planning
-
-execution = importlib.import_module("reshard.writer.save")
 
 STORES = {
     "standalone": {"format": "zarr2", "ocdbt": True},
@@ -54,7 +51,6 @@ def chunks_of(path, **kwargs):
 
 
 def codecs_of(path):
-    """What the arrays of a checkpoint are compressed with, each once."""
     texts = {
         text for array in reshard.open(path).arrays for text in array.data.encoding.compressors
     }
@@ -62,12 +58,10 @@ def codecs_of(path):
 
 
 def restored(path):
-    """What Orbax reads, on the host."""
     return jax.tree.map(np.asarray, layouts.load_pytree(path))
 
 
 def run(*arguments):
-    """What the command line says."""
     result = CliRunner().invoke(command, list(map(str, arguments)))
     error = result.exception
     return result.output if error is None else error.render(None, as_flags)
@@ -189,7 +183,6 @@ def test_another_database_around_the_same_chunks(tmp_path, link):
 
 
 def test_every_argument_at_once(saved, tmp_path):
-    """Beside another mesh, another dtype, and other names."""
     source, out = saved("items"), tmp_path / "out"
     ckpt = reshard.open(source.path, **source.open)
     ckpt = reshard.cast(reshard.to_mesh(ckpt, "1x8"), "bfloat16", where="params/**")
@@ -205,7 +198,6 @@ def test_every_argument_at_once(saved, tmp_path):
 
 @pytest.mark.parametrize("target", STORES)
 def test_stacked_layers_in_another_store(tmp_path, target):
-    """Chunks get other keys as well."""
     path, out = tmp_path / "saved", tmp_path / "out"
     specs = {f"layer_{i}": PartitionSpec("data") for i in range(3)}
     tree = layouts.small_tree(layouts.mesh((2, 4)), specs, (8, 6))
@@ -252,7 +244,6 @@ def test_codecs(saved, read_by_orbax, tmp_path, layout, target, codec):
 
 
 def random_and_zero(path, codec="zstd"):
-    """A checkpoint of arrays that compress well, and of some that do not."""
     on = layouts.mesh((2, 4))
     sharding = NamedSharding(on, PartitionSpec("data", "model"))
     rng = np.random.default_rng(0)
@@ -307,9 +298,6 @@ def test_chunks_of_blosc_that_say_they_are_larger(tmp_path):
     assert not (tmp_path / "out").exists()
     found = reshard.verify(path)
     assert [text in line for line in found.problems] == [True]
-
-
-# What other writers of zarr do.
 
 
 def stored_so(path, name, document, values, absent=()):
@@ -378,7 +366,6 @@ OTHERS = {
 @pytest.mark.parametrize("layout", OTHERS)
 @pytest.mark.parametrize("ocdbt", [True, False])
 def test_what_other_writers_store(tmp_path, layout, ocdbt):
-    """Orders, fill values and absent chunks stay what they mean."""
     path, out = tmp_path / "saved", tmp_path / "out"
     others, new = OTHERS[layout], {"zarr2-files": "zarr3", "zarr3-files": "zarr2"}[layout]
     dtypes = {
@@ -390,9 +377,7 @@ def test_what_other_writers_store(tmp_path, layout, ocdbt):
     layouts.save_pytree(
         path, jax.tree.map(jnp.asarray, tree), use_ocdbt=False, use_zarr3=new == "zarr2"
     )
-    document = json.loads((path / "_METADATA").read_text())
-    document["store_array_data_equal_to_fill_value"] = False
-    (path / "_METADATA").write_text(json.dumps(document))
+    layouts.edit_document(path / "_METADATA", store_array_data_equal_to_fill_value=False)
     for name, (document, absent, _) in others.items():
         stored_so(path, name, document, tree[name], absent)
     expected = restored(path)
@@ -440,11 +425,7 @@ def test_what_the_other_zarr_has_not(tmp_path, document, text):
         layouts.assert_same_tree(restored(out), {"w": values})
 
 
-# Names.
-
-
 def test_names_that_are_none_of_files(tmp_path):
-    """In a database there are no files."""
     path, out = tmp_path / "saved", tmp_path / "out"
     tree = {"a": np.ones(3), "x" * 300: np.ones(3), "_METADATA": {"b": np.ones(2)}}
     layouts.save_pytree(path, {**tree, "notes": np.ones(4)})
@@ -458,8 +439,6 @@ def test_names_that_are_none_of_files(tmp_path):
     ]
     assert not out.exists()
 
-
-# Wrong values.
 
 WRONG = [
     ("format", "zarr4", "not a format", "zarr2"),

@@ -12,6 +12,7 @@ from by_numpy import in_numpy
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sampling import examples
+from test_planner import labels
 
 from reshard.arrays.boxes import replaced
 from reshard.arrays.operations import (
@@ -61,48 +62,66 @@ def sums(draw, total, least=0):
 
 
 @st.composite
+def operations(draw, kind, shape, least=0, most_parts=1000):
+    """An operation of a kind on arrays of a shape, axes counted from either end, whose results have
+    at least so many elements along each axis. An unstacked axis has at most so many parts."""
+    rank = len(shape)
+    axes = [axis for axis in range(-rank, rank) if kind != "unstack" or shape[axis] <= most_parts]
+    axes = range(-rank - 1, rank + 1) if kind == "stack" else axes or [0]
+    axis = draw(st.sampled_from(axes))
+    width = st.integers(0, 3)
+    match kind:
+        case "transpose":
+            return Transpose(tuple(draw(st.permutations(range(rank)))))
+        case "reshape":
+            return Reshape(tuple(draw(st.permutations(draw(factors(math.prod(shape)))))))
+        case "split":
+            return Split(axis, draw(sums(shape[axis], least)) or (0,))
+        case "concat":
+            return Concat(axis)
+        case "stack":
+            return Stack(axis, draw(st.sampled_from([(), ("layers",)])))
+        case "unstack":
+            return Unstack(axis, shape[axis])
+        case "copies":
+            return Copies(draw(st.integers(1, 3)))
+        case "pad":
+            return Pad(tuple(draw(st.tuples(width, width)) for _ in shape), 1)
+        case "crop":
+            widths = []
+            for size in shape:
+                first = draw(st.integers(0, min(size - least, 3)))
+                widths.append((first, draw(st.integers(0, min(size - least - first, 3)))))
+            return Crop(tuple(widths))
+    raise AssertionError(kind)
+
+
+@st.composite
 def cases(draw, kinds=KINDS, least=0):
     """Any operation on arrays of up to a few hundred elements, with at least so many along each
-    axis, and their shapes; axes counted from either end."""
+    axis, and their shapes."""
     kind = draw(st.sampled_from(kinds))
     some = st.sampled_from((1, 2, 3, 4, 6, 8, 0)[: -1 if least else None])
     axial = kind in ("split", "concat", "unstack", "interleave")
     shape = tuple(draw(st.lists(some, min_size=int(axial), max_size=3)))
-    rank = len(shape)
-    among = rank + 1 if kind == "stack" else rank
-    axis = draw(st.integers(-among, among - 1)) if among else 0
-    if kind == "transpose":
-        return Transpose(tuple(draw(st.permutations(range(rank))))), [shape]
-    if kind == "reshape":
-        shape = tuple(size or 1 for size in shape)  # no array has a size of 0
-        return Reshape(tuple(draw(st.permutations(draw(factors(math.prod(shape))))))), [shape]
-    if kind == "split":
-        return Split(axis, draw(sums(shape[axis], least)) or (0,)), [shape]
-    if kind == "concat":
-        at = axis % rank
-        lengths = draw(st.lists(some, min_size=1, max_size=3))
-        return Concat(axis), [(*shape[:at], length, *shape[at + 1 :]) for length in lengths]
-    if kind == "stack":
-        names = draw(st.sampled_from([(), ("layers",)]))
-        return Stack(axis, names), [shape] * draw(st.integers(1, 3))
-    if kind == "unstack":
-        return Unstack(axis, shape[axis]), [shape]
-    if kind == "copies":
-        return Copies(draw(st.integers(1, 3))), [shape]
     if kind == "interleave":
+        axis = draw(st.integers(-len(shape), len(shape) - 1))
         parts, rows, blocks = (draw(st.integers(1, 3)) for _ in range(3))
         block = draw(st.sampled_from([parts * rows] + [None] * (blocks == 1)))
-        shape = replaced(shape, axis % rank, parts * rows * blocks)
+        shape = replaced(shape, axis % len(shape), parts * rows * blocks)
         return Interleave(axis, parts, block, draw(st.booleans())), [shape]
-    width = st.integers(0, 3)
-    widths = tuple(draw(st.tuples(width, width)) for _ in shape)
-    if kind == "pad":
-        return Pad(widths, 1), [shape]
-    return Crop(widths), [tuple(a + n + b for n, (a, b) in zip(shape, widths, strict=True))]
+    if kind == "reshape":
+        shape = tuple(size or 1 for size in shape)  # no array has a size of 0
+    operation, shapes = draw(operations(kind, shape, least)), [shape]
+    if kind == "concat":
+        lengths = draw(st.lists(some, min_size=1, max_size=3))
+        shapes = [replaced(shape, operation.axis % len(shape), length) for length in lengths]
+    if kind == "stack":
+        shapes *= draw(st.integers(1, 3))
+    return operation, shapes
 
 
 def read(view):
-    """A view's values; views count from 0, as arrays do."""
     assert tuple(view.domain.origin) == (0,) * view.rank
     return np.asarray(view.read().result())
 
@@ -111,9 +130,6 @@ def assert_equal(got, expected):
     assert [(x.shape, x.dtype, x.tobytes()) for x in got] == [
         (x.shape, x.dtype, np.ascontiguousarray(x).tobytes()) for x in expected
     ]
-
-
-# Values, shapes, inverses.
 
 
 @settings(deadline=None, max_examples=examples(300))
@@ -146,10 +162,8 @@ def test_the_inverse_undoes_an_operation(case):
 
 
 @pytest.mark.parametrize("value", [0, 1, -2.5, float("inf"), float("nan"), True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_any_fill(value, dtype):
-    x = np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype))
-    one = Pad(((1, 0), (0, 2)), value)
+def test_any_fill(value):
+    one, x = Pad(((1, 0), (0, 2)), value), np.arange(6).reshape(2, 3).astype(jnp.bfloat16)
     assert_equal(map(read, one.views([ts.array(x)])), in_numpy(one, [x]))
 
 
@@ -159,15 +173,6 @@ def test_a_constant():
     assert one.shapes([]) == [(4, 3)]
     assert_equal(map(read, one.views([])), [values])
     assert one == one and one != Constant(values)
-
-
-def test_operations_are_values():
-    """So that arrays with the same history can be told."""
-    assert Split(1, (2, 3)) == Split(1, (2, 3)) != Split(1, (3, 2))
-    assert len({Stack(0), Stack(0, ("x",)), Stack(0), Unstack(0, 2)}) == 3
-
-
-# Specs.
 
 
 SPECS = [
@@ -207,20 +212,11 @@ def test_specs(operation, shapes, before, after):
 # Grids.
 
 
-def labels(shape, chunk, first=0):
-    """For each element, the number of the chunk that holds it."""
-    result = np.zeros(shape, int)
-    for dim, (size, step) in enumerate(zip(shape, chunk, strict=True)):
-        along = (np.arange(size) // step).reshape([-1] + [1] * (len(shape) - dim - 1))
-        result = result * math.ceil(size / step) + along
-    return result + first
-
-
 def assert_no_chunk_is_cut(operation, shapes, chunks):
     """The grids of the outputs, none of whose boxes shares a chunk with another."""
     inside = [
-        labels(shape, chunk, 10_000 * (i + 1))
-        for i, (shape, chunk) in enumerate(zip(shapes, chunks, strict=True))
+        labels(shape, chunk) + 10_000 * i
+        for i, (shape, chunk) in enumerate(zip(shapes, chunks, strict=True), 1)
     ]
     grids = operation.chunks(chunks, shapes)
     made = [read(view) for view in operation.views([ts.array(x) for x in inside])]
@@ -282,7 +278,6 @@ GRIDS = [
     # (H, h, D) <-> (H * h, D), and all in one.
     (Reshape((32, 16)), [(4, 8, 16)], [(1, 8, 2)], [(8, 2)]),
     (Reshape((512,)), [(4, 8, 16)], [(1, 2, 16)], [(32,)]),
-    (Reshape((8, 6)), [(48,)], [(9,)], [(8, 6)]),
     (Reshape((8, 6)), [(4, 12)], [(1, 12)], [(2, 6)]),
     # Sizes of 1 come and go.
     (Reshape((1, 6, 1, 4)), [(6, 4)], [(2, 3)], [(1, 2, 1, 3)]),
@@ -324,9 +319,6 @@ def test_grids(operation, shapes, chunks, grids):
     assert assert_no_chunk_is_cut(operation, shapes, chunks) == grids
 
 
-# Nothing at all.
-
-
 def test_parts_of_nothing():
     assert Split(0, (0, 3, 1)).chunks([(2,)], [(4,)]) == [(1,), (3,), (1,)]
     assert Split(0, (0, 0)).chunks([(2,)], [(0,)]) == [(1,), (1,)]
@@ -335,109 +327,66 @@ def test_parts_of_nothing():
     assert Unstack(0, 0).views([ts.array(np.zeros((0, 3)))]) == []
 
 
-# Errors.
-
-ERRORS = [
-    (
-        Transpose((1, 0)),
-        [(2, 3, 4)],
-        "axes [1, 0] are not an order of all axes of [2, 3, 4], which are [0, 1, 2]",
-    ),
-    (
-        Transpose((0, -1)),
-        [(2, 3)],
-        "axes [0, -1] are not an order of all axes of [2, 3], which are [0, 1]",
-    ),
-    (Transpose((1, 0)), [], "this operation takes 1 array, not 0"),
-    (Reshape((4, 2)), [(3, 3)], "[3, 3] cannot be reshaped to [4, 2]"),
-    (Reshape((-3, -3)), [(3, 3)], "[3, 3] cannot be reshaped to [-3, -3]"),
-    (
-        Split(1, (2, 2)),
-        [(4, 5)],
-        "axis 1 of [4, 5] cannot be split into [2, 2]: positive sizes must add up to 5",
-    ),
-    (
-        Split(0, (-1, 5)),
-        [(4,)],
-        "axis 0 of [4] cannot be split into [-1, 5]: positive sizes must add up to 4",
-    ),
-    (
-        Split(-1, ()),
-        [(4, 5)],
-        "axis -1 of [4, 5] cannot be split into []: positive sizes must add up to 5",
-    ),
-    (Split(2, (4,)), [(4, 5)], "an array of [4, 5] has no axis 2"),
-    (
-        Concat(0),
-        [(2, 3), (2, 4)],
-        "[2, 3] and [2, 4] cannot be joined along axis 0: their other axes must be equal",
-    ),
-    (
-        Concat(0),
-        [(2,), (2, 3), (2,)],
-        "[2] and [2, 3] cannot be joined along axis 0: their other axes must be equal",
-    ),
-    (
-        Stack(0),
-        [(2, 3), (3, 2), (2, 3)],
-        "[2, 3] and [3, 2] cannot be stacked: their shapes must be equal",
-    ),
-    (Stack(3), [(2, 3), (2, 3)], "an array of [2, 3, 1] has no axis 3"),
-    (Unstack(0, 3), [(2, 3)], "axis 0 of [2, 3] makes 2 arrays, not 3"),
-    (Unstack(-3, 3), [(2, 3)], "an array of [2, 3] has no axis -3"),
-    (
-        Pad(((1, 1),), 0),
-        [(2, 3)],
-        "[(1, 1)] cannot pad [2, 3]: each axis needs two widths, of 0 or more",
-    ),
-    (
-        Pad(((1, -1), (0, 0)), 0),
-        [(2, 3)],
-        "[(1, -1), (0, 0)] cannot pad [2, 3]: each axis needs two widths, of 0 or more",
-    ),
-    (Pad((), 0), [(), ()], "this operation takes 1 array, not 2"),
-    (
-        Interleave(0, 2, 4),
-        [(6,)],
-        "axis 0 of [6] cannot be divided into blocks of 4, each of 2 equal parts",
-    ),
-    (Interleave(1, 4), [(2, 6)], "axis 1 of [2, 6] cannot be divided into 4 equal parts"),
-    (
-        Interleave(0, 0, 0),
-        [(0,)],
-        "axis 0 of [0] cannot be divided into blocks of 0, each of 0 equal parts",
-    ),
-    (Interleave(1, 2), [(2,)], "an array of [2] has no axis 1"),
-    (Copies(0), [(2,)], "the number of copies must be 1 to 65536, not 0"),
-    (Equal(2), [(2,), (3,)], "arrays of [2] and [3] cannot be equal"),
-    (Equal(2), [(2,)], "arrays of [2] cannot be equal"),
-    (Scale(0.0), [(2,)], "an array cannot be scaled by 0.0: the number must be finite, and not 0"),
-    (
-        Add(math.inf),
-        [(2,)],
-        "an array cannot be increased by inf: the number must be finite, and not 0",
-    ),
-    (Crop(((1, 2),)), [(2,)], "[2] cannot be the result of padding by [(1, 2)]"),
-    (Crop(((1, 0),)), [(2, 3)], "[2, 3] cannot be the result of padding by [(1, 0)]"),
-]
+ERRORS = {
+    "axes {} are not an order of all axes of {}, which are {}": [
+        (Transpose((1, 0)), [(2, 3, 4)], [1, 0], [2, 3, 4], [0, 1, 2]),
+        (Transpose((0, -1)), [(2, 3)], [0, -1], [2, 3], [0, 1]),
+    ],
+    "this operation takes 1 array, not {}": [(Transpose((1, 0)), [], 0)],
+    "{} cannot be reshaped to {}": [
+        (Reshape((4, 2)), [(3, 3)], [3, 3], [4, 2]),
+        (Reshape((-3, -3)), [(3, 3)], [3, 3], [-3, -3]),
+    ],
+    "axis {} of {} cannot be split into {}: positive sizes must add up to {}": [
+        (Split(1, (2, 2)), [(4, 5)], 1, [4, 5], [2, 2], 5),
+        (Split(0, (-1, 5)), [(4,)], 0, [4], [-1, 5], 4),
+    ],
+    "an array of {} has no axis {}": [
+        (Split(2, (4,)), [(4, 5)], [4, 5], 2),
+        (Stack(3), [(2, 3), (2, 3)], [2, 3, 1], 3),
+        (Unstack(-3, 3), [(2, 3)], [2, 3], -3),
+    ],
+    "{} and {} cannot be joined along axis 0: their other axes must be equal": [
+        (Concat(0), [(2, 3), (2, 4)], [2, 3], [2, 4]),
+        (Concat(0), [(2,), (2, 3), (2,)], [2], [2, 3]),
+    ],
+    "{} and {} cannot be stacked: their shapes must be equal": [
+        (Stack(0), [(2, 3), (3, 2), (2, 3)], [2, 3], [3, 2])
+    ],
+    "axis {} of {} makes {} arrays, not {}": [(Unstack(0, 3), [(2, 3)], 0, [2, 3], 2, 3)],
+    "{} cannot pad {}: each axis needs two widths, of 0 or more": [
+        (Pad(((1, 1),), 0), [(2, 3)], [(1, 1)], [2, 3]),
+        (Pad(((1, -1), (0, 0)), 0), [(2, 3)], [(1, -1), (0, 0)], [2, 3]),
+    ],
+    "{} cannot be the result of padding by {}": [
+        (Crop(((1, 2),)), [(2,)], [2], [(1, 2)]),
+        (Crop(((1, 0),)), [(2, 3)], [2, 3], [(1, 0)]),
+    ],
+    "axis {} of {} cannot be divided into {} equal parts": [
+        (Interleave(0, 2, 4), [(6,)], 0, [6], "blocks of 4, each of 2"),
+        (Interleave(1, 4), [(2, 6)], 1, [2, 6], 4),
+        (Interleave(0, 0, 0), [(0,)], 0, [0], "blocks of 0, each of 0"),
+    ],
+    "the number of copies must be 1 to 65536, not {}": [(Copies(0), [(2,)], 0)],
+    "arrays of {} cannot be equal": [
+        (Equal(2), [(2,), (3,)], "[2] and [3]"),
+        (Equal(2), [(2,)], [2]),
+    ],
+    "an array cannot be {}: the number must be finite, and not 0": [
+        (Scale(0.0), [(2,)], "scaled by 0.0"),
+        (Add(math.inf), [(2,)], "increased by inf"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("operation", "shapes", "text"), ERRORS)
-def test_operations_that_do_not_apply(operation, shapes, text):
-    with pytest.raises(TreeMismatchError) as error:
-        operation.shapes(shapes)
-    assert str(error.value) == text
+@pytest.mark.parametrize(("text", "row"), [(text, row) for text in ERRORS for row in ERRORS[text]])
+def test_operations_that_do_not_apply(text, row):
+    operation, shapes, *values = row
+    assert layouts.refused(TreeMismatchError, operation.shapes, shapes) == text.format(*values)
 
 
 def test_operations_without_an_inverse():
-    for operation, shapes, text in (
-        (Crop(((1, 2),)), [(5,)], "a crop cannot be inverted: the cut elements are lost"),
-        (
-            Constant(np.zeros(3)),
-            [],
-            "values that are not from the checkpoint cannot be converted back",
-        ),
-    ):
-        with pytest.raises(TreeMismatchError) as error:
-            operation.inverse(shapes)
-        assert str(error.value) == text
+    text = "a crop cannot be inverted: the cut elements are lost"
+    assert layouts.refused(TreeMismatchError, Crop(((1, 2),)).inverse, [(5,)]) == text
+    text = "values that are not from the checkpoint cannot be converted back"
+    assert layouts.refused(TreeMismatchError, Constant(np.zeros(3)).inverse, []) == text

@@ -75,22 +75,12 @@ def test_a_moment_belongs_to_the_parameter_that_optax_made_it_from(name, tree):
 
 
 def test_the_longest_ending_decides_and_then_the_shortest_path():
-    paths = [
-        ("params", "kernel"),
-        ("params", "Dense_0", "kernel"),
-        ("params", "Block_0", "Dense_0", "kernel"),
-        ("params", "layers", 0, "kernel"),
-    ]
-    expected = {
-        ("mu", "kernel"): [paths[0]],
-        ("mu", "Dense_0", "kernel"): [paths[1]],
-        ("mu", "Block_0", "Dense_0", "kernel"): [paths[2]],
-        ("mu", "layers", 0, "kernel"): [paths[3]],
-        ("nu", "layers", "0", "kernel"): [paths[3]],
-        ("mu", "kernel", "v_row"): [],
-        ("count",): [],
-        (): [],
-    }
+    below = [("kernel",), ("Dense_0", "kernel"), ("Block_0", "Dense_0", "kernel")]
+    below.append(("layers", 0, "kernel"))
+    paths = [("params", *path) for path in below]
+    expected = {("mu", *path): [whole] for path, whole in zip(below, paths, strict=True)}
+    expected[("nu", "layers", "0", "kernel")] = [paths[3]]
+    expected |= {("mu", "kernel", "v_row"): [], ("count",): [], (): []}
     found = Parameters(paths, expected)
     assert {path: found.followed_by(path) for path in expected} == expected
     assert Parameters([], [("mu", "w")]).followed_by(("mu", "w")) == []
@@ -169,20 +159,21 @@ def test_a_factored_moment_has_the_axes_that_adafactor_keeps(shape):
         expected = tuple(() if dim is None else spec[dim] for dim in axes)
         # A dimension of one element varies over nothing, however it is called.
         part += ((),) * (len(moment) - len(part))
-        assert (
-            tuple(() if size == 1 else axes for size, axes in zip(moment, part, strict=True))
-            == expected
-        )
+        pairs = zip(moment, part, strict=True)
+        assert tuple(() if size == 1 else axes for size, axes in pairs) == expected
 
 
 def test_a_factor_of_a_square_is_identified_by_its_name():
     spec = (("data",), ("model",))
-    assert matching_part(("v_row", "w"), (4,), (4, 4), spec) == (("data",),)
-    assert matching_part(("v_col", "w"), (4,), (4, 4), spec) == (("model",),)
-    assert matching_part(("v", "w"), (4,), (4, 4), (("data",), ("data",))) == (("data",),)
-    assert matching_part(("v", "w"), (4,), (4, 4), ()) == ((),)
-    assert matching_part(("v", "w"), (4, 1), (4, 4), spec) == (("data",), ())
-    assert matching_part(("v", "w"), (1, 4), (4, 4), spec) == ((), ("model",))
+    for name, shape, whole, part in (
+        ("v_row", (4,), spec, (("data",),)),
+        ("v_col", (4,), spec, (("model",),)),
+        ("v", (4,), (("data",), ("data",)), (("data",),)),
+        ("v", (4,), (), ((),)),
+        ("v", (4, 1), spec, (("data",), ())),
+        ("v", (1, 4), spec, ((), ("model",))),
+    ):
+        assert matching_part((name, "w"), shape, (4, 4), whole) == part
 
 
 SEVERAL = "it may be over dimensions"

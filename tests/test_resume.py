@@ -1,7 +1,5 @@
 """Jobs that are killed or fail: what they leave, and what a later run makes of it."""
 
-import functools
-import hashlib
 import importlib
 import json
 import os
@@ -10,25 +8,21 @@ import signal
 import subprocess
 import sys
 
-import jobs
 import layouts
 import pytest
 from jobs import (
-    MARKER,
     SHARE_BYTES,
     StopError,
-    assert_pruned,
     ended,
     flip,
-    make,
     refused,
     save,
     started,
     stop_at,
     unfinished,
 )
-from layouts import hashes
 from sampling import some
+from test_shares_written import assert_same
 
 import reshard
 from reshard.storage import machine
@@ -44,67 +38,16 @@ def _several_shares(monkeypatch):
     monkeypatch.setattr(plan, "SHARE_BYTES", SHARE_BYTES)
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """Sources by kind, made once."""
-    before = {}
-
-    @functools.cache
-    def made(kind):
-        path = tmp_path_factory.mktemp(kind.replace(" ", "-")) / "source"
-        source = make(path, kind, 4)
-        before[source] = hashes(source)
-        return source
-
-    yield made
-    assert {path: hashes(path) for path in before} == before
-
-
-def files(path):
-    """Every file, less those of arrays and B-trees, and what tells of their packing."""
-    found = {}
-    for name, digest in hashes(path).items():
-        parts = name.split("/")
-        if "d" in parts or parts[-1] == "manifest.ocdbt" or "ocdbt.process_" in name:
-            continue
-        found[name] = "the commit marker" if parts[-1] == MARKER else digest
-    return found
-
-
 def values(path):
-    """The bits of each array that `reshard` reads, as digests."""
+    """The digests of each step's arrays, as `reshard` reads them."""
     steps = reshard.open(path).source.steps or (None,)
-    read = [jobs.values(path, step=step) for step in steps]
-    return [
-        {k: hashlib.sha256(repr(v).encode()).digest() for k, v in each.items()} for each in read
-    ]
+    return [reshard.digest(reshard.open(path, step=step)) for step in steps]
 
 
-def restored(path):
-    """The bits of each array that Orbax reads."""
-    trees = [layouts.load_pytree(file.parent) for file in sorted(path.rglob("_METADATA"))]
-    return [{k: layouts.bits(x) for k, x in layouts.flat(tree).items()} for tree in trees]
-
-
-@pytest.fixture(scope="module")
-def expected(sources, tmp_path_factory):
-    """What a job makes of a source that nothing disturbs."""
-
-    @functools.cache
-    def made(kind):
-        path = tmp_path_factory.mktemp("whole") / "out"
-        save(sources(kind), path)
-        assert_pruned(path)
-        return files(path), values(path), restored(path)
-
-    return made
-
-
-def assert_whole(out, expected):
-    """The destination is what an undisturbed job makes, and nothing else is beside it."""
+def assert_whole(out, whole):
+    """The destination is what one process writes, and nothing else is beside it."""
     assert os.listdir(out.parent) == [out.name]
-    assert (files(out), values(out), restored(out)) == expected
-    assert_pruned(out)
+    assert_same(out, whole)
 
 
 def parts(directory):
@@ -132,10 +75,10 @@ MOMENTS = [
 
 
 @pytest.mark.sampled
-def test_killed_at_a_moment_of_interest(sources, expected, tmp_path):
+def test_killed_at_a_moment_of_interest(jobs, tmp_path):
     """Before it, and then after it, unless the job is complete by then."""
     kind = "ckpt manager"
-    source, out = sources(kind), tmp_path / "out"
+    (source, whole), out = jobs(kind), tmp_path / "out"
     killed = 0
     moments = some(MOMENTS)
     for name, count in moments:
@@ -147,7 +90,7 @@ def test_killed_at_a_moment_of_interest(sources, expected, tmp_path):
                 reshard.open(out)
         else:
             assert ended(started(source, out, {"resume": True})) == 0
-        assert values(out) == expected(kind)[1]
+        assert values(out) == values(whole)
         shutil.rmtree(out)
         for directory in unfinished(out):
             shutil.rmtree(directory)
@@ -162,8 +105,8 @@ def killed(source, out, name="reshard.writer.save:build_root", count=1, **option
 
 
 @pytest.mark.parametrize("kind", ["ckpt zarr2", "convert zarr3-files"])
-def test_only_what_is_missing_is_written(sources, expected, tmp_path, monkeypatch, kind):
-    source, out = sources(kind), tmp_path / "out"
+def test_only_what_is_missing_is_written(jobs, tmp_path, monkeypatch, kind):
+    (source, whole), out = jobs(kind), tmp_path / "out"
     found = killed(source, out, "reshard.writer.save:write_share", 3)
     assert set(found) == {"unshared", "0", "1"}
     written = []
@@ -175,48 +118,40 @@ def test_only_what_is_missing_is_written(sources, expected, tmp_path, monkeypatc
 
     monkeypatch.setattr(saving, "write_share", noted)
     planned = save(source, out, resume=True)
-    assert written == list(range(2, planned.share_count()))
-    assert_whole(out, expected(kind))
+    count = planned.share_count()
+    assert written == list(range(2, count))
+    assert planned.notes[-1] == f"resumed: 2 of {count} shares were complete"
+    assert_whole(out, whole)
 
 
-def test_a_job_that_was_stopped_is_refused_resumed_or_begun_anew(sources, expected, tmp_path):
-    source = sources("ckpt zarr2")
+def test_a_job_that_was_stopped_is_refused_resumed_or_begun_anew(jobs, tmp_path):
+    source, whole = jobs("ckpt zarr2")
     for how in ("resume", "overwrite"):
         out = tmp_path / how / "out"
-        documents = killed(source, out)
-        document = json.loads(documents["unshared"].read_bytes())
-        with pytest.raises(reshard.DestinationExistsError) as error:
-            save(source, out)
+        document = json.loads(killed(source, out)["unshared"].read_bytes())
+        lines = layouts.refused(reshard.DestinationExistsError, save, source, out).splitlines()
         who = f"process {document['owner']['pid']} on {document['owner']['host']}"
-        lines = str(error.value).splitlines()
         assert lines[0] == f"a stopped job left finished shares of `{out}`"
         assert lines[1].startswith(f"  {who}, since {document['since']}: ")
-        assert lines[-2:] == [
-            "hint: resume=True continues it",
-            "hint: overwrite=True starts again",
-        ]
+        assert lines[-2:] == ["hint: resume=True continues it", "hint: overwrite=True starts again"]
         save(source, out, **{how: True})
-        assert_whole(out, expected("ckpt zarr2"))
+        assert_whole(out, whole)
 
 
-def test_what_has_no_finished_part_is_removed_unasked(sources, expected, tmp_path):
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
+def test_what_has_no_finished_part_is_removed_unasked(jobs, tmp_path):
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     assert killed(source, out, "reshard.writer.siblings:copy_siblings") == {}
     save(source, out)
-    assert_whole(out, expected("ckpt zarr2"))
+    assert_whole(out, whole)
 
 
 @pytest.mark.parametrize("ended", [False, None])
-def test_another_job_that_runs_or_of_which_nobody_knows(
-    sources, expected, tmp_path, monkeypatch, ended
-):
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
+def test_another_job_that_runs_or_of_which_nobody_knows(jobs, tmp_path, monkeypatch, ended):
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     killed(source, out, "reshard.writer.siblings:copy_siblings")
     monkeypatch.setattr(commit, "has_ended", lambda owner: ended)
     for options in [{}, *([{"resume": True}, {"overwrite": True}] if ended is False else [])]:
-        with pytest.raises(reshard.DestinationError) as error:
-            save(source, out, **options)
-        lines = str(error.value).splitlines()
+        lines = layouts.refused(reshard.DestinationError, save, source, out, **options).splitlines()
         assert lines[0] == f"another job is writing `{out}`"
         assert lines[-3:] == [
             "hint: wait until it ends",
@@ -225,7 +160,7 @@ def test_another_job_that_runs_or_of_which_nobody_knows(
         ]
     if ended is None:
         save(source, out, resume=True)
-        assert values(out) == expected("ckpt zarr2")[1]
+        assert values(out) == values(whole)
 
 
 def test_whether_a_process_has_ended():
@@ -244,20 +179,14 @@ def test_whether_a_process_has_ended():
     assert machine.has_ended(other) is True
 
 
-# Failures in this process.
-
-
 def stopped(source, out, part=0.6, **options):
-    """Fails when a part of the bytes is done."""
     with pytest.raises(StopError) as error:
         save(source, out, progress=stop_at(part), **options)
     return getattr(error.value, "__notes__", [])
 
 
-def test_a_job_that_fails_leaves_its_finished_shares_and_says_so(
-    sources, expected, tmp_path, monkeypatch
-):
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
+def test_a_job_that_fails_leaves_its_finished_shares_and_says_so(jobs, tmp_path, monkeypatch):
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     monkeypatch.setattr(sys, "argv", ["/usr/bin/reshard", "ckpt", "run", "my out"])
     [note] = stopped(source, out)
     [directory] = unfinished(out)
@@ -276,61 +205,53 @@ def test_a_job_that_fails_leaves_its_finished_shares_and_says_so(
         reshard.commit(out)
     assert refused.value.hints == ("reshard ckpt run 'my out' --resume",)
     save(source, out, resume=True)
-    assert_whole(out, expected("ckpt zarr2"))
+    assert_whole(out, whole)
 
 
-def test_a_job_that_fails_in_its_first_share_leaves_nothing(sources, tmp_path, monkeypatch):
+def test_a_job_that_fails_in_its_first_share_leaves_nothing(jobs, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "SHARE_BYTES", 1 << 30)
-    source, out = sources("convert zarr2"), tmp_path / "out"
+    source, out = jobs("convert zarr2")[0], tmp_path / "out"
     monkeypatch.setattr(saving, "write_unshared", lambda *arguments: None)
     assert stopped(source, out, 0.0) == []
     assert os.listdir(tmp_path) == []
 
 
-# What is no longer the same job.
-
-
-def test_other_arguments(sources, tmp_path):
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
+def test_other_arguments(jobs, tmp_path):
+    source, out = jobs("ckpt zarr2")[0], tmp_path / "out"
     killed(source, out)
-    cases = [{"max_memory": "4MiB"}, {"format": "zarr3"}, {"chunks": "keep"}, {"digest": True}]
-    for options in cases:
-        with pytest.raises(reshard.DestinationError) as error:
-            save(source, out, resume=True, **options)
-        lines = str(error.value).splitlines()
+    given = {"max_memory": "4MiB", "format": "zarr3", "chunks": "keep", "digest": True}
+    for name, value in given.items():
+        options = {"resume": True, name: value}
+        lines = layouts.refused(reshard.DestinationError, save, source, out, **options).splitlines()
         assert lines[0] == f"the unfinished job for `{out}` is not this job"
         assert lines[2].startswith("  process ")
         assert lines[-1] == "hint: overwrite=True starts again"
 
 
-# What was done to what an earlier run has written.
-
-
-def test_a_flipped_bit(sources, expected, tmp_path):
-    source, out = sources("ckpt zarr2"), tmp_path / "out"
+def test_a_flipped_bit(jobs, tmp_path):
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
     found = killed(source, out)
     for path in found.values():
         [item] = json.loads(path.read_bytes())["items"].values()
         if item["digests"]:
             flip(path.parents[1] / max(item["files"].items(), key=lambda pair: pair[1])[0])
             break
-    with pytest.raises(
-        reshard.CorruptCheckpointError, match="the values read back differ from those written"
-    ):
+    text = "the values read back differ from those written"
+    with pytest.raises(reshard.CorruptCheckpointError, match=text):
         save(source, out, resume=True)
     with pytest.raises(reshard.DestinationError, match="not complete"):
         reshard.commit(out)
     save(source, out, resume=True)
-    assert_whole(out, expected("ckpt zarr2"))
+    assert_whole(out, whole)
 
 
 @pytest.mark.parametrize("name", ["{}.reshard.orbax-checkpoint-tmp", ".reshard-{}.unfinished"])
-def test_what_an_earlier_version_has_left(sources, tmp_path, name):
+def test_what_an_earlier_version_has_left(jobs, tmp_path, name):
     path = tmp_path / name.format("out")
     path.mkdir()
     text = f"an earlier version of reshard left an unfinished job: `{path}`"
     text += f"\n  this version cannot resume it\n\nhint: rm -r '{path}', then start again"
-    refused(reshard.DestinationError, text, save, sources("ckpt zarr2"), tmp_path / "out")
+    refused(reshard.DestinationError, text, save, jobs("ckpt zarr2")[0], tmp_path / "out")
     assert os.listdir(tmp_path) == [path.name]
 
 
@@ -353,11 +274,10 @@ def test_shares_of_different_divisions_are_not_mixed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", [".reshard-1.0123456789abcdef", "1.replaced-by-reshard.0123456789abcdef"]
 )
-def test_a_checkpoint_with_the_name_of_a_leftover(sources, tmp_path, name):
-    """A job for `1` would delete it."""
+def test_a_checkpoint_with_the_name_of_a_leftover(jobs, tmp_path, name):
     text = f"`{tmp_path / name}` has a name that is reserved for unfinished jobs"
     text += "\n\nhint: choose another name"
-    refused(reshard.DestinationError, text, save, sources("ckpt zarr2"), tmp_path / name)
+    refused(reshard.DestinationError, text, save, jobs("ckpt zarr2")[0], tmp_path / name)
 
 
 def test_metadata_that_change_where_no_chunk_does(tmp_path):

@@ -126,7 +126,6 @@ def once(values, dtype):
 @pytest.mark.parametrize("dtype", TARGETS, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (7, 300), (300, 1000), (2, 3, 100_001)], ids=str)
 def test_what_rounding_once_takes_beside_its_result(dtype, shape):
-    """It is the same of what is not contiguous."""
     values = np.asarray(np.random.default_rng(0).uniform(1, 400, shape))
     most, rounded = peak(lambda: cast_once(values, dtype))
     np.testing.assert_array_equal(rounded, once(values, dtype), strict=True)
@@ -137,7 +136,6 @@ def test_what_rounding_once_takes_beside_its_result(dtype, shape):
 @pytest.mark.parametrize("memory", ["200KiB", "1GiB"], ids=["again", "one pass"])
 @pytest.mark.parametrize(("old", "new"), OWN)
 def test_what_is_charged_for_a_box(old, new, memory, tmp_path):
-    """Its values as they are read and as they are cast are in memory at once."""
     saved = np.random.default_rng(0).random((32, 256)).astype(jnp.dtype(old))
     layouts.save_pytree(tmp_path / "saved", {"a": saved})
     ckpt = reshard.to_mesh(

@@ -11,6 +11,7 @@ from flax.core.spmd import from_sharding_rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from layouts import raised, refused
 from releases import OUT_SHARDING
 from sampling import examples
 
@@ -55,50 +56,37 @@ def test_match_specs_against_a_plain_loop(paths, rules):
         if not any(re.search(regex, format_path(path)) for path in paths)
     )
     if dead:
-        with pytest.raises(ShardingError) as caught:
-            match_specs(paths, rules)
-        assert caught.value.summary == "no array matches the regex of a spec"
-        assert caught.value.problems == dead
+        assert raised(ShardingError, match_specs, paths, rules).problems == dead
         return
-    expected = {}
-    for path in paths:
-        for regex, spec in rules:
-            if re.search(regex, format_path(path)):
-                expected[path] = ((spec,),) if spec else ()
-                break
-    assert match_specs(paths, rules) == expected
+    hits = {
+        path: [spec for regex, spec in rules if re.search(regex, format_path(path))]
+        for path in paths
+    }
+    assert match_specs(paths, rules) == {
+        path: ((specs[0],),) if specs[0] else () for path, specs in hits.items() if specs
+    }
 
 
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
         (
-            [("^param/dense/kernel", "data"), ("kernel", "data"), ("xyzzy", ""), ("bais$", "")],
-            "no array matches the regex of a spec\n"
-            "  `^param/dense/kernel`\n  `xyzzy`\n  `bais$`\n\n"
+            [("^param/dense/kernel", "data"), ("kernel", "data"), ("bais$", "")],
+            "no array matches the regex of a spec\n  `^param/dense/kernel`\n  `bais$`\n\n"
             "hint: the nearest leaf is `params/dense/kernel`\n"
             "hint: the nearest leaf is `params/dense/bias`",
         ),
-        (
-            [("(", "data"), ("kernel", "data"), ("[a", "")],
+        (  # one is a glob
+            [("(", "data"), ("kernel", "data"), ("params/den?e/**", "")],
             "the specs cannot be read\n"
             "  `(` is not a regex: missing ), unterminated subpattern at position 0\n"
-            "  `[a` is not a regex: unterminated character set at position 0",
-        ),
-        (  # a glob
-            [("**/kernel", "data"), ("params/den?e/**", "")],
-            "the specs cannot be read\n"
-            "  `**/kernel` is not a regex: nothing to repeat at position 0\n"
             "  `params/den?e/**` is not a regex: multiple repeat at position 14\n\n"
-            "hint: as a regex, the glob `**/kernel` is `^(.*/)?kernel$`\n"
             "hint: as a regex, the glob `params/den?e/**` is `^params/den[^/]e/`",
         ),
     ],
 )
 def test_every_regex_that_matches_nothing_or_does_not_compile_is_named(rules, text):
-    with pytest.raises(ShardingError) as caught:
-        match_specs(LEAVES, rules)
-    assert str(caught.value) == text
+    assert refused(ShardingError, match_specs, LEAVES, rules) == text
 
 
 def test_the_regex_of_a_glob_matches_the_same_paths():
@@ -123,19 +111,16 @@ class MeshRules:
 
 
 PARSED = (("embed", ()), ("mlp", ("model",)), ("vocab", ("data", "model")))
+BY_NAME = {"embed": None, "mlp": "model", "vocab": ("data", "model")}
+LISTS = {"embed": [], "mlp": "model", "vocab": ["data", "model"]}
 
 
 @pytest.mark.parametrize(
     "rules",
     [
-        [("embed", None), ("mlp", "model"), ("vocab", ("data", "model"))],
-        (("embed", ()), ("mlp", ("model",)), ("vocab", ("data", "model"))),
-        [["embed", []], ["mlp", "model"], ["vocab", ["data", "model"]]],
-        iter([("embed", None), ("mlp", "model"), ("vocab", ("data", "model"))]),
-        {"embed": None, "mlp": "model", "vocab": ("data", "model")},
+        *(BY_NAME, [*BY_NAME.items()], iter(BY_NAME.items()), BY_NAME.__getitem__),
+        *(PARSED, [[*rule] for rule in LISTS.items()], LISTS.__getitem__),
         MeshRules(mlp="model", vocab=("data", "model")),
-        lambda name: {"embed": None, "mlp": "model", "vocab": ("data", "model")}[name],
-        lambda name: {"embed": [], "mlp": ["model"], "vocab": ["data", "model"]}[name],
     ],
 )
 def test_every_form_of_rules_means_the_same(rules):
@@ -154,34 +139,24 @@ def test_a_name_that_a_callable_refuses_has_no_rule(error):
         parse_rules(lambda name: 1 / 0, ["a"])
 
 
-HINT = 'hint: rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]'
-
-
 @pytest.mark.parametrize(
     ("rules", "named"),
     [
-        ("embed", ["'embed'"]),
-        ("", ["''"]),
-        (3, ["3"]),
+        *(("embed", ["'embed'"]), ("", ["''"]), (3, ["3"]), (["ab"], ["'ab'"])),
         (("embed", "data"), ["'embed'", "'data'"]),
         ([("embed",), ("mlp", "model"), ("a", "b", "c")], ["('embed',)", "('a', 'b', 'c')"]),
-        (
-            [(1, "data"), ("embed", 1), ("mlp", ("data", 1))],
-            ["(1, 'data')", "('embed', 1)", "('mlp', ('data', 1))"],
-        ),
+        ([(1, "data"), ("mlp", ("data", 1))], ["(1, 'data')", "('mlp', ('data', 1))"]),
         ([("embed", ("data", None))], ["('embed', ('data', None))"]),
         ({"embed": 1, "mlp": "model", None: "x"}, ["('embed', 1)", "(None, 'x')"]),
         (lambda name: 7, ["('embed', 7)"]),
-        (["ab"], ["'ab'"]),
     ],
 )
 def test_all_wrong_rules_are_listed(rules, named):
-    with pytest.raises(ShardingError) as caught:
-        parse_rules(rules, ["embed"])
     lines = "".join(f"  {name}\n" for name in named)
-    assert str(caught.value) == (
+    assert refused(ShardingError, parse_rules, rules, ["embed"]) == (
         "a rule must be a pair: a logical name, and a mesh axis, a tuple of mesh axes, or "
-        f"None\n{lines}\n{HINT}"
+        f"None\n{lines}\n"
+        'hint: rules=[("embed", "data"), ("vocab", ("data", "model")), ("kv", None)]'
     )
 
 

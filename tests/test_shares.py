@@ -15,83 +15,39 @@ from test_planner import layout
 import reshard
 from reshard.arrays.boxes import grid_boxes
 from reshard.engine.plan import co_read
-from reshard.engine.shares import divide, sums
-from reshard.writer.plan import Plan, _boxes, _Work
-
-SIZES = st.integers(1, 13)
+from reshard.engine.shares import divide, grid_sums, sums
+from reshard.writer.plan import Plan, _boxes
 
 
-@st.composite
-def grids(draw, group):
-    """Arrays of one grid of boxes, that are read together."""
-    rank = draw(st.integers(0, 3))
-    chunk = tuple(draw(SIZES) for _ in range(rank))
-    box = tuple(c * draw(st.integers(1, 3)) for c in chunk)
-    shape = tuple(draw(st.integers(0 if n == 0 else 1, 40)) for n in range(rank))
-    co_read = draw(st.integers(1, 3))
-    return [
-        layout(
-            shape,
-            tuple(draw(SIZES) for _ in range(rank)),
-            chunk,
-            path=(group, n),
-            group=group,
-            co_read=co_read,
-            source_itemsize=draw(st.sampled_from([1, 2, 4])),
-            target_itemsize=draw(st.sampled_from([1, 2, 4])),
-            chunk=chunk,
-            box=box,
-        )
-        for n in range(co_read)
-    ]
+@given(st.data())
+def test_sums_of_a_grid_are_those_of_its_boxes(data):
+    shape = tuple(data.draw(st.lists(st.integers(0, 40), max_size=3)))
+    chunk = tuple(data.draw(st.integers(1, 13)) for _ in shape)
+    box = tuple(c * data.draw(st.integers(1, 3)) for c in chunk)
+    sizes = [tuple(part.stop - part.start for part in each) for each in grid_boxes(shape, box)]
+    counts = [len(list(grid_boxes(size, chunk))) for size in sizes]
+    expected = [[*itertools.accumulate(n, initial=0)] for n in (map(math.prod, sizes), counts)]
+    assert [found.tolist() for found in grid_sums(shape, box, chunk)] == expected
 
 
-@st.composite
-def works(draw):
-    work = []
-    for number in range(draw(st.integers(0, 5))):
-        if draw(st.booleans()):
-            sizes = draw(st.lists(st.integers(0, 10**6), max_size=20))
-            work.append(_Work(number, [], sums(np.array(sizes, int)), np.arange(len(sizes) + 1)))
-        else:
-            work.append(_boxes(number, draw(grids(number))))
-    return work
-
-
-def units(work):
-    """Bytes and chunks of each of its units, by brute force."""
-    if not work.arrays:
-        return [(size, 1) for size in np.diff(work.nbytes)]
-    found = []
-    for together in zip(*(array.boxes() for array in work.arrays), strict=True):
-        shapes = [tuple(part.stop - part.start for part in box) for box in together]
-        pairs = list(zip(work.arrays, shapes, strict=True))
-        nbytes = sum(math.prod(shape) * array.target_itemsize for array, shape in pairs)
-        found.append((nbytes, sum(len(list(grid_boxes(s, array.chunk))) for array, s in pairs)))
-    return found
-
-
-@given(works(), st.integers(1, 17))
-def test_every_box_is_in_one_share_and_they_are_as_equal_as_boxes_are(work, count):
-    sizes = [units(each) for each in work]
-    weights = [[2 * nbytes + (chunks << 16) for nbytes, chunks in each] for each in sizes]
+@given(st.lists(st.lists(st.integers(1, 10**6), max_size=20), max_size=5), st.integers(1, 17))
+def test_every_box_is_in_one_share_and_they_are_as_equal_as_boxes_are(weights, count):
     shares = divide([sums(np.array(each, int)) for each in weights], count)
     found = [(n, k) for share in shares for n, start, stop in share for k in range(start, stop)]
-    assert found == [(n, k) for n, each in enumerate(sizes) for k in range(len(each))]
+    assert found == [(n, k) for n, each in enumerate(weights) for k in range(len(each))]
     total = [sum(sum(weights[n][start:stop]) for n, start, stop in share) for share in shares]
     largest = max(itertools.chain(*weights), default=0)
     assert all(abs(each - sum(total) / count) <= largest for each in total)
-    for n, start, stop in itertools.chain(*shares):
-        piece = work[n].piece(start, stop)
-        expected = np.sum(sizes[n][start:stop], axis=0).tolist()
-        assert [piece.nbytes, piece.chunks] == expected
 
 
 def test_arrays_that_are_read_together_are_cut_at_the_same_box():
     grid = (2, 4)
     arrays = [layout((8, 4), grid, grid, path=(n,), co_read=3, chunk=grid, box=grid) for n in "abc"]
     (group,) = co_read(arrays)
-    assert divide([_boxes(0, group).nbytes], 3) == [[(0, 0, 2)], [(0, 2, 3)], [(0, 3, 4)]]
+    work = _boxes(0, group)
+    assert divide([work.nbytes], 3) == [[(0, 0, 2)], [(0, 2, 3)], [(0, 3, 4)]]
+    piece = work.piece(1, 3)
+    assert (piece.nbytes, piece.chunks) == (2 * 3 * 8 * 4, 2 * 3)
 
 
 @pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt manager", "convert zarr3-files"])

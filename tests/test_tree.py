@@ -7,7 +7,7 @@ from layouts import refused
 from sampling import examples
 
 from reshard import tree
-from reshard.errors import ArgumentError, TreeMismatchError
+from reshard.errors import ArgumentError, TreeMismatchError, printable
 
 KEYS = st.text() | st.text('ab/".\\ *?\n', max_size=6) | st.integers(0, 1000)
 PATHS = st.lists(KEYS, min_size=1, max_size=6).map(tuple)
@@ -20,12 +20,9 @@ QUOTES = 'hint: quote a key that holds a slash: `params/"mlp/linear"/w`'
         ((), "."),
         (("params", "layer_0", 3), "params/layer_0/3"),
         (("params", "mlp/linear", "w"), 'params/"mlp/linear"/w'),
-        (("a.b", "", "e:f"), 'a.b/""/e:f'),
-        (("two words",), '"two words"'),
-        (('say "hi"',), r'"say \"hi\""'),
-        (("back\\slash",), "back\\slash"),
-        (("back\\slash/",), r'"back\\slash/"'),
-        (("tab\there",), r'"tab\there"'),
+        (("a.b", "", "e:f", "two words"), 'a.b/""/e:f/"two words"'),
+        (('say "hi"', "tab\there"), r'"say \"hi\""/"tab\there"'),
+        (("back\\slash", "back\\slash/"), r'back\slash/"back\\slash/"'),
         (("größe", "größe/层"), 'größe/"größe/层"'),
         (("*", "**", "?"), "*/**/?"),
     ],
@@ -38,34 +35,25 @@ def test_format_path(path, text):
 
 @settings(deadline=None, max_examples=examples(500))
 @given(PATHS)
-@example(("/",))
-@example(('"',))
-@example(("", ""))
+@example(("/", '"', "", ".", "..", "\\", "\\/", '\\"/"\\', 0, "0"))
 @example((".",))
-@example(("..", "."))
-@example(("\\",))
-@example(("\\/",))
-@example(('\\"/"\\',))
+@example(("",))
 @example(("a\x00b", "\x1f", "\x7f", "\x85", "\u2028"))
-@example((0, "0", 1))
 def test_splitting_undoes_formatting(path):
     assert tree.split_path(tree.format_path(path)) == tuple(map(str, path))
     assert not set(tree.format_path(path)) & set(map(chr, range(32)))  # no control characters
 
 
-@pytest.mark.parametrize(
-    "text", ["", "/", "a//b", "/a", "a/", '"a', 'a"', 'a"b"', '"a"b', '"a"/"', 'a/"b"c/d', '"\\"']
-)
+NO_PATHS = ["", "/", "a//b", "/a", "a/", '"a', 'a"', 'a"b"', '"a"b', '"a"/"', 'a/"b"c/d', '"\\"']
+
+
+@pytest.mark.parametrize("text", [*NO_PATHS, r'"a\q"', r'a/"\u12"', '"a\nb"'])
 def test_what_is_not_a_path(text):
-    assert refused(ArgumentError, tree.split_path, text) == (
-        f"`{text}` is not a path: a key is empty or its quotes do not close\n\n{QUOTES}"
-    )
-
-
-@pytest.mark.parametrize("text", [r'"a\q"', r'a/"\u12"', '"a\nb"'])
-def test_a_bad_escape_in_a_quoted_key_is_our_error(text):
-    with pytest.raises(ArgumentError, match="is not a path"):
-        tree.split_path(text)
+    told = refused(ArgumentError, tree.split_path, text)
+    head, tail = f"`{printable(text)}` is not a path: ", f"\n\n{QUOTES}"
+    assert told.startswith(head) and told.endswith(tail)
+    if text in NO_PATHS:  # json's own words about the others
+        assert told == f"{head}a key is empty or its quotes do not close{tail}"
 
 
 @pytest.mark.parametrize("key", ["a", '"/"'])
@@ -114,18 +102,14 @@ SMALL_PATHS = lists_of(st.text('ab/". \n+*?01', max_size=3) | st.integers(0, 11)
     lists_of(GLOB_KEYS, 1, 4) | lists_of(WILD_KEYS, 1, 6),
     SMALL_PATHS | lists_of(st.text("ab*?", max_size=6), 0, 5),
 )
-@example(("**",), ("a",))
 @example(("a", "**"), ("a",))
 @example(("a", "**"), ("ab", "a"))
 @example(("**", "a", "**"), ("b", "a", "b"))
 @example(("a*", "b"), ("a", "x", "b"))
-@example(("*",), ("a/b",))
-@example(("?",), ("",))
+@example(("*", "?"), ("a/b", ""))
 @example(("a.b",), ("a+b",))
 @example(("a",), ("a\n",))
-@example(("1?",), (11,))
-@example(("a", "1", "w"), ("a", 1, "w"))
-@example(("a", "07", "**"), ("a", "07", "w"))
+@example(("1?", "1", "07", "**"), (11, 1, "07", "w"))
 @example(("a", "101"), ("aA",))
 def test_globs_match_as_by_recursion(pattern, path):
     regex, text = tree.compile_glob("/".join(map(tree.format_key, pattern))), tree.glob_text(path)
@@ -236,25 +220,20 @@ def test_a_glob_of_a_model_beside_its_optimizer_needs_no_model_ahead():
 
 def test_all_globs_that_match_nothing_are_named_with_a_hint_each():
     globs = ["step", "params/dense/kernle", "opt_state/*/nu", "xyzzy", "params/danse"]
-    assert refused(TreeMismatchError, tree.match_globs, LEAVES, globs) == (
-        "no leaf matches\n"
-        "  `params/dense/kernle`\n"
-        "  `opt_state/*/nu`\n"
-        "  `xyzzy`\n"
-        "  `params/danse`\n"
-        "\n"
-        "hint: the nearest leaf is `params/dense/kernel`\n"
-        "hint: the nearest leaf is `opt_state/1/count`\n"
-        "hint: the nearest leaf is `params/dense/bias`"
+    near = ("params/dense/kernel", "opt_state/1/count", "params/dense/bias")
+    assert refused(TreeMismatchError, tree.match_globs, LEAVES, globs) == "\n".join(
+        [
+            "no leaf matches",
+            *(f"  `{glob}`" for glob in globs[1:]),
+            "",
+            *(f"hint: the nearest leaf is `{leaf}`" for leaf in near),
+        ]
     )
-
-
-def test_nearest_is_at_most_three_best_first():
     paths = [("params", f"layer_{i}", "kernel") for i in range(9)] + [("step",)]
-    near = tree.nearest("params/layer_4/kernel", paths)
-    assert len(near) == 3
-    assert near[0] == "params/layer_4/kernel"
-    assert tree.nearest("zzz", paths) == []
+    first, *others = tree.nearest("params/layer_4/kernel", paths)
+    assert (first, len(others)) == ("params/layer_4/kernel", 2)
+    for glob in ("**/kernal/**", "parms/**", "**/kernal"):
+        assert tree.nearest(glob, paths) == ["params/layer_8/kernel"]
 
 
 # Renaming
@@ -267,12 +246,9 @@ def test_nearest_is_at_most_three_best_first():
             LEAVES,
             [("^params/", "model/"), ("/kernel$", "/w"), (r"^model/(\w+)/w", r"model/\1/W")],
             [
-                ("model", "dense", "W"),
-                ("model", "dense", "bias"),
-                ("model", "mlp/linear", "w"),
-                ("opt_state", 0, "mu", "dense", "w"),
-                ("opt_state", 1, "count"),
-                ("step",),
+                *(("model", "dense", "W"), ("model", "dense", "bias")),
+                *(("model", "mlp/linear", "w"), ("opt_state", 0, "mu", "dense", "w")),
+                *(("opt_state", 1, "count"), ("step",)),
             ],
         ),
         (  # swapped by way of a third name
@@ -318,8 +294,6 @@ MEET = "leaves would have the same path, or one below another, after renaming\n"
             [("^[abc]/", "x/"), ("^[de]/", '"y z"/')],
             f'{MEET}  a/w and b/w -> x/w\n  a/w and c/w -> x/w\n  d/v and e/v -> "y z"/v',
         ),
-        # One of them stays where it is.
-        ([("new",), ("old",)], [("^old$", "new")], f"{MEET}  new and old -> new"),
         # A position, and a dict key of the same digits.
         ([("a", 0), ("b", "0")], [("^b/", "a/")], f"{MEET}  a/0 and b/0 -> a/0"),
         (
@@ -339,45 +313,27 @@ def test_renames_that_cannot_be_are_all_named(paths, rules, text):
     assert refused(TreeMismatchError, tree.rename_paths, paths, rules) == text
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (
-            ("(", "x"),
-            "rename `(=x` is invalid: missing ), unterminated subpattern at position 0",
-        ),
-        (
-            ("^step$", r"\2"),
-            r"rename `^step$=\2` is invalid: invalid group reference 2 at position 1",
-        ),
-        (
-            ("^step$", r"\g<n>"),
-            r"rename `^step$=\g<n>` is invalid: unknown group name 'n'",
-        ),
-        (
-            ("^step$", ""),
-            f"`` is not a path: a key is empty or its quotes do not close\n\n{QUOTES}",
-        ),
-    ],
-)
-def test_a_rule_that_is_not_a_regex_or_leaves_no_name(rule, message):
-    assert refused(ArgumentError, tree.rename_paths, LEAVES, [rule]) == message
+INVALID = [
+    ("(", "x", "missing ), unterminated subpattern at position 0"),
+    ("^step$", r"\2", "invalid group reference 2 at position 1"),
+    ("^step$", r"\g<n>", "unknown group name 'n'"),
+]
+
+
+def test_a_rule_that_is_not_a_regex_or_leaves_no_name():
+    for regex, new, reason in INVALID:
+        told = refused(ArgumentError, tree.rename_paths, LEAVES, [(regex, new)])
+        assert told == f"rename `{regex}={new}` is invalid: {reason}"
+    told = refused(ArgumentError, tree.rename_paths, LEAVES, [("^step$", "")])
+    assert told.startswith("`` is not a path: ")
 
 
 # Lists
 
 
-@pytest.mark.parametrize(
-    "paths",
-    [
-        [],
-        [()],
-        [("a", 1), ("a", 0), ("b", "1"), ("b", "3")],
-        [(0, 0), (0, 1), (1, 0)],
-    ],
-)
-def test_whole_lists_pass(paths):
-    assert tree.check_lists(paths) is None
+def test_whole_lists_pass():
+    for paths in ([], [()], [("a", 1), ("a", 0), ("b", "1"), ("b", "3")], [(0, 0), (0, 1), (1, 0)]):
+        tree.check_lists(paths)
 
 
 def test_every_list_with_a_gap_is_named():

@@ -10,33 +10,26 @@ import shutil
 
 import in_process
 import jax
-import jax.numpy as jnp
 import layouts
 import numpy as np
 import pytest
 import tensorstore as ts
 from in_process import refused, shown
-from jax.sharding import PartitionSpec as P
+from jobs import FORMATS
 from layouts import save_pytree as save
 from sampling import some
 
 import reshard
 from reshard.arrays.digests import digest_of
 from reshard.errors import printable
-from reshard.storage.location import Location
-from reshard.storage.ocdbt import node_files, value_files
+from reshard.units import count_of
 from reshard.verify.digest_record import FILE, ArrayRecord, Record
 
 execution = importlib.import_module("reshard.writer.save")
 
 FORMS = {
-    f"{version}-{store}-{codec}": {
-        "use_zarr3": version == "zarr3",
-        "use_ocdbt": store == "ocdbt",
-        "use_compression": codec == "zstd",
-    }
-    for version in ("zarr2", "zarr3")
-    for store in ("files", "ocdbt")
+    f"{name}-{codec}": {**form, "use_compression": codec == "zstd"}
+    for name, form in FORMATS.items()
     for codec in ("raw", "zstd")
 }
 SPECS = {
@@ -79,7 +72,7 @@ def copied(made, tmp_path):
 # Nothing is wrong.
 
 
-def test_progress_and_memory(made):
+def test_progress(made):
     path = made("zarr2-files-raw")
 
     def progress(*arguments, **options):
@@ -95,33 +88,9 @@ def test_progress_and_memory(made):
     assert progress(path, path)[-1] == (2 * whole, 2 * whole)
     cast = reshard.cast(reshard.open(path), "float16", "e")  # which is read as float32 first
     assert progress(cast)[-1] == (whole, whole)
-    with pytest.raises(reshard.MemoryLimitError):
-        reshard.verify(path, max_memory="16KiB")
 
 
 # Something is, and all of it is told.
-
-
-def exchange(one, other):
-    """Two files or directories, each in the other's place."""
-    one.rename(one.with_name("x"))
-    other.rename(one)
-    one.with_name("x").rename(other)
-
-
-def test_exchanged_chunks_and_arrays(tmp_path):
-    spec = P("data", "model")
-    tree = layouts.small_tree(layouts.mesh((2, 4)), dict.fromkeys("abcd", spec), (8, 8))
-    path = save(tmp_path / "saved", tree, use_ocdbt=False)
-    reshard.digest(path, write=True)
-    exchange(path / "a" / "0.1", path / "a" / "1.3")
-    exchange(path / "b", path / "c")
-    assert repr(reshard.verify(path)) == (
-        f"`{path}`: 4 arrays read, 4 compared with digests, 3 problems\n"
-        "  a: its values are not those on record\n"
-        "  b: its values are not those on record\n"
-        "  c: its values are not those on record"
-    )
 
 
 def test_files_around_the_arrays(saved, tmp_path):
@@ -164,9 +133,9 @@ def test_records_of_something_else(copied, tmp_path, monkeypatch):
         f"the file `{path}/{'x' * 300}`: recorded, but missing",
         f"the file `{path}/nothing/here`: recorded, but missing",
     )
-    told = "".join(f"\n  {line}" for line in (*of_arrays, *others))
-    read = f"`{path}`: 3 arrays read, 0 compared with digests"
-    assert repr(reshard.verify(path)) == f"{read}, 6 problems{told}"
+    assert repr(reshard.verify(path)) == "\n  ".join(
+        [f"`{path}`: 3 arrays read, 0 compared with digests, 6 problems", *of_arrays, *others]
+    )
     # A job tells the same, before a byte is written; and so does its plan.
     monkeypatch.delattr("reshard.writer.commit.begin")
     ckpt = reshard.to_mesh(reshard.cast(reshard.open(path), "float16", "w"), "8x1")
@@ -179,12 +148,10 @@ def test_records_of_something_else(copied, tmp_path, monkeypatch):
         assert tuple(map(printable, planned.problems)) == (summary, *problems)
         assert planned.hints == (hint,)
     (path / FILE).write_text("{")
-    problem = f"`{path / FILE}` is not a record of digests\n  "
-    reason = "JSONDecodeError: Expecting property name enclosed in double quotes: "
-    reason += "line 1 column 2 (char 1)"
-    assert repr(reshard.verify(path)) == f"{read}, 2 problems\n  {problem}{reason}"
+    problem, reason = reshard.verify(path).problems
+    assert problem == f"`{path / FILE}` is not a record of digests"
     hint = f"rm '{path / FILE}' deletes the record"
-    assert refusal(ckpt, out) == f"{problem}{reason}\n\nhint: {hint}"
+    assert refusal(ckpt, out) == f"{problem}\n  {reason}\n\nhint: {hint}"
     (path / FILE).unlink()
     (path / FILE).mkdir()
     assert reshard.verify(path).problems == (f"`{path / FILE}` is a directory, not a file",)
@@ -204,25 +171,12 @@ def test_every_kind_of_fault_at_once(copied):
     )
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if "ocdbt" in form])
-def test_data_files_that_are_missing(copied, form):
-    path = copied(form)
-    # The nodes of its B-tree are now one small file, now more.
-    names = value_files(Location(str(path))) - node_files(Location(str(path)))
-    file = max((path / name for name in names), key=lambda file: file.stat().st_size)
-    file.unlink()
-    found = reshard.verify(path)
-    lost = [name for name in SPECS if (name,) not in found.digests]
-    assert lost != []
-    assert found.problems == tuple(f"{n}: its data file `{file}` is missing" for n in lost)
-
-
 # Single bits.
 
 
 def stored_files(path, form):
     """The files that hold bytes of arrays, or of the B-tree that leads to them; largest first."""
-    if "ocdbt" in form:
+    if "files" not in form:
         found = [*path.glob("d/*"), *path.glob("ocdbt.process_0/d/*"), path / "manifest.ocdbt"]
     else:
         found = [file for name in SPECS for file in (path / name).rglob("*") if file.is_file()]
@@ -235,7 +189,7 @@ def values_in(path, form):
     found = {}
     for name in SPECS:
         store = f"{base}{name}/"
-        if "ocdbt" in form:
+        if "files" not in form:
             store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         spec = {"driver": driver, "kvstore": store, "fill_missing_data_reads": False}
         try:
@@ -244,14 +198,6 @@ def values_in(path, form):
         except ValueError:
             found[name] = None
     return found
-
-
-def problems_of(path):
-    """The problems that `verify` lists or raises."""
-    try:
-        return reshard.verify(path).problems
-    except (reshard.CorruptCheckpointError, reshard.CheckpointFormatError) as error:
-        return (error.summary, *error.problems)
 
 
 def flip(file, place):
@@ -265,7 +211,7 @@ def flip(file, place):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
-def test_every_flipped_bit_is_found_by_verify_and_by_a_job(copied, tmp_path, form):
+def test_every_flipped_bit_is_found_by_verify_and_by_a_job(copied, tmp_path, run, form):
     """20 places in each of 8 forms."""
     path, out = copied(form), tmp_path / "out"
     expected = values_in(path, form)
@@ -282,7 +228,7 @@ def test_every_flipped_bit_is_found_by_verify_and_by_a_job(copied, tmp_path, for
         where = form, number, file.name, place
         if values_in(path, form) != expected:
             changed += 1
-            assert problems_of(path), where
+            assert run("verify", path)[0] == 1, where
             with pytest.raises(reshard.ReshardError):
                 reshard.save(reshard.to_mesh(reshard.open(path), "8x1"), out)
             assert os.listdir(tmp_path) == ["saved"], where
@@ -294,7 +240,7 @@ def test_every_flipped_bit_is_found_by_verify_and_by_a_job(copied, tmp_path, for
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("form", ["zarr2-files-raw", "zarr2-ocdbt-zstd"])
+@pytest.mark.parametrize("form", ["zarr2-files-raw", "zarr2-zstd"])
 def test_single_bits_of_the_record_itself(copied, tmp_path, form):
     path = copied(form)
     rng = np.random.default_rng(list(FORMS).index(form))
@@ -416,8 +362,9 @@ def test_differences_from_another_checkpoint(tmp_path):
         f"  mine: `{other}` does not have it\n"
         f"  shape: it is float64[2,3], in `{other}` float64[3,2]\n"
         f"  text: it is 'some', in `{other}` 'other'\n"
-        f"  yours: only `{other}` has it"
+        "  ... and 1 more"
     )
+    assert found.problems[10] == f"yours: only `{other}` has it"
     chunk = next((other / "a").rglob("c/0/0"))
     os.truncate(chunk, 3)
     problems = reshard.verify(one, other).problems
@@ -433,37 +380,32 @@ def test_against_a_record(tmp_path):
     reshard.digest(one, write=True)
     file = tmp_path / "known.json"
     file.write_bytes((one / FILE).read_bytes())
-    assert reshard.verify(one, file)
+    reshard.save(reshard.open(one), tmp_path / "copy")
+    assert reshard.verify(one, file) and reshard.verify(tmp_path / "copy", file)
     found = reshard.verify(other, file)
     assert (found.problems, bool(found)) == ((f"text: `{file}` has another text",), False)
-    reshard.save(reshard.open(one), tmp_path / "copy")
-    assert reshard.verify(tmp_path / "copy", file)
     known = json.loads(file.read_text()) | {"strings": {}}
     arrays = known["arrays"]
     arrays["a"]["digest"], arrays["x"] = "0" * 32, arrays.pop("b")
     file.write_text(json.dumps(known))
+    lacks = f"`{file}` does not have it"
     assert repr(reshard.verify(one, file)) == (
         f"`{one}`: 2 arrays read, 2 compared with digests, 4 problems\n"
         f"  a: its values are not those of `{file}`\n"
-        f"  b: `{file}` does not have it\n"
-        f"  text: `{file}` does not have it\n"
+        f"  b: {lacks}\n"
+        f"  text: {lacks}\n"
         f"  the array `x`: of `{file}`, but missing"
     )
     # It may have no digest of an array, and has none of one that is cast.
     arrays["a"]["digest"], arrays["b"] = None, arrays.pop("x")
     file.write_text(json.dumps(known))
     cast = reshard.cast(reshard.open(one), "bfloat16", "b")
-    assert reshard.verify(cast, file).problems == (
-        f"a: `{file}` has no digest of it",
-        f"b: `{file}` has no digest of it",
-        f"text: `{file}` does not have it",
-    )
+    none = f"`{file}` has no digest of it"
+    assert reshard.verify(cast, file).problems == (f"a: {none}", f"b: {none}", f"text: {lacks}")
     file.write_text("{}")
-    assert layouts.refused(reshard.CorruptCheckpointError, reshard.verify, one, file) == (
-        f"`{file}` is not a record of digests\n"
-        "  ValueError: it is a different kind of document\n\n"
-        "hint: reshard.digest(path, write=True)"
-    )
+    told = layouts.refused(reshard.CorruptCheckpointError, reshard.verify, one, file)
+    assert told.startswith(f"`{file}` is not a record of digests\n")
+    assert told.endswith("\n\nhint: reshard.digest(path, write=True)")
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -487,6 +429,12 @@ def test_strings_are_recorded_under_their_stored_names(tmp_path, recorded):
 # The commands.
 
 
+def same(path, count):
+    """The result of a `verify` that finds nothing wrong."""
+    read = f"{count_of(count, 'array')} read, {count} compared with digests"
+    return 0, f"`{path}`: {read}, nothing is wrong\n", ""
+
+
 @pytest.fixture
 def run(tmp_path):
     """Runs `reshard`: exit status, stdout and stderr."""
@@ -494,9 +442,8 @@ def run(tmp_path):
 
 
 def test_exit_status_0_of_a_correct_checkpoint(made, run):
-    path, other = made("zarr2-ocdbt-zstd"), made("zarr3-files-raw")
-    text = f"`{path}`: 3 arrays read, 3 compared with digests, nothing is wrong\n"
-    assert run("verify", path) == (0, text, "")
+    path, other = made("zarr2-zstd"), made("zarr3-files-raw")
+    assert run("verify", path) == same(path, 3)
     assert run("verify", path, "--against", other, "--quiet") == (0, "", "")
     out = shown(path, "verify", path, "--against", other / FILE, "--json")
     found = {"path": str(path), "ok": True, "problems": [], "digests": digests(), "compared": 3}
@@ -510,67 +457,60 @@ def test_exit_status_1_of_a_damaged_checkpoint(copied, made, run):
     told = f"`{path}`: 3 arrays read, 3 compared with digests, 1 problem\n  {problem}\n"
     assert run("verify", path) == (1, told, "")
     assert run("verify", path, "--quiet") == (1, "", "")
-    other = made("zarr2-ocdbt-raw")
+    other = made("zarr2-raw")
     status, out, err = run("verify", path, "--against", other, "--json")
     document = json.loads(out)
     assert (status, err, document["ok"]) == (1, "", False)
     assert document["problems"] == [problem, f"w: its values are not those of `{other}`"]
     (path / "_METADATA").write_text("{")
     status, out, err = run("verify", path, "--json")
+    problem = layouts.refused(reshard.CorruptCheckpointError, reshard.verify, path)
+    assert problem.startswith(f"`{path}/_METADATA` is not JSON: ")
     assert (status, err) == (1, "")
-    problem = "expecting property name enclosed in double quotes at character 1"
-    problems = [f"`{path}/_METADATA` is not JSON: {problem}"]
-    assert json.loads(out) == {"path": str(path), "ok": False, "problems": problems}
-    assert layouts.refused(reshard.CorruptCheckpointError, reshard.verify, path) == problems[0]
+    assert json.loads(out) == {"path": str(path), "ok": False, "problems": [problem]}
     path = path.rename(path.with_name("saved.orbax-checkpoint-tmp"))
     status, out, err = run("verify", path)
     assert (status, err) == (1, "")
     assert out.startswith(f"`{path}` was never committed: ")
 
 
-def test_exit_status_2_if_verify_cannot_run(made, tmp_path, run):
-    path = made("zarr2-ocdbt-zstd")
-    nothing = f"Error: nothing exists at `{tmp_path}/nothing`\n"
-    assert refused(tmp_path, "verify", tmp_path / "nothing").startswith(nothing)
-    told = refused(tmp_path, "verify", path, "--max-memory", "1KiB")
-    assert told.startswith(
-        "Error: one chunk, encoded and decoded, takes more than the memory limit of 1.00 KiB\n"
-    )
-    told = refused(tmp_path, "verify", path, "--against", tmp_path / "nothing")
-    assert told.startswith(nothing)
+def test_exit_status_2_if_verify_cannot_run(made, tmp_path):
+    path = made("zarr2-zstd")
     (tmp_path / "map.toml").touch()
-    usage = "Usage: reshard verify [OPTIONS] PATH\nTry 'reshard verify --help' for help.\n\n"
-    told = usage + "Error: --map, --model and other options of a conversion require --against\n"
-    assert run("verify", path, "--map", tmp_path / "map.toml") == (2, "", told)
-    told = usage + "Error: Got unexpected extra argument (other/1)\n"
-    assert run("verify", path, "other/1") == (2, "", told)
+    flags = "--map, --model and other options of a conversion require --against"
+    for text, *words in (
+        (f"nothing exists at `{tmp_path}/nothing`\n", tmp_path / "nothing"),
+        (f"nothing exists at `{tmp_path}/nothing`\n", path, "--against", tmp_path / "nothing"),
+        ("one chunk, encoded and decoded, takes more ", path, "--max-memory", "1KiB"),
+        (f"{flags}\n", path, "--map", tmp_path / "map.toml"),
+        ("Got unexpected extra argument (other/1)\n", path, "other/1"),
+    ):
+        assert f"Error: {text}" in refused(tmp_path, "verify", *words)
 
 
 def test_steps_and_items(saved, tmp_path, run):
     path = shutil.copytree(saved("manager").path, tmp_path / "run")
     count = len(reshard.open(path).arrays)
     assert run("digest", path, "--step", 3, "--write", "--quiet") == (0, "", "")
-    counted = f"{count} arrays read, {count} compared with digests, nothing is wrong\n"
-    text = f"`{path}/3/default`: {counted}"
-    assert run("verify", path, "--step", 3) == (0, text, "")
-    assert run("verify", path, "--step", 3, "--against", path) == (0, text, "")
-    assert run("verify", path / "3", "--item", "default", "--against", path / "3") == (0, text, "")
+    for words in (
+        (path, "--step", 3),
+        (path, "--step", 3, "--against", path),
+        (path / "3", "--item", "default", "--against", path / "3"),
+    ):
+        assert run("verify", *words) == same(f"{path}/3/default", count)
+    latest = "step 20 is the latest of 2: --step all reads each\n"
     status, out, err = run("verify", path, "--against", path / "3")
     assert (status, err) == (1, "")
-    latest = "step 20 is the latest of 2: --step all reads each\n"
-    read = f"{count} arrays read, {count} compared with digests, "
-    assert out.startswith(f"{latest}`{path}/20/default`: {read}")
+    assert out.startswith(f"{latest}`{path}/20/default`: {count} arrays read, {count} compared ")
     counted = f"{count} arrays read; no digests to compare them with\n"
     assert run("verify", path) == (0, f"{latest}`{path}/20/default`: {counted}", "")
     assert run("verify", path, "--step", "latest", "--quiet") == (0, "", "")
     one = shutil.copytree(path / "20", tmp_path / "one" / "20").parent
     assert run("verify", one) == (0, f"`{one}/20/default`: {counted}", "")
     assert shown(tmp_path, "digest", path).startswith(f"{latest}path ")
-    assert json.loads(shown(tmp_path, "digest", path, "--step", 20, "--json"))["version"] == 1
     items = saved("items").path
     for words in ((items,), (items / "3", "--step", 3)):
-        found = run("verify", *words, "--item", "state", "--against", items)
-        assert found[0] == 0, found
+        assert run("verify", *words, "--item", "state", "--against", items)[0] == 0
     assert run("verify", items, "--item", "config")[0] == 2
 
 
@@ -584,13 +524,6 @@ def three(tmp_path_factory):
         (root / f"{step}" / "_CHECKPOINT_METADATA").write_text("{}")
         reshard.digest(root / f"{step}", write=True)
     return root
-
-
-def damage(root, step):
-    (root / f"{step}" / "default" / "w" / "0.0").write_bytes(b"garbage")
-
-
-READ = "1 array read, 1 compared with digests, nothing is wrong"
 
 
 @pytest.mark.parametrize(
@@ -607,30 +540,28 @@ READ = "1 array read, 1 compared with digests, nothing is wrong"
 )
 def test_steps_are_read_one_after_another(three, tmp_path, run, asked, steps):
     head = "step {}\n" if len(steps) > 1 else ""
-    text = "".join(f"{head.format(step)}`{three}/{step}`: {READ}\n" for step in steps)
+    text = "".join(head.format(step) + same(three / f"{step}", 1)[1] for step in steps)
     latest = "step 10 is the latest of 3: --step all reads each\n" if asked == "latest" else ""
     assert run("verify", three, "--step", asked) == (0, latest + text, "")
-    ones = [json.loads(shown(tmp_path, "verify", three / str(n), "--json")) for n in steps]
-    found = json.loads(shown(tmp_path, "verify", three, "--step", asked, "--json"))
-    documents = [{"step": step} | one for one, step in zip(ones, steps, strict=True)]
     several = asked not in ("2", "latest")  # the form does not depend on how many there are
-    assert found == ({"steps": documents} if several else ones[0])
-    records = [json.loads((three / f"{step}/default/{FILE}").read_text()) for step in steps]
-    found = json.loads(shown(tmp_path, "digest", three, "--step", asked, "--json"))
-    found = found["steps"] if several else [{"step": steps[0]} | found]
-    assert found == [{"step": step} | one for one, step in zip(records, steps, strict=True)]
+
+    def documents(command):
+        found = json.loads(shown(tmp_path, command, three, "--step", asked, "--json"))
+        return found["steps"] if several else [{"step": steps[0]} | found]
+
+    ones = [json.loads(shown(tmp_path, "verify", three / str(n), "--json")) for n in steps]
+    assert documents("verify") == [{"step": n} | one for n, one in zip(steps, ones, strict=True)]
+    ones = [json.loads((three / f"{step}/default/{FILE}").read_text()) for step in steps]
+    assert documents("digest") == [{"step": n} | one for n, one in zip(steps, ones, strict=True)]
+    assert [one["step"] for one in documents("inspect")] == [*steps]
     out = shown(tmp_path, "digest", three, "--step", asked)
-    assert re.findall(r"[0-9a-f]{32}", out) == [one["arrays"]["w"]["digest"] for one in records]
+    assert re.findall(r"[0-9a-f]{32}", out) == [one["arrays"]["w"]["digest"] for one in ones]
     heads = [f"step {step}" for step in steps if len(steps) > 1]
     assert re.findall(r"^step \d+$", out, re.MULTILINE) == heads
-    found = shown(tmp_path, "inspect", three, "--step", asked)
-    assert re.findall(r"shown: (\d+)$", found, re.MULTILINE) == [f"{step}" for step in steps]
-    found = json.loads(shown(tmp_path, "inspect", three, "--step", asked, "--json"))
-    found = found["steps"] if several else [found]
-    assert [one["step"] for one in found] == [*steps]
+    out = shown(tmp_path, "inspect", three, "--step", asked)
+    assert re.findall(r"shown: (\d+)$", out, re.MULTILINE) == [f"{step}" for step in steps]
     shown(tmp_path, "ckpt", three, "out", "--step", asked)
     assert reshard.open(tmp_path / "out").source.steps == steps
-    text = text.replace(f"{three}", f"{tmp_path}/out")
     assert run("verify", "out", "--step", asked, "--against", three)[0] == 0
 
 
@@ -654,17 +585,14 @@ def test_all_steps_of_a_root_of_one_have_the_form_of_several(three, tmp_path, ru
 def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
     root = shutil.copytree(three, tmp_path / "run")
     every = ("--step", "all")
-    damage(root, 1)
+    (root / "1" / "default" / "w" / "0.0").write_bytes(b"garbage")
     status, out, err = run("verify", root, *every)
     assert (status, err) == (1, "")
     assert out.startswith(f"step 1\n`{root}/1`: 0 arrays read, 0 compared with digests, 1 problem")
-    assert out.endswith("".join(f"step {n}\n`{root}/{n}`: {READ}\n" for n in (2, 10)))
+    assert out.endswith("".join(f"step {n}\n{same(root / f'{n}', 1)[1]}" for n in (2, 10)))
     document = json.loads(run("verify", root, *every, "--json")[1])
-    assert [(one["step"], one["ok"]) for one in document["steps"]] == [
-        (1, False),
-        (2, True),
-        (10, True),
-    ]
+    expected = [(1, False), (2, True), (10, True)]
+    assert [(one["step"], one["ok"]) for one in document["steps"]] == expected
     # A step that cannot be opened is wrong; one that is not there could not be read.
     (root / "2" / "default" / "_METADATA").write_text("{")
     status, out, err = run("verify", root, *every)
@@ -689,16 +617,15 @@ def test_the_exit_status_is_the_worst_of_all_steps(three, tmp_path, run):
     assert f"`{root}/10` was never committed: its _CHECKPOINT_METADATA has no commit time" in out
 
 
-def test_wrong_steps(three, tmp_path, run):
-    for command in (("inspect",), ("verify",), ("digest",), ("diff", three), ("ckpt", three)):
-        dst = ("out",) * (command[0] == "ckpt")
-        words = (*command, *dst) if len(command) > 1 else (*command, three)
-        words += (three,) * (command[0] == "diff")
+def test_wrong_steps(three, run):
+    for words in (
+        *(("inspect", three), ("verify", three), ("digest", three), ("diff", three, three)),
+        ("ckpt", three, "out"),
+    ):
         for text in ("last", "3..", "1-2", "1,,2", "-1"):
             status, out, err = run(*words, f"--step={text}")
             assert (status, out) == (2, ""), text
-            told = f"Error: --step {text}: steps are N, N,M, N..M, latest or all\n"
-            assert err.endswith(told)
+            assert err.endswith(f"Error: --step {text}: steps are N, N,M, N..M, latest or all\n")
         status, _, err = run(*words, "--step", "3..9")
         told = f"`{three}` has no step 3\n  its steps: 1, 2, 10\n\nhint: --step 2\n"
         assert (status, err) == (2, f"Error: {told}")
@@ -725,16 +652,10 @@ def test_an_item_that_one_side_lacks(saved, tmp_path, run, command):
 
 
 def test_digests_are_shown_and_written(made, tmp_path, run):
-    path = shutil.copytree(made("zarr3-ocdbt-zstd"), tmp_path / "saved")
+    path = shutil.copytree(made("zarr3-zstd"), tmp_path / "saved")
     (path / FILE).unlink()
-    texts = digests()
     out = shown(tmp_path, "digest", path)
-    assert [line.split("  ") for line in re.sub("  +", "  ", out).splitlines()] == [
-        ["path", "array", "digest"],
-        ["b", "int32[64,8] P('data', 'model')", texts["b"]],
-        ["e", "bfloat16[48,32] P('model', 'data')", texts["e"]],
-        ["w", "float32[64,96] P('data', 'model')", texts["w"]],
-    ]
+    assert re.findall(r"^(\w) .* ([0-9a-f]{32})$", out, re.MULTILINE) == [*digests().items()]
     assert not (path / FILE).exists()
     out = shown(tmp_path, "digest", path, "--json", "--write")
     assert json.loads(out) == json.loads((path / FILE).read_text())
@@ -742,101 +663,32 @@ def test_digests_are_shown_and_written(made, tmp_path, run):
     out = shown(tmp_path, "digest", path, "--write")
     assert out.splitlines()[-1] == f"wrote {path}/{FILE}"
     (tmp_path / "known.json").write_text(shown(tmp_path, "digest", path, "--json"))
-    text = f"`{path}`: 3 arrays read, 3 compared with digests, nothing is wrong\n"
     for file in ("../known.json", FILE):
-        assert in_process.reshard_in(path, "verify", ".", "--against", file) == (0, text, "")
+        assert in_process.reshard_in(path, "verify", ".", "--against", file) == same(path, 3)
     (path / "_sharding").unlink()
     told = f"`{path}` is damaged\n  the file `{path}/_sharding`: recorded, but missing\n\n"
     told += f"hint: rm '{path}/reshard_digests.json' deletes the record\n"
     assert run("digest", path, "--write") == (2, "", f"Error: {told}")
 
 
-def test_a_job_records_and_reads_back(copied, tmp_path, run):
-    path, out = copied("zarr2-files-raw"), tmp_path / "out"
-    (path / FILE).unlink()
-    arguments = ("ckpt", path, out, "--chunks", "keep", "--quiet")
-    assert run(*arguments, "--digest", "--verify") == (0, "", "")
-    assert reshard.verify(out).compared == 3
-    shutil.rmtree(out)
-    reshard.digest(path, write=True)
-    corrupt(path)
-    call, typed = f'reshard.verify("{path}")', f"reshard verify {path}"
-    told = "the values read back differ from those written\n"
-    told += "  w: its values differ from the written ones\n\n"
-    assert run(*arguments, "--verify") == (2, "", f"Error: {told}hint: {typed}\n")
-    said = words(path, "w  float32[64,96]").replace(call, typed)
-    assert run("ckpt", path, out, "--to", "8x1") == (2, "", f"Error: {said}\n")
-    assert os.listdir(tmp_path) == ["saved"]
-
-
-MAP = """
-to = 'nnx'
-rule = [
-  { from = '^params/Dense_0/kernel$', split = { axis = 1, into = ['left', 'right'] } },
-  { from = '^params/Dense_0/bias$', to = 'bias' },
-  { from = '^params/Dense_1/kernel$', to = 'outer/kernel' },
-  { from = '^params/Dense_1/bias$', to = 'outer/bias' },
-]
-"""
-
-
-def test_against_the_other_api(tmp_path, run):
-    rng = np.random.default_rng(0)
-
-    def dense(inputs, outputs):
-        kernel, bias = (rng.normal(size=x).astype("f4") for x in ((inputs, outputs), outputs))
-        return {"kernel": layouts.put(kernel, "data", "model"), "bias": jnp.asarray(bias)}
-
-    linen = save(tmp_path / "linen", {"params": {"Dense_0": dense(8, 16), "Dense_1": dense(16, 4)}})
-    file = tmp_path / "map.toml"
-    file.write_text(MAP)
-    arguments = ("--to", "nnx", "--map", file, "--mesh", "4x2", "--verify", "--quiet")
-    assert run("convert", linen, tmp_path / "nnx", *arguments) == (0, "", "")
-    nnx = tmp_path / "nnx"
-    for path, other, count in ((nnx, linen, 5), (linen, nnx, 4)):
-        found = run("verify", path, "--against", other, "--map", file)
-        assert found[0] == 0, found
-        assert f"`{path}`: {count} arrays read, {count} compared with digests" in found[1]
-        assert run("verify", path, "--against", other) == found
-    # Linen's second kernel, with which nothing else is compared, in the place of the first.
-    tree = layouts.load_pytree(linen)
-    tree["params"]["Dense_0"]["kernel"] = tree["params"]["Dense_0"]["kernel"] * 2
-    save(tmp_path / "other", tree)
-    assert run("verify", nnx, "--against", tmp_path / "other", "--map", file) == (
-        1,
-        f"`{nnx}`: 5 arrays read, 5 compared with digests, 2 problems\n"
-        f"  left/value: its values are not those of `{tmp_path}/other`\n"
-        f"  right/value: its values are not those of `{tmp_path}/other`\n",
-        "",
-    )
-
-
-def test_against_the_source_of_a_map_without_a_model(tmp_path, run):
-    """Neither tree has to be one of Flax's."""
+def test_against_the_source_of_a_tree_whose_api_is_not_known(tmp_path, run):
+    """Neither has to be one of Flax's; and NNX's own tree, saved again without a record, could be
+    Linen's as well."""
     file = tmp_path / "map.toml"
     file.write_text("[[rule]]\nfrom = '^(params|model)/(.*)$'\nto = 'other/\\2'\n")
     for top in ("params", "model"):
         source = save(tmp_path / top, {top: {"block": {"w": np.ones((4, 2), "f4")}}})
         out = tmp_path / f"out_{top}"
         assert run("ckpt", source, out, "--map", file, "--quiet") == (0, "", "")
-        text = "1 array read, 1 compared with digests, nothing is wrong"
-        found = run("verify", out, "--against", source, "--map", file)
-        assert found == (0, f"`{out}`: {text}\n", "")
+        assert run("verify", out, "--against", source, "--map", file) == same(out, 1)
         changed = save(tmp_path / f"new_{top}", {top: {"block": {"w": np.ones((4, 3))}}})
         assert run("verify", out, "--against", changed, "--map", file)[0] == 1
-
-
-def test_against_the_source_of_a_tree_whose_api_is_not_known(tmp_path, run):
-    """NNX's own tree, saved again without a record: it could be Linen's as well."""
     kernel = {"kernel": np.ones((4, 2), "f4"), "bias": np.ones(2, "f4")}
     linen = save(tmp_path / "linen", {"params": {"Dense_0": kernel}})
     values = {name: {"value": value} for name, value in kernel.items()}
     nnx = save(tmp_path / "nnx", {"dense": values})
-    file = tmp_path / "map.toml"
     file.write_text("[[rule]]\nfrom = '^params/Dense_0/'\nto = 'dense/'\n")
-    found = run("verify", nnx, "--against", linen, "--map", file)
-    text = "2 arrays read, 2 compared with digests, nothing is wrong"
-    assert found == (0, f"`{nnx}`: {text}\n", "")
+    assert run("verify", nnx, "--against", linen, "--map", file) == same(nnx, 2)
 
 
 def test_lists_against_the_other_api_s_dicts(tmp_path, run):
@@ -851,6 +703,4 @@ def test_lists_against_the_other_api_s_dicts(tmp_path, run):
     rule = "{ from = '^params/layers/(\\d+)/Dense_0/', to = 'blocks/\\1/' }"
     file.write_text(f"to = 'nnx'\nrule = [{rule}]")
     for path, other in ((nnx, linen), (linen, nnx)):
-        found = run("verify", path, "--against", other, "--map", file)
-        assert found[0] == 0, found
-        assert f"`{path}`: 3 arrays read, 3 compared with digests, nothing is wrong" in found[1]
+        assert run("verify", path, "--against", other, "--map", file) == same(path, 3)

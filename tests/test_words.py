@@ -1,5 +1,4 @@
-"""README, topics, `--help` and errors in plain English: short sentences, and no phrase of a
-kind that made readers stumble."""
+"""README, topics, `--help` and errors in plain English: short sentences, and no odd phrases."""
 
 import ast
 import pathlib

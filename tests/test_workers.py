@@ -82,7 +82,6 @@ def test_an_error_of_one_is_raised_whole_and_ends_the_others(log, does):
 
 
 def test_a_script_need_not_be_written_for_workers(tmp_path):
-    """It is not run by them."""
     (tmp_path / "script.py").write_text(
         "import pathlib, worker_tasks\n"
         "from reshard.engine.run import run_tasks\n"
@@ -154,9 +153,7 @@ def test_each_worker_has_as_many_tasks():
 
 def test_what_workers_cannot_import_is_told_before_anything_runs(log):
     tasks = [Tiny(0, log), Tiny(1, lambda: log)]
-    with pytest.raises(reshard.ArgumentError) as caught:
-        check_tasks(tasks)
-    lines = str(caught.value).splitlines()
+    lines = layouts.refused(reshard.ArgumentError, check_tasks, tasks).splitlines()
     assert lines[0] == "the tasks of this job cannot be pickled for the workers"
     assert "<lambda>" in lines[1]
     assert lines[3] == "hint: define functions at the top level of a module, which workers import"
@@ -218,7 +215,6 @@ def test_reading_in_parts_finds_the_same(two, threads, count):
 
 @pytest.mark.parametrize("limit", ["1GiB", "40KiB"])
 def test_derived_arrays_are_read_in_parts(two, threads, limit):
-    """Those that share stored chunks, whole or one by one, cast ones, and of a function."""
     ckpt = reshard.open(two[0])
     ckpt = reshard.unstack(reshard.select(ckpt, ["f", "i"]), "f", into="rows/{}", axis=0)
     ckpt = reshard.cast(ckpt, "bfloat16", "rows/*")
