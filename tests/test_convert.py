@@ -834,6 +834,7 @@ def test_without_a_model_a_map_must_reach_every_leaf(tmp_path):
   batch_stats/c: no rule of the map applies to it
   other  float32[1]: unexpected
 
+hint: model=... pairs the leaves that no rule names
 hint: drop=["other"] leaves out 1 leaf"""
     assert refusal(reshard.to_nnx, path, map_file=map_of(tmp_path, ("^params/a$", "a"))) == message
 
@@ -1530,6 +1531,8 @@ def test_a_record_changes_the_dtype_of_the_step_alone_and_only_if_it_fits(tmp_pa
     linen = state(ADAM)
     ckpt = reshard.to_nnx(save(tmp_path / "linen", linen), lambda: training(ADAM), init=RANDOM)
     reshard.save(ckpt, tmp_path / "nnx")
+    whole, rest = (reshard.to_linen(tmp_path / "nnx", drop=drop) for drop in ((), RANDOM))
+    assert reshard.diff(whole, rest, values=True).equal
 
     def trained_on(name, path, value):
         """With another value in a leaf, saved by Orbax, and the record."""

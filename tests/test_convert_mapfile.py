@@ -1066,8 +1066,14 @@ def test_files_that_cannot_be_read():
     ):
         message = f"{name}: it cannot be read\n  {why}{EXAMPLE}"
         assert refusal(read_map, name, of=ArgumentError) == message
-    told = "none.toml: it cannot be read\n  [Errno 2] No such file or directory: 'none.toml'"
-    assert refusal(read_map, "none.toml", of=ArgumentError) == told  # without an example of a rule
+    for name, near in (
+        ("none.toml", ""),
+        ("brokn.toml", "hint: the nearest file is `broken.toml`\n"),
+    ):
+        assert refusal(read_map, name, of=ArgumentError) == (
+            f"{name}: it cannot be read\n  No such file or directory\n\n{near}"
+            "hint: the names of ready maps begin with `hf:`, for example hf:llama-tunix"
+        )
 
 
 WRONG = {

@@ -112,6 +112,7 @@ def test_the_document_of_a_whole_item_with_digests(copy):
         "recorded_digests": 1,
         "orbax": DEVICES.removeprefix("orbax    "),
         "problems": [],
+        "unfinished": [],
         "hints": [line.removeprefix("next     ") for line in next_steps(item)],
     }
 
@@ -135,6 +136,7 @@ def test_an_uncommitted_step(copy):
 def begin(copy, monkeypatch, words):
     """Writes the first of two shares of a job by a command; the directory of the job."""
     with monkeypatch.context() as patch:
+        patch.chdir(copy)
         patch.setattr(sys, "argv", ["reshard", *words.split()])
         write = reshard.export if words.startswith("export") else reshard.save
         write(reshard.open(copy / "3"), copy / "out", share=(0, 2))
@@ -157,6 +159,7 @@ def test_an_unfinished_job(copy, monkeypatch, words, command):
     assert (status, state, hint) == (1, "out: uncommitted", f"next     {command}")
     assert problems == ["problem  nothing exists at `out`", f"problem  {text}"]
     assert by.endswith(f": reshard {words}")
+    assert doctor(copy / "3", "../out")[1][-1] == f"next     cd {copy} && {command}"
 
 
 def test_other_commands_name_the_unfinished_job(copy, monkeypatch):
@@ -171,6 +174,28 @@ def test_other_commands_name_the_unfinished_job(copy, monkeypatch):
 
 def problems_in(lines):
     return [line for line in lines if line.startswith("problem")]
+
+
+def test_an_unfinished_job_in_a_root(copy, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["reshard", "ckpt", "run/3", "run/30"])
+    with layouts.killed_at_the_end():
+        reshard.save(reshard.open(copy / "3"), copy / "30")
+    monkeypatch.undo()
+    status, lines = doctor(copy, str(copy))
+    [directory] = copy.glob(".reshard-30.*")
+    text = f"job      1 of 1 shares of an unfinished job are complete, in `{directory}`"
+    first, who, finish, *_ = lines[lines.index(text) :]
+    assert (status, first, finish) == (0, text, f"next     reshard commit {copy / '30'}")
+    assert who.endswith(": reshard ckpt run/3 run/30 (ended)")
+
+
+def test_a_converted_checkpoint_converts_back_without_a_model(copy):
+    (copy / "map.toml").write_text("[[rule]]\nfrom = '^params/Dense_0/'\nto = 'dense/'")
+    reshard.save(reshard.to_nnx(copy / "3", map_file=copy / "map.toml"), copy / "nnx")
+    command = doctor(copy, "nnx")[1][-1]
+    assert command == f"next     reshard convert {copy / 'nnx'} DST --to linen"
+    assert reshard_in(copy, *command.replace("DST", "back").split()[2:])[0] == 0
+    assert reshard.diff(copy / "back", copy / "3", values=True).equal
 
 
 def test_missing_and_truncated_data_files(copy):

@@ -556,6 +556,7 @@ PROSE = (
     "reshard.stack(",
     "--emit-map FILE",
     "reshard inspect PATH",
+    "the names of ready maps",
 )
 
 

@@ -241,8 +241,13 @@ NOTHING = "no _METADATA, no _CHECKPOINT_METADATA, no step directories, no zarr a
 
 def test_missing_paths_and_unsupported_urls(tmp_path):
     (tmp_path / "run" / "a").mkdir(parents=True)
-    (tmp_path / "run" / "b").mkdir()
-    for path, hint in {"c": "run` has: a, b", "a/x/y": "run/a` has: no directories"}.items():
+    (tmp_path / "run" / "b" / "20.orbax-checkpoint-tmp").mkdir(parents=True)
+    for path, hint in {
+        "c": "run` has: a, b",
+        "a/x/y": "run/a` has: no directories",
+        "b/20": "run/b/20.orbax-checkpoint-tmp` was never committed",
+        "b/3": "run/b` has: only checkpoints that were never committed",
+    }.items():
         missing = tmp_path / "run" / path
         not_found(f"nothing exists at `{missing}`\n\nhint: `{tmp_path}/{hint}", missing)
     not_a_format(f"`{tmp_path}` is not a checkpoint\n  {NOTHING}", tmp_path)

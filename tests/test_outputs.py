@@ -636,9 +636,11 @@ def test_the_command_runs_the_model_of_the_source_in_a_process_of_its_own(projec
         missing = in_process.command([*words, "models:none"])
         assert missing[0] == 2 and "--inputs models:none: it cannot be imported" in missing[2]
         status, out, err = in_process.command([*words, "models:inputs"])
+        again = in_process.command([*words, "models:inputs"])
     assert (status, (project / "nnx").exists()) == (0, True)
     assert "\nnote     outputs equal: the largest difference is " in out
     assert "check: running models:Net" in err
+    assert (again[0], "/nnx` exists" in again[2], "running" in again[2]) == (2, True, False)
 
 
 def test_the_command_runs_two_models_or_none(project):

@@ -232,6 +232,8 @@ def test_all_globs_that_match_nothing_are_named_with_a_hint_each():
     paths = [("params", f"layer_{i}", "kernel") for i in range(9)] + [("step",)]
     first, *others = tree.nearest("params/layer_4/kernel", paths)
     assert (first, len(others)) == ("params/layer_4/kernel", 2)
+    for glob in ("**/kernal/**", "parms/**", "**/kernal"):
+        assert tree.nearest(glob, paths) == ["params/layer_8/kernel"]
 
 
 # Renaming

@@ -359,8 +359,9 @@ def test_differences_from_another_checkpoint(tmp_path):
         f"  mine: `{other}` does not have it\n"
         f"  shape: it is float64[2,3], in `{other}` float64[3,2]\n"
         f"  text: it is 'some', in `{other}` 'other'\n"
-        f"  yours: only `{other}` has it"
+        "  ... and 1 more"
     )
+    assert found.problems[10] == f"yours: only `{other}` has it"
     chunk = next((other / "a").rglob("c/0/0"))
     os.truncate(chunk, 3)
     problems = reshard.verify(one, other).problems
