@@ -4,6 +4,7 @@ them.
 """
 
 import contextlib
+import dataclasses
 import html
 import http.client
 import http.server
@@ -51,16 +52,16 @@ class Request(NamedTuple):
     end: float
 
 
+@dataclasses.dataclass
 class Fault:
     """What happens to requests instead, the first `times` of those whose `operation KEY` a pattern
     is found in: a status, a connection that is `cut`, or a body that is `truncated`. If it is
     `lost`, the request is done, and its status is 503. A function is called with the key first, for
     its side effects alone."""
 
-    def __init__(self, pattern: str, kind: int | str | Callable[[str], object], times: int = 1):
-        self.pattern = re.compile(pattern)
-        self.kind = kind
-        self.left = times
+    pattern: str
+    kind: int | str | Callable[[str], object]
+    times: int = 1
 
 
 class Stores:
@@ -220,10 +221,10 @@ class Stores:
 
     def _fault(self, text: str) -> Any:
         with self._lock:
-            found = next((f for f in self.faults if f.left > 0 and f.pattern.search(text)), None)
+            found = next((f for f in self.faults if f.times and re.search(f.pattern, text)), None)
             if found is None:
                 return None
-            found.left -= 1
+            found.times -= 1
         if callable(found.kind):
             try:
                 found.kind(text.partition(" ")[2])

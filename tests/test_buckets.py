@@ -37,7 +37,6 @@ def write(place, files):
 
 
 def put(url, directory):
-    """Copies a directory to a bucket; the URL."""
     files = [file for file in pathlib.Path(directory).rglob("*") if file.is_file()]
     write(parse_location(url), {str(f.relative_to(directory)): f.read_bytes() for f in files})
     return url
@@ -137,7 +136,6 @@ def test_a_root_of_many_steps_is_opened_with_few_requests(saved, stores, kind):
 
 
 def test_a_root_of_many_chunks(saved, stores):
-    """Only the chunks of the last step are listed."""
     item = saved("zarr2-files").path
     top = stores.bucket("conditional")
     files = {f"{f.relative_to(item)}": f.read_bytes() for f in item.rglob("*") if f.is_file()}
@@ -235,7 +233,6 @@ STATUSES = {
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """A tree of one array, in each format."""
     tree = layouts.small_tree(layouts.mesh((2, 4)), {"embed": P("data", "model")}, (64, 96))
 
     def save(form):
@@ -445,7 +442,7 @@ def test_credentials_that_obstore_does_not_have(stores, kind, status, monkeypatc
     unknown = {found.path: found.nbytes for found in place.walk() if found.is_file}
     assert unknown == dict.fromkeys(sizes, disk.UNKNOWN)
     stores.faults.append(Fault("HEAD .*/d", status))
-    assert (place / "d").is_file() and [fault.left for fault in stores.faults] == [0, 0, 0]
+    assert (place / "d").is_file() and [fault.times for fault in stores.faults] == [0, 0, 0]
 
 
 def test_credentials_of_a_profile(monkeypatch, tmp_path):

@@ -51,7 +51,6 @@ def value_type(leaf, layout):
 
 
 def sharding(leaf):
-    """The sharding as `reshard` describes it."""
     if not isinstance(leaf, jax.Array):
         return None
     if not isinstance(leaf.sharding, JaxNamedSharding):

@@ -26,7 +26,6 @@ def put(path, tree, **flags):
 
 
 def by_reshard(ckpt):
-    """Path -> leaf, as it is shown."""
     return {
         path: leaf.view().read().result() if isinstance(leaf, reshard.ArrayHandle) else leaf
         for path, leaf in ckpt.items()

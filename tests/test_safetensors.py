@@ -73,7 +73,6 @@ def file(tensors, tmp_path_factory):
 
 @pytest.fixture
 def parts(tensors, tmp_path):
-    """A directory of three files with their index."""
     folder = tmp_path / "hf"
     folder.mkdir()
     names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
@@ -89,7 +88,6 @@ def parts(tensors, tmp_path):
 
 
 def named(tree):
-    """Tensors of a nested tree by their names."""
     return flatten_dict(tree, sep=".")
 
 
@@ -206,7 +204,6 @@ def test_names_below_one_another_are_not_split(tmp_path):
 
 
 def one(*args, data=bytes(8), **fields):
-    """A file of one tensor."""
     return packed({"a": entry(*args, **fields)}, data)
 
 

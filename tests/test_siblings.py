@@ -78,7 +78,6 @@ def sizes(root, paths):
 
 
 def assert_copied(root, out):
-    """What is carried over has the same bytes, and the item the same values."""
     assert contents(out, copies(root)) == contents(root, copies(root))
     for item in TREES:
         assert reshard.verify(reshard.open(out, item=item), reshard.open(root, item=item)).ok
@@ -160,7 +159,6 @@ def test_files_of_a_split_database_are_not_copied(split, tmp_path):
 
 @pytest.mark.usefixtures("short_tries")
 def test_items_that_a_job_has_written_are_copied_into_a_bucket(root, tmp_path, stores):
-    """With markers of their own."""
     url = f"{stores.bucket('s3')}/out"
     for item in (*TREES, "cfg"):
         (root / "3" / item / MARKER).write_text("of the source")
@@ -208,7 +206,6 @@ def test_siblings_are_read_once_and_not_for_a_plan(root, tmp_path, reads, record
 
 
 def test_siblings_in_the_record_of_an_earlier_version(root, tmp_path):
-    """It needs to be there: `verify` compares it."""
     reshard.digest(reshard.open(root, item="state"), write=True)
     file = root / "3" / "state" / RECORD
     layouts.edit_document(file, beside={"cfg/metadata": "0" * 64})

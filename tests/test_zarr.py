@@ -90,14 +90,12 @@ def encoding(document):
 
 
 def remade(found, shape, chunk, dtype="float32"):
-    """The document of an array of this encoding."""
     made = found.document(shape, chunk, jnp.dtype(dtype))
     assert b" " not in made
     return json.loads(made)
 
 
 def assert_holds(document, values):
-    """An array of that document takes these values and gives them back."""
     array = opened(document)
     assert (array.shape, array.dtype.numpy_dtype) == (values.shape, values.dtype)
     grid = document.get("chunks") or document["chunk_grid"]["configuration"]["chunk_shape"]
@@ -123,7 +121,6 @@ def assert_holds(document, values):
     ],
 )
 def test_other_chunks(document, chunk, expected):
-    """And the chunks inside them, of zarr v3."""
     made = remade(encoding(document), (12, 8), chunk)
     assert made == expected
     assert_holds(made, random((12, 8)))
@@ -206,7 +203,6 @@ def test_when_chunks_can_be_copied_verbatim():
 
 @pytest.mark.parametrize("document", MOVABLE + UNMOVABLE)
 def test_a_document_is_reproduced(document):
-    """Also for another shape and grid."""
     found = encoding(document)
     dtype = document.get("data_type") or document["dtype"].removeprefix("<")
     assert remade(found, (6, 4), (3, 4), dtype) == document
