@@ -58,8 +58,7 @@ class Named(meta.AxisMetadata[Any]):
     def add_axis(self, index, params):
         return self
 
-    def remove_axis(self, index, params):
-        return self
+    remove_axis = add_axis
 
 
 def mesh(

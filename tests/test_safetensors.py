@@ -3,7 +3,6 @@ on a disk and in buckets; and files that are wrong."""
 
 import json
 
-import jax
 import layouts
 import ml_dtypes
 import numpy as np
@@ -166,15 +165,10 @@ def test_workers_and_shares(tensors, file, tmp_path):
 
 
 def test_restored_into_a_state(tensors, file):
-    mesh = layouts.mesh((1, 8))
-    specs = {"large": P(None, None, "model"), "model.embed.weight": P()}
-
-    def struct(name, values):
-        sharding = NamedSharding(mesh, specs.get(name, P(None, "model")))
-        return jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
-
+    mesh, specs = layouts.mesh((1, 8)), {"large": P(None, None, "model")}
     own = {name: values for name, values in tensors.items() if name != "step"}
-    target = {name: struct(name, values) for name, values in own.items()}
+    shardings = {name: NamedSharding(mesh, specs.get(name, P())) for name in own}
+    target = {name: layouts.laid_out(values, shardings[name]) for name, values in own.items()}
     target = unflatten_dict(target, sep=".")
     state = reshard.restore(reshard.select(reshard.open(file), drop="step"), target)
     assert_tensors(named(state), own)

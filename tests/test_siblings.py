@@ -73,8 +73,8 @@ def copies(root, item="state"):
     return found - {f"3/{MARKER}"}
 
 
-def sizes(root, paths):
-    return sum((root / path).stat().st_size for path in paths)
+def bytes_of(root):
+    return sum((root / path).stat().st_size for path in copies(root))
 
 
 def assert_copied(root, out):
@@ -108,7 +108,7 @@ def test_other_items_are_copied(roots, tmp_path, name):
     written = f"step 3 of `{root}` -> `{out}/3`"
     for made, notes in ((planned, [written]), (done, [written]), (reshard.plan(opened(root)), [])):
         assert made.notes == ("item ema is not part of the job and is copied unchanged", *notes)
-        assert (made.shared_bytes, made.other_bytes) == (0, sizes(root, copies(root)))
+        assert (made.shared_bytes, made.other_bytes) == (0, bytes_of(root))
         own = sum(array.bytes_written for array in made.arrays)
         assert made.bytes_written == own + made.other_bytes
     assert hashes(root) == before
@@ -200,7 +200,7 @@ def test_siblings_are_read_once_and_not_for_a_plan(root, tmp_path, reads, record
     assert {reads[f"{root}/{path}"] for path in copies(root)} == {1}
     # And they count as progress.
     done, whole = zip(*told, strict=True)
-    others = sizes(root, copies(root))
+    others = bytes_of(root)
     assert set(whole) == {done[-1]} == {others + sum(a.decoded_bytes for a in plan.arrays)}
     assert list(done) == sorted(done)
 

@@ -25,15 +25,9 @@ CRC = {"name": "crc32c"}
 
 def sharded(*inner, codecs=(BYTES, ZSTD)):
     """A codec of zarr v3 that cuts a chunk up."""
-    return {
-        "name": "sharding_indexed",
-        "configuration": {
-            "chunk_shape": list(inner),
-            "codecs": list(codecs),
-            "index_codecs": [BYTES, CRC],
-            "index_location": "end",
-        },
-    }
+    inside = {"chunk_shape": list(inner), "codecs": list(codecs)}
+    index = {"index_codecs": [BYTES, CRC], "index_location": "end"}
+    return {"name": "sharding_indexed", "configuration": inside | index}
 
 
 def zarr2(shape, chunks, **fields):
@@ -75,13 +69,8 @@ def driver(document):
 
 def opened(document):
     """The array of a document in memory, as the writer opens it."""
-    spec = {
-        "driver": driver(document),
-        "kvstore": "memory://",
-        "metadata": document,
-        "assume_metadata": True,
-        "store_data_equal_to_fill_value": True,
-    }
+    spec = {"driver": driver(document), "kvstore": "memory://", "metadata": document}
+    spec |= {"assume_metadata": True, "store_data_equal_to_fill_value": True}
     return ts.open(spec).result()
 
 
