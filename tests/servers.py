@@ -34,7 +34,6 @@ run_simple("127.0.0.1", int(sys.argv[1]), create_backend_app("s3"), threaded=Tru
 # Headers of a single connection.
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
 _Answer = tuple[int, dict[str, str], bytes]
-_MODIFIED = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
 class Request(NamedTuple):
@@ -141,7 +140,6 @@ class Stores:
         return [r for r in self.requests if r.operation == operation and re.search(pattern, r.key)]
 
     def reset(self) -> None:
-        """Removes counted requests, delays and faults."""
         self.requests, self.faults, self.errors, self.delay = [], [], [], 0.0
 
     def wait(self) -> None:
@@ -389,7 +387,8 @@ class _ConditionalStore:
 
     def _head(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
         generation, data = self._objects[place]
-        return 200, {"ETag": f'"{generation}"', "Last-Modified": _MODIFIED}, data
+        modified = "Thu, 01 Jan 2026 00:00:00 GMT"
+        return 200, {"ETag": f'"{generation}"', "Last-Modified": modified}, data
 
     def _list(self, place: Any, asked: dict[str, str], handler: _Handler, body: bytes) -> Any:
         is_xml = asked.get("list-type") == "2"

@@ -650,11 +650,8 @@ def test_memory_of_bombs(tmp_path, base, name):
 WATCHED = """
 import sys
 import reshard, reshard.cli.inspect, reshard.writer
-seen = []
-def hook(event, arguments):
-    if event in ('pickle.find_class', 'os.system', 'os.exec', 'subprocess.Popen'):
-        seen.append(event)
-sys.addaudithook(hook)
+seen, bad = [], ('pickle.find_class', 'os.system', 'os.exec', 'subprocess.Popen')
+sys.addaudithook(lambda event, _: seen.append(event) if event in bad else None)
 ckpt = reshard.open('saved')
 reshard.save(ckpt, 'moved')
 try:
@@ -763,7 +760,6 @@ def test_random_maps(conversions, case):
 
 
 def by_map(base, tmp_path: pathlib.Path, rule: str) -> reshard.Checkpoint:
-    """The array `large`, 64 x 32, by a rule; all others stay as they are."""
     file = tmp_path / "map.toml"
     rest = "[[rule]]\nfrom = '^params/'\nto = ''\n"
     file.write_text(f"[[rule]]\nfrom = '^params/large$'\n{rule}\n{rest}")

@@ -35,7 +35,6 @@ def save(path, tree):
 
 
 def stored(path):
-    """KiB of all stored chunks."""
     sizes = [size for handle in reshard.open(path).arrays for size in handle.stored_sizes()]
     return sum(sizes) / 1024
 

@@ -85,7 +85,6 @@ def assert_copied(root, out):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often each file is hashed, or copied."""
     found = collections.Counter()
     original = Location.copy
 

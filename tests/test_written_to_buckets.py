@@ -48,7 +48,6 @@ def top(url):
 
 
 def assert_saved(url, source, stores, **options):
-    """A job does its work, and leaves nothing behind; one that was stopped goes on."""
     reshard.save(on("1x8", source), url, **options)
     assert values(url) == values(source)
     assert_pruned(stores, url)
