@@ -4,14 +4,16 @@ import collections
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
+from reshard.errors import ArgumentError
 from reshard.sharding.mesh import Mesh, NamedSharding
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
-from reshard.tree import Path, format_path
+from reshard.tree import Path, as_python, format_path
 
 # Orbax keeps a namedtuple without fields if it records the types of containers.
 EmptyNamedTuple = collections.namedtuple("EmptyNamedTuple", ())
@@ -212,6 +214,16 @@ class Checkpoint(Mapping[Path, Leaf]):
         shown = itertools.islice(self.items(), _SHOWN)
         lines += [f"  {format_path(path)}  {describe(leaf)}" for path, leaf in shown]
         return "\n".join(lines + [f"  ... and {len(self) - _SHOWN} more"] * (len(self) > _SHOWN))
+
+
+def check_checkpoints(*given: Any) -> None:
+    """Raises ArgumentError for anything that is no `Checkpoint`, such as a path."""
+    wrong = [each for each in given if not isinstance(each, Checkpoint)]
+    if wrong:
+        paths = [os.fspath(each) for each in wrong if isinstance(each, str | os.PathLike)]
+        hints = [f"reshard.open({as_python(path)})" for path in paths] or ["reshard.open(path)"]
+        text = "this function needs a checkpoint from `reshard.open`"
+        raise ArgumentError(text, [f"{each!r:.80}" for each in wrong], hints)
 
 
 def describe(leaf: Leaf) -> str:

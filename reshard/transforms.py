@@ -17,7 +17,7 @@ import tensorstore as ts
 from reshard import tree
 from reshard.arrays.dtypes import is_floating, is_scale, parse_dtype
 from reshard.arrays.handle import ArrayHandle, collision_error
-from reshard.checkpoint import Checkpoint, Leaf, name_clashes
+from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import (
     MAX_DEVICE_IDS,
@@ -33,7 +33,7 @@ from reshard.sharding.mesh import (
     spec_text,
 )
 from reshard.sharding.rules import match_specs, spec_pairs
-from reshard.tree import Path, format_path, natural
+from reshard.tree import Path, format_path
 from reshard.units import count_leaves
 
 # Dtypes that JAX truncates on devices if x64 is not enabled.
@@ -58,6 +58,7 @@ def select(
       >>> [*ckpt]
       [('params', 'layer_0', 'kernel'), ('params', 'layer_1', 'kernel')]
     """
+    check_checkpoints(ckpt)
     patterns = tree.parse_globs("patterns", patterns)
     drop = tree.parse_globs("drop", drop)
     kept = tree.match_globs(ckpt, patterns)
@@ -99,6 +100,7 @@ def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str
       >>> [*reshard.rename(ckpt, [(r"layer_(\\d)", r"block_\\1")])]
       [('params', 'block_0', 'kernel'), ('params', 'block_1', 'kernel')]
     """
+    check_checkpoints(ckpt)
     pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
     new_paths = tree.rename_paths(tuple(ckpt), pairs)
     leaves: dict[Path, Leaf] = {
@@ -130,6 +132,7 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
       >>> ckpt["params/layer_0/kernel"], ckpt["params/layer_0/bias"].dtype.name
       (<params/layer_0/kernel: bfloat16[32,32] P(None, 'model')>, 'float32')
     """
+    check_checkpoints(ckpt)
     new, problem = parse_dtype(dtype), ""
     if not is_floating(new):
         problem = "only floating-point arrays are cast, to floating-point dtypes"
@@ -216,7 +219,7 @@ def to_mesh(
             array, sharding=NamedSharding(new_mesh, spec), value_type="jax.Array"
         )
     if misfits:
-        misfits.sort(key=lambda misfit: natural(misfit.array.path))
+        misfits.sort(key=lambda misfit: tree.natural(misfit.array.path))
         raise ShardingError(
             f"specs that do not fit the mesh `{new_mesh}`",
             [

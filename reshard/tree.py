@@ -237,9 +237,11 @@ def nearest(name: str, paths: Iterable[Path]) -> list[str]:
     """
     texts = [format_path(path) for path in itertools.islice(paths, 10_000)]
     close = difflib.get_close_matches(name, texts, n=3, cutoff=0.5)
-    if not close and "/" not in name:  # perhaps the last key alone
-        keys = {text.rpartition("/")[2]: text for text in texts}
-        close = [keys[key] for key in difflib.get_close_matches(name, keys, n=3, cutoff=0.6)]
+    if not close:  # perhaps in one key
+        keys = {key: text for text in texts for key in text.split("/")}
+        wrong = [key for key in name.split("/") if key not in keys]
+        near = [other for key in wrong for other in difflib.get_close_matches(key, keys)]
+        close = list(dict.fromkeys(keys[key] for key in near))[:3]
     return close
 
 

@@ -66,7 +66,8 @@ def filled(tree: Any, seed: int = 0, bits: bool = True) -> Any:
     def value(leaf):
         shape, dtype = np.shape(leaf), jnp.result_type(leaf)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            return jax.random.key(int(rng.integers(1 << 30)))
+            keys = jax.random.split(jax.random.key(int(rng.integers(1 << 30))), leaf.size)
+            return keys.reshape(shape)
         if jnp.issubdtype(dtype, jnp.integer):
             return jnp.asarray(rng.integers(1, 100, shape), dtype)
         if bits:

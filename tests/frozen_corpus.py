@@ -168,20 +168,13 @@ def flax_trees() -> dict[str, Any]:
     }
 
 
-LINEN = ("linen-variables-boxed", "linen-params", "linen-train-state")
-NNX = ("nnx-state", "nnx-pure-dict", "nnx-training")
 NEVER_MERGED = {"never-merged-zarr2": "standalone", "never-merged-zarr3": "zarr3-ocdbt"}
-ORBAX = (*layouts.LAYOUTS, *NEVER_MERGED, *OLD)
 # Layouts that store their arrays like another one: less of their output is recorded.
 ALIKE = ("standard", "manager", "step", "bare", "rich", *NEVER_MERGED, *OLD[2:])
 
 
 class Corpus:
-    """The checkpoints, each made when it is first asked for.
-
-    Args:
-      folder: where they are.
-    """
+    """The checkpoints, each made in a folder when it is first asked for."""
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder

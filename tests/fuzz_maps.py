@@ -212,14 +212,8 @@ def content(folder: pathlib.Path, case: tuple[str, str, Any]) -> bytes:
 
 
 def check(folder: pathlib.Path, case: tuple[str, str, Any]) -> str:
-    """What `reshard` says about a file: "done", or the error.
-
-    Raises AssertionError for all else, or what was raised.
-
-    Args:
-      folder: where checkpoints are.
-      case: one of `cases()`.
-    """
+    """What `reshard` says about the file of one of `cases()`: "done", or the error. Raises
+    AssertionError for all else, or what was raised."""
     file, out = folder / "file.toml", folder / "out"
     # What TOML cannot say.
     with contextlib.suppress(UnicodeEncodeError):

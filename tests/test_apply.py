@@ -345,23 +345,16 @@ def test_the_whole_leaf_is_counted_before_and_after(tmp_path):
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (
-            "functions:gone",
-            "apply functions:gone: it cannot be imported; module 'functions' has no",
-        ),
+        ("functions:gone", "apply functions:gone: it cannot be imported; module 'functions' has"),
         ("nowhere:f", "apply nowhere:f: it cannot be imported; No module named 'nowhere'"),
-        (
-            "functions",
-            "apply functions: this name does not have the form `package.module:callable`",
-        ),
+        ("functions", "apply functions: this name does not have the form `package.module:"),
         ("functions:NUMBER", "`apply`: functions:NUMBER is not a function"),
     ],
 )
 def test_functions_that_there_are_not(tmp_path, function, problem):
     file = map_of(tmp_path, f"apply = '{function}'")
-    (found,) = refused(
-        reshard.to_nnx, "linen", Codebook, of=reshard.ArgumentError, map_file=file
-    ).problems
+    error = refused(reshard.to_nnx, "linen", Codebook, of=reshard.ArgumentError, map_file=file)
+    (found,) = error.problems
     assert found.startswith(f"rule 1, `^params/codes$`: {problem}")
 
 
@@ -379,7 +372,7 @@ def linen():
     return {"params": {"codes": jnp.ones(SHAPE), "out": dense}}
 
 
-def test_a_map_to_linen_has_functions_too(project, tmp_path):
+def test_a_map_to_linen_has_functions_too_and_none_is_run_backwards(project, tmp_path):
     reshard.save(reshard.to_nnx("linen", Codebook), tmp_path / "nnx")
     file = tmp_path / "map.toml"
     rule = f"from = '^codes$'\nto = 'params/codes'\n{NORMALISED}\n"
@@ -388,10 +381,6 @@ def test_a_map_to_linen_has_functions_too(project, tmp_path):
     np.testing.assert_array_equal(read(ckpt, "params/codes"), normalised(project[1]["codes"]))
     error = refused(reshard.to_nnx, "linen", Codebook, map_file=file)
     assert "the function `functions:normalised` has no inverse" in str(error)
-
-
-def test_no_function_is_run_backwards(tmp_path):
-    reshard.save(reshard.to_nnx("linen", Codebook), tmp_path / "nnx")
     file = map_of(tmp_path, NORMALISED, 'to = "nnx"')
     for model in ((), (linen,)):
         error = refused(reshard.to_linen, tmp_path / "nnx", *model, map_file=file)

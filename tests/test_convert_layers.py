@@ -236,7 +236,7 @@ def test_a_simple_cell_is_not_taken_for_one_by_its_names_alone():
 
 
 @pytest.mark.parametrize("batch_axes", [(2,), pytest.param((2, 3), marks=EXHAUSTIVE)])
-def test_attention_decodes_on_from_a_cache(batch_axes):
+def test_attention_decodes_on_from_a_cache(batch_axes, tmp_path):
     linen = nn.MultiHeadDotProductAttention(2, decode=True)
     whole, token = some(*batch_axes, 5, 8), some(*batch_axes, 1, 8)
     variables = random_variables(linen, whole)
@@ -247,13 +247,16 @@ def test_attention_decodes_on_from_a_cache(batch_axes):
         layer.init_cache(whole.shape)
         return layer
 
-    made = carried(variables, make)
+    source = layouts.save_standard(tmp_path / "linen", variables)
+    reshard.save(reshard.to_nnx(source, make), tmp_path / "nnx")
+    model = reshard.restore(tmp_path / "nnx", make())
     for _ in range(2):
         expected, changed = linen.apply(variables, token, mutable=["cache"])
         variables = {**variables, **changed}
-        assert_same_outputs(made.model(token), expected)
+        assert_same_outputs(model(token), expected)
         for name, leaf in variables["cache"].items():
-            assert_same_outputs(getattr(made.model, name)[...], leaf)
+            assert_same_outputs(getattr(model, name)[...], leaf)
+    assert reshard.diff(source, reshard.to_linen(tmp_path / "nnx"), values=True).equal
 
 
 @pytest.mark.parametrize(

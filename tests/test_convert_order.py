@@ -66,13 +66,8 @@ def renames(pairs, form="[[rule]]\nfrom = '^{}(/|$)'\nto = '{}\\1'\n"):
 
 
 def outcome(convert, truth, tmp_path):
-    """Why a conversion abstains; empty if it converts, and every leaf is the one of the truth.
-
-    Args:
-      convert: makes the converted checkpoint.
-      truth: printed path in the result -> the right array.
-      tmp_path: an empty directory.
-    """
+    """Why a conversion abstains; empty if it converts, and every leaf is the one of the truth:
+    printed path in the result -> the right array."""
     try:
         ckpt = convert()
     except reshard.TreeMismatchError as error:
@@ -124,16 +119,9 @@ def of_modules(linen, pairs):
 
 
 def both_ways(linen, model, pairs, rules, tmp_path):
-    """What comes of a map for the way to NNX, of the opposite one run backwards, and of both for
-    the way back: "" or why it abstains.
-
-    Args:
-      linen: Linen's variables.
-      model: the class of the NNX model.
-      pairs: printed path of a module of Linen's -> of NNX's, the true ones.
-      rules: the pairs `(from, to)` of those that the map has, in text.
-      tmp_path: an empty directory.
-    """
+    """Why Linen's variables abstain with a map for the way to NNX, with the opposite one run
+    backwards, and with both for the way back; "" if they do not. `pairs`: printed path of a module
+    of Linen's -> of the NNX model's, the true ones. `rules`: `(from, to)` of those in the map."""
     there = paired(linen, pairs)
     trained = unflatten_dict({path: array for (_, path), array in there.items()}, sep="/")
     truth, linen_truth = of_modules(linen, pairs), {path: x for (path, _), x in there.items()}

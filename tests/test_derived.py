@@ -366,6 +366,7 @@ def test_operations_that_need_decoding(source, keep):
         (Pad(((0, 8), (0, 0)), 0), ["qkv"], ["padded"]),
         (Crop(((0, 2), (0, 0))), ["odd"], ["cropped"]),
         unstack("together"),
+        (Stack(0), ["a", "b"], ["stacked"]),
     ]
     forming = Forming(*source("zarr2")).steps(steps)
     made = {key for key, handle in forming.handles.items() if isinstance(handle.data, Derived)}

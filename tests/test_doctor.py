@@ -40,7 +40,6 @@ def copy(at, tmp_path):
 
 
 def doctor(folder, *words):
-    """The exit status, and the lines."""
     status, out, err = reshard_in(folder, "doctor", *words)
     assert err == ""
     return status, out.splitlines()
@@ -113,6 +112,7 @@ def test_the_document_of_a_whole_item_with_digests(copy):
         "recorded_digests": 1,
         "orbax": DEVICES.removeprefix("orbax    "),
         "problems": [],
+        "unfinished": [],
         "hints": [line.removeprefix("next     ") for line in next_steps(item)],
     }
 
@@ -136,6 +136,7 @@ def test_an_uncommitted_step(copy):
 def begin(copy, monkeypatch, words):
     """Writes the first of two shares of a job by a command; the directory of the job."""
     with monkeypatch.context() as patch:
+        patch.chdir(copy)
         patch.setattr(sys, "argv", ["reshard", *words.split()])
         write = reshard.export if words.startswith("export") else reshard.save
         write(reshard.open(copy / "3"), copy / "out", share=(0, 2))
@@ -158,6 +159,7 @@ def test_an_unfinished_job(copy, monkeypatch, words, command):
     assert (status, state, hint) == (1, "out: uncommitted", f"next     {command}")
     assert problems == ["problem  nothing exists at `out`", f"problem  {text}"]
     assert by.endswith(f": reshard {words}")
+    assert doctor(copy / "3", "../out")[1][-1] == f"next     cd {copy} && {command}"
 
 
 def test_other_commands_name_the_unfinished_job(copy, monkeypatch):
@@ -172,6 +174,28 @@ def test_other_commands_name_the_unfinished_job(copy, monkeypatch):
 
 def problems_in(lines):
     return [line for line in lines if line.startswith("problem")]
+
+
+def test_an_unfinished_job_in_a_root(copy, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["reshard", "ckpt", "run/3", "run/30"])
+    with layouts.killed_at_the_end():
+        reshard.save(reshard.open(copy / "3"), copy / "30")
+    monkeypatch.undo()
+    status, lines = doctor(copy, str(copy))
+    [directory] = copy.glob(".reshard-30.*")
+    text = f"job      1 of 1 shares of an unfinished job are complete, in `{directory}`"
+    first, who, finish, *_ = lines[lines.index(text) :]
+    assert (status, first, finish) == (0, text, f"next     reshard commit {copy / '30'}")
+    assert who.endswith(": reshard ckpt run/3 run/30 (ended)")
+
+
+def test_a_converted_checkpoint_converts_back_without_a_model(copy):
+    (copy / "map.toml").write_text("[[rule]]\nfrom = '^params/Dense_0/'\nto = 'dense/'")
+    reshard.save(reshard.to_nnx(copy / "3", map_file=copy / "map.toml"), copy / "nnx")
+    command = doctor(copy, "nnx")[1][-1]
+    assert command == f"next     reshard convert {copy / 'nnx'} DST --to linen"
+    assert reshard_in(copy, *command.replace("DST", "back").split()[2:])[0] == 0
+    assert reshard.diff(copy / "back", copy / "3", values=True).equal
 
 
 def test_missing_and_truncated_data_files(copy):
@@ -198,8 +222,8 @@ def test_many_problems_are_capped_on_the_terminal_alone(tmp_path):
     for name in tree:
         (path / name / "0.0").unlink()
     status, lines = doctor(tmp_path, "saved")
-    first, *_, last = problems_in(lines)
-    assert (status, last) == (1, "problem  ... and 2 more")
+    first, *others, last = problems_in(lines)
+    assert (status, len(others), last) == (1, 9, "problem  ... and 2 more")
     assert first == "problem  a0: 1 of its 8 stored chunks are missing"
     document = json.loads(reshard_in(tmp_path, "doctor", "saved", "--json")[1])
     assert len(document["trees"][0]["problems"]) == 12

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import itertools
 import json
 import math
 import pathlib
@@ -90,8 +91,6 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     *((lambda _, n=n: parse_chunks(n), "") for n in ("much", 0, None, math.inf)),
     (lambda _: parse_dtype("float33"), "not a dtype: 'float33'"),
     (lambda _: reshard.save([], "out"), ""),
-    (lambda _: reshard.save("path", "out"), ""),
-    (lambda _: reshard.plan(pathlib.Path("path")), ""),
     (lambda _: reshard.restore("a", {}, cast="yes"), "cast='yes' is unknown"),
     (lambda _: reshard.restore("a", {}, unexpected="skip"), "unexpected='skip' is unknown"),
     (lambda ckpt: reshard.save(ckpt, None), "no destination was given"),
@@ -112,6 +111,28 @@ def test_wrong_arguments(tmp_path):
     for call, text in WRONG:
         assert layouts.refused(reshard.ArgumentError, call, ckpt).startswith(text)
     assert [parse_bytes(1), parse_bytes(" 1B "), parse_chunks("1")] == [1, 1, 1]
+
+
+# Functions of a checkpoint, with their other arguments.
+OF_CHECKPOINTS = {
+    "cast": ("bfloat16",),
+    "export": ("out",),
+    "plan": (),
+    "remap": ("map.toml",),
+    "rename": ([("a", "b")],),
+    "save": ("out",),
+    "select": (),
+    "stack": ("a_{}", "a"),
+    "to_mesh": ("1x8",),
+    "unstack": ("a", "a_{}"),
+}
+
+
+def test_a_path_in_place_of_a_checkpoint():
+    for name, path in itertools.product(OF_CHECKPOINTS, ("run/1", pathlib.Path("run/1"))):
+        call = getattr(reshard, name)
+        text = layouts.refused(reshard.ArgumentError, call, path, *OF_CHECKPOINTS[name])
+        assert text.endswith(f'\n  {path!r}\n\nhint: reshard.open("run/1")')
 
 
 # Hints

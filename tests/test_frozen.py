@@ -64,12 +64,8 @@ def surroundings(corpus):
 
 
 class Record:
-    """The output for one part of the corpus, compared with a file.
-
-    Args:
-      corpus: the corpus.
-      memory: whether numbers of bytes in memory are on record.
-    """
+    """The output for one part of the corpus, compared with a file. `memory`: whether numbers of
+    bytes in memory are on record."""
 
     def __init__(self, corpus: frozen_corpus.Corpus, *, memory: bool = False):
         self._folder = str(corpus.folder)
@@ -556,6 +552,7 @@ PROSE = (
     "reshard.stack(",
     "--emit-map FILE",
     "reshard inspect PATH",
+    "the names of ready maps",
 )
 
 

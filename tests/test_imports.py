@@ -179,7 +179,6 @@ MANY_IMPORTS = {
     "reshard.restore.restore": 38,
     "reshard.transforms": 31,
     "reshard.verify.comparison": 27,
-    "reshard.verify.verification": 26,
     "reshard.verify.values": 29,
     "reshard.writer.arrays": 34,
     "reshard.writer.commit": 26,

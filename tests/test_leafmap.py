@@ -3,7 +3,7 @@
 import pickle
 
 import numpy as np
-from by_numpy import in_numpy
+from by_numpy import in_numpy, viewed
 from converted import refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,17 +40,6 @@ def evaluated(found, arrays):
     return {path: value(held) for path, held in found.values.items()}
 
 
-def carried(rows, arrays):
-    """What rows make of arrays, one after another."""
-    held = dict(arrays)
-    for row in rows:
-        inputs = [held.pop(path) for path in row.inputs]
-        made = inputs if row.operation is None else in_numpy(row.operation, inputs)
-        assert held.keys().isdisjoint(row.outputs)
-        held.update(zip(row.outputs, made, strict=True))
-    return held
-
-
 DROPPED = "the result of an operation cannot be dropped\n  x"
 
 
@@ -60,12 +49,12 @@ def test_a_map_is_its_rows_without_their_order(case):
     shapes, rows = case
     arrays = arrays_of(shapes)
     found = from_rows(rows, shapes)
-    expected = carried(rows, arrays)
+    expected = viewed(rows, arrays)
     assert bits(evaluated(found, arrays)) == bits(expected)
     assert found.shapes == {path: array.shape for path, array in expected.items()}
     assert found.sources() == shapes
     again = found.sequence()
-    assert bits(carried(again, arrays)) == bits(expected)
+    assert bits(viewed(again, arrays)) == bits(expected)
     assert from_rows(again, shapes).values == found.values
     assert pickle.loads(pickle.dumps(found)) == found
     back = found.inverse()
@@ -88,7 +77,7 @@ def test_maps_follow_one_another(case, at):
     for other in (second, LeafMap(less, second.origin)):  # what is not named stays
         found = first.then(other)
         assert found.values == from_rows(rows, shapes).values
-        assert bits(evaluated(found, arrays)) == bits(carried(rows, arrays))
+        assert bits(evaluated(found, arrays)) == bits(viewed(rows, arrays))
 
 
 def test_origins_are_told_together():

@@ -45,6 +45,10 @@ def map_of(folder, text):
     return folder / "map.toml"
 
 
+def rule(source, *lines):
+    return "\n".join(["[[rule]]", f"from = '{source}'", *lines, ""])
+
+
 def opened(folder, tensors):
     save_file(tensors, folder / "model.safetensors")
     return reshard.open(folder / "model.safetensors")
@@ -225,10 +229,9 @@ def expected_of(tensors):
 
 
 def on_mesh(array):
-    """The abstract array, sharded along its last axes where they divide."""
+    """The abstract array, sharded along its last axis if that divides."""
+    spec = [None] * (len(array.shape) - 1) + ["data" if array.shape[-1] % 2 == 0 else None]
     mesh = jax.make_mesh((2, 2), ("data", "model"))
-    spec = ["data" if array.shape[-1] % 2 == 0 else None]
-    spec = [None] * (len(array.shape) - 1) + spec
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
@@ -288,13 +291,7 @@ def test_only_what_is_the_same_becomes_one(tmp_path):
     leaves = {"/".join(path): array for path, array in ((a.path, a.read()) for a in made.arrays)}
 
     def back(**changed):
-        tree = {}
-        for name, value in (leaves | changed).items():
-            *above, last = name.split("/")
-            inner = tree
-            for key in above:
-                inner = inner.setdefault(key, {})
-            inner[last] = value
+        tree = nested((tuple(name.split("/")), x) for name, x in (leaves | changed).items())
         ckpt = reshard.open(save_pytree(tmp_path / f"made{len(os.listdir(tmp_path))}", tree))
         return reshard.remap(ckpt, file, reverse=True, config=tmp_path)
 
@@ -314,12 +311,10 @@ def test_only_what_is_the_same_becomes_one(tmp_path):
         back(**{"params/layers_1/norm/bias": bias})
 
 
-def computed(tmp_path, values, rule):
+def computed(tmp_path, values, line):
     """What a rule makes of an array, and the path back."""
-    ckpt = reshard.open(save_pytree(tmp_path / f"in{len(os.listdir(tmp_path))}", {"x": values}))
-    file = map_of(tmp_path, f"[[rule]]\nfrom = '^x$'\nto = 'y'\n{rule}")
-    made = reshard.remap(ckpt, file)
-    return made, lambda: reshard.remap(made, file, reverse=True)["x"].read()
+    made = remapped(tmp_path, {"x": values}, rule("^x$", line, "to = 'y'"))
+    return made, lambda: reshard.remap(made, tmp_path / "map.toml", reverse=True)["x"].read()
 
 
 @pytest.mark.parametrize("dtype", [BF16, "f2", "f4", "f8", ml_dtypes.float8_e4m3fn])
@@ -457,52 +452,45 @@ def test_what_is_wrong_with_numbers_and_operations(tmp_path):
     assert error.value.problems == tuple(TOLD.strip().splitlines())
 
 
+BOTH = rule("^y$", "to = 'new'") + rule("^x$", "{}", "to = 'z'")
+FILL = "[[rule]]\nto = 'new'\nfill = {{ value = {}, shape = [{}], dtype = '{}' }}\n"
+REST = rule("^.$", r"to = 'a\g<0>'")
+MISFITS = [
+    *(
+        (BOTH.format(line), told)
+        for line, told in (
+            ("pad = { axis = 0, to = 4, value = 0 }", "the size 6, more than 4: `pad` only"),
+            ("pad = { axis = 1, from = 3, to = 4, value = 0 }", "axis 1 has the size 2, not 3"),
+            ("rope = { axis = 0, head_size = 4, to = 'pairs' }", "of 4, each of 2 equal parts"),
+            ("interleave = { axis = 1, parts = 3 }", "cannot be divided into 3 equal parts"),
+        )
+    ),
+    (BOTH.format("") + FILL.format(0, 1, "float32"), "rule 3, `new`: fill -> new: that leaf"),
+    *(
+        (FILL.format(value, 1, dtype) + REST, f"new: the constant .* does not exist in {dtype}")
+        for value, dtype in (("1.5", "int8"), ("300", "int8"), ("1e300", "bfloat16"), ("2", "bool"))
+    ),
+    (FILL.format(1, 0, "int8") + REST, r"new: a new array of \[0\] has no elements"),
+    (FILL.format(1, f"{2**62}, 4", "int8") + REST, "more than any"),
+]
+
+
 def test_sizes_that_do_not_fit(tmp_path):
-    x = {"x": np.ones((6, 2), "f4"), "y": np.ones(3, "f4")}
-    rules = "[[rule]]\nfrom = '^x$'\n{}\nto = 'z'\n[[rule]]\nfrom = '^y$'\nto = 'y'\n{}"
-    cases = [
-        ("pad = { axis = 0, to = 4, value = 0 }", "axis 0 has the size 6, more than 4: `pad` only"),
-        ("pad = { axis = 1, from = 3, to = 4, value = 0 }", "axis 1 has the size 2, not 3"),
-        (
-            "rope = { axis = 0, head_size = 4, to = 'pairs' }",
-            "cannot be divided into blocks of 4, each of 2 equal parts",
-        ),
-        ("interleave = { axis = 1, parts = 3 }", "cannot be divided into 3 equal parts"),
-    ]
-    ckpt = opened(tmp_path, x)
-    for rule, told in cases:
+    ckpt = opened(tmp_path, {"x": np.ones((6, 2), "f4"), "y": np.ones(3, "f4")})
+    for rules, told in MISFITS:
         with pytest.raises(reshard.TreeMismatchError, match=told):
-            reshard.remap(ckpt, map_of(tmp_path, rules.format(rule, "")))
-    filled = "[[rule]]\nto = 'y'\nfill = { value = 0, shape = [1], dtype = 'float32' }"
-    with pytest.raises(reshard.TreeMismatchError, match="rule 3, `y`: fill -> y: that leaf exists"):
-        reshard.remap(ckpt, map_of(tmp_path, rules.format("", filled)))
-    for value, dtype in (("1.5", "int8"), ("300", "int8"), ("1e300", "bfloat16"), ("2", "bool")):
-        filled = f"[[rule]]\nto='z'\nfill={{value={value}, shape=[1], dtype='{dtype}'}}"
-        with pytest.raises(
-            reshard.TreeMismatchError,
-            match=f"z: the constant .* of the map does not exist in {dtype}",
-        ):
-            reshard.remap(ckpt, map_of(tmp_path, filled + "\n[[rule]]\nfrom='^.$'\nto='a\\g<0>'"))
-    for shape, told in (
-        ("[0]", r"z: a new array of \[0\] has no elements"),
-        (f"[{2**62}, 4]", "more than any"),
-    ):
-        filled = f"[[rule]]\nto='z'\nfill={{value=1, shape={shape}, dtype='int8'}}"
-        with pytest.raises(reshard.TreeMismatchError, match=told):
-            reshard.remap(ckpt, map_of(tmp_path, filled + "\n[[rule]]\nfrom='^.$'\nto='a\\g<0>'"))
+            reshard.remap(ckpt, map_of(tmp_path, rules))
     for dtype in ("O", "datetime64[s]", "S3"):
-        filled = f"[[rule]]\nto='z'\nfill={{value=1, shape=[1], dtype='{dtype}'}}"
         with pytest.raises(reshard.ArgumentError, match="a dtype"):
-            reshard.remap(ckpt, map_of(tmp_path, filled))
-    filled = "[[rule]]\nto='z'\nfill={value=1, shape=[1], dtype='int8'}"
+            reshard.remap(ckpt, map_of(tmp_path, FILL.format(1, 1, dtype)))
     with pytest.raises(reshard.TreeMismatchError, match="the checkpoint holds no array"):
-        reshard.remap(ckpt.replace({}), map_of(tmp_path, filled))
-    fill = "fill={value=1, shape=[3], dtype='float32'}"
-    twice = f"[[rule]]\nfrom='^x$'\nto='x'\n[[rule]]\nfrom=['^y$', 'y']\n{fill}"
+        reshard.remap(ckpt.replace({}), map_of(tmp_path, FILL.format(1, 1, "int8")))
+    twice = rule("^x$", "to = 'x'") + "[[rule]]\nfrom = ['^y$', 'y']\n"
+    twice += "fill = { value = 1, shape = [3], dtype = 'float32' }"
     assert [*reshard.remap(ckpt, map_of(tmp_path, twice))] == [("x",)]
-    pad = "pad = { axis = 0, to = 8, value = 0 }"
+    padded = BOTH.format("pad = { axis = 0, to = 8, value = 0 }")
     with pytest.raises(reshard.TreeMismatchError, match="`pad` lacks `from`, the size before it"):
-        reshard.remap(ckpt, map_of(tmp_path, rules.format(pad, "")), reverse=True)
+        reshard.remap(ckpt, map_of(tmp_path, padded), reverse=True)
 
 
 class Net(nnx.Module):
@@ -560,31 +548,20 @@ def remapped(tmp_path, tree, rules, cast=None):
     return reshard.remap(reshard.cast(ckpt, cast) if cast else ckpt, map_of(tmp_path, rules))
 
 
-def rule(source, *lines):
-    return "\n".join(["[[rule]]", f"from = '{source}'", *lines, ""])
-
-
 def pad(value):
     return rule("^x$", f"pad = {{ axis = 0, from = 2, to = 3, value = {value} }}", "to = 'x'")
+
+
+E4M3, NOT_IN = ml_dtypes.float8_e4m3fn, "x: the constant {} of the map does not exist in {}"
 
 
 @pytest.mark.parametrize(
     "dtype, cast, value, told",
     [
-        (
-            "f4",
-            "float8_e4m3fn",
-            500,
-            "x: the constant 500 of the map does not exist in float8_e4m3fn",
-        ),
-        ("f4", "float16", 1e5, "x: the constant 100000.0 of the map does not exist in float16"),
+        ("f4", "float8_e4m3fn", 500, NOT_IN.format(500, "float8_e4m3fn")),
+        ("f4", "float16", 1e5, NOT_IN.format("100000.0", "float16")),
         (BF16, "float32", 0.1, "x: padding of 0.1 would be rounded to bfloat16 before the cast"),
-        (
-            ml_dtypes.float8_e4m3fn,
-            None,
-            1e-9,
-            "x: the constant 1e-09 of the map does not exist in float8_e4m3fn",
-        ),
+        (E4M3, None, 1e-9, NOT_IN.format("1e-09", "float8_e4m3fn")),
         ("f4", "float8_e5m2", 0.125, ""),
         ("f4", "bfloat16", 0.1, ""),
     ],
@@ -594,9 +571,9 @@ def test_padding_that_is_cast(tmp_path, dtype, cast, value, told):
     if told:
         with pytest.raises(reshard.TreeMismatchError, match=told):
             remapped(tmp_path, tree, pad(value), cast)
-        return
-    made = remapped(tmp_path, tree, pad(value), cast)["x"].read()
-    assert made[2] == np.array(value).astype(made.dtype)
+    else:
+        made = remapped(tmp_path, tree, pad(value), cast)["x"].read()
+        assert made[2] == np.array(value).astype(made.dtype)
 
 
 def test_padding_of_nan_is_cut_off_again(tmp_path):

@@ -1,6 +1,7 @@
 """The outputs of both models of a conversion: equal, or where they begin to differ."""
 
 import concurrent.futures
+import functools
 import json
 import re
 
@@ -11,6 +12,7 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import twins
 from converted import Compact, Of, map_of, refused
 from flax import linen as nn
 from flax import nnx
@@ -220,28 +222,19 @@ class Block(nn.Module):
         return x + nn.LayerNorm(name="after")(y), None
 
 
-class Scanned(nnx.Module):
-    """The same, and a norm behind it."""
+def scanned():
+    """The same in NNX, and a norm behind it."""
+    norm = functools.partial(twins.norm, WIDTH)
 
-    def __init__(self, rngs):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap
-        def blocks(rngs):
-            return Of(
-                before=nnx.LayerNorm(WIDTH, rngs=rngs),
-                dense=nnx.Linear(WIDTH, WIDTH, rngs=rngs),
-                after=nnx.LayerNorm(WIDTH, rngs=rngs),
-            )
+    def block(_):
+        return Of(before=norm(), dense=twins.linear(WIDTH, WIDTH), after=norm())
 
-        self.blocks = blocks(rngs)
-        self.last = nnx.LayerNorm(WIDTH, rngs=rngs)
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def forward(block, x):
+        return x + block.after(block.dense(block.before(x)))
 
-    def __call__(self, x):
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        def forward(block, x):
-            return x + block.after(block.dense(block.before(x)))
-
-        return self.last(forward(self.blocks, x))
+    blocks = nnx.vmap(block)(jnp.arange(3))
+    return Net(lambda net, x: net.last(forward(net.blocks, x)), blocks=blocks, last=norm())
 
 
 def test_modules_in_a_scan_are_not_compared_one_by_one(tmp_path):
@@ -255,7 +248,7 @@ def test_modules_in_a_scan_are_not_compared_one_by_one(tmp_path):
     def model():
         return Compact(parts).init(jax.random.key(0), jnp.ones((5, WIDTH)))
 
-    models = tmp_path, model, lambda: Scanned(nnx.Rngs(0))
+    models = tmp_path, model, scanned
     assert equal(compared(*models, values=random(model)))
     rules = [(f"^params/blocks/{a}/", f"blocks/{b}/") for a, b in BOTH_WAYS]
     first, module = refused(compared, *models, map_file=map_of(tmp_path, *rules)).problems
@@ -420,69 +413,45 @@ def test_only_exchanges_that_are_seen_clear_the_warning_of_order(tmp_path):
     assert equal(back) and warnings_of(back) == [f"{told}; {not_seen}"]
 
 
-class Scale(nn.Module):
-    """A parameter."""
-
-    @nn.compact
-    def __call__(self, x):
-        return x * self.param("scale", nn.initializers.ones, x.shape[-1:])
-
-
-class Pair(nn.Module):
-    """Several of one class, which only order tells apart."""
+class Several(nn.Module):
+    """Layers of one class, which only order tells apart."""
 
     count: int
 
     @nn.compact
     def __call__(self, x):
         for _ in range(self.count):
-            x = jnp.sin(Scale()(x))
+            x = jnp.sin(nn.Dense(4, use_bias=False)(x))
         return x
-
-
-def nnx_scales(counts):
-    """The same in NNX."""
-
-    class Scale(nnx.Module):
-        def __init__(self):
-            self.scale = nnx.Param(jnp.ones(4))
-
-        def __call__(self, x):
-            return x * self.scale[...]
-
-    class Pair(nnx.Module):
-        def __init__(self, count):
-            for number in range(count):
-                setattr(self, "abc"[number], Scale())
-
-        def __call__(self, x):
-            for name in "abc":
-                x = jnp.sin(getattr(self, name)(x)) if hasattr(self, name) else x
-            return x
-
-    def call(net, x):
-        return sum(getattr(net, f"part{number}")(x) for number in range(len(counts)))
-
-    return Net(call, **{f"part{n}": Pair(count) for n, count in enumerate(counts)})
 
 
 def test_what_is_not_tried_stays_in_the_warning_of_order(tmp_path, monkeypatch):
     """If there are too many groups, the largest ones are tried."""
     monkeypatch.setattr(model_run, "MOST_EXCHANGES", 1)
-    counts = (2, 2, 3)
+    names = ("ab", "ab", "abc")
 
-    def model():
-        def parts(x):
-            return sum(Pair(count, name=f"part{n}")(x) for n, count in enumerate(counts))
+    def parts(x):
+        return sum(Several(len(each), name=f"part{n}")(x) for n, each in enumerate(names))
 
-        return Compact(parts).init(jax.random.key(0), jnp.ones((3, 4)))
+    def net():
+        def call(net, x):
+            outputs = [x] * len(names)
+            for n, each in enumerate(names):
+                for name in each:
+                    outputs[n] = jnp.sin(getattr(getattr(net, f"part{n}"), name)(outputs[n]))
+            return sum(outputs)
 
-    ckpt = compared(tmp_path, model, lambda: nnx_scales(counts), values=random(model))
+        layer = functools.partial(twins.linear, 4, 4, use_bias=False)
+        made = [twins.made(**dict.fromkeys(each, layer))() for each in names]
+        return Net(call, **{f"part{n}": part for n, part in enumerate(made)})
+
+    model = of_ones(Compact(parts))
+    ckpt = compared(tmp_path, model, net, values=random(model))
     (told,) = warnings_of(ckpt)
     assert equal(ckpt) and told == (
         "4 leaves were matched only by the order of modules of one class: "
-        "part0/Scale_0 -> part0/a, "
-        "part0/Scale_1 -> part0/b, part1/Scale_0 -> part1/a and 1 more; not tried: at "
+        "part0/Dense_0 -> part0/a, "
+        "part0/Dense_1 -> part0/b, part1/Dense_0 -> part1/a and 1 more; not tried: at "
         "most 32 groups are exchanged"
     )
 
@@ -636,9 +605,11 @@ def test_the_command_runs_the_model_of_the_source_in_a_process_of_its_own(projec
         missing = in_process.command([*words, "models:none"])
         assert missing[0] == 2 and "--inputs models:none: it cannot be imported" in missing[2]
         status, out, err = in_process.command([*words, "models:inputs"])
+        again = in_process.command([*words, "models:inputs"])
     assert (status, (project / "nnx").exists()) == (0, True)
     assert "\nnote     outputs equal: the largest difference is " in out
     assert "check: running models:Net" in err
+    assert (again[0], "/nnx` exists" in again[2], "running" in again[2]) == (2, True, False)
 
 
 def test_the_command_runs_two_models_or_none(project):
@@ -680,9 +651,12 @@ def test_outputs_that_depend_on_a_leaf_that_was_dropped(tmp_path):
         "the outputs of the NNX model depend on leaves that the checkpoint lacks\n  count"
     )
 
+    class Mute(nnx.Module):
+        __init__ = Counted.__init__
 
-def test_a_dropped_parameter_is_missing_if_both_models_have_it(tmp_path):
-    saved = layouts.save_standard(tmp_path / "nnx", nnx.state(Counted(nnx.Rngs(0))))
-    options = {"source": Counted, "drop": ("count", "dense/bias")}
-    error = refused(reshard.to_linen, saved, of_ones(Uncounted()), **options)
+    options["source"] = Mute
+    error = refused(reshard.to_linen, *models, of=reshard.ArgumentError, **options)
+    assert "is a Mute, not a module with `__call__`" in error.summary
+    # A parameter of both models is missing.
+    error = refused(reshard.to_linen, *models, source=Counted, drop=("count", "dense/bias"))
     assert error.problems == ("params/dense/bias  float32[6]: missing",)

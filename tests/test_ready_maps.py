@@ -8,7 +8,7 @@ import hf_models
 import hf_targets
 import numpy as np
 import pytest
-from flax import nnx
+import tunix_llama
 from in_process import refused, shown
 from safetensors.numpy import load_file
 
@@ -189,49 +189,16 @@ def test_padding_that_was_trained_is_not_cut_off(tmp_path, llama):
 
 def test_a_conversion_to_the_model(tmp_path):
     """The map's paths below `params`, and the attributes of a model."""
-
-    class Weight(nnx.Module):
-        def __init__(self, *shape):
-            self.w = nnx.Param(np.zeros(shape, "float32"))
-
-    class Attention(nnx.Module):
-        def __init__(self):
-            self.q_proj, self.o_proj = Weight(24, 4, 8), Weight(4, 8, 24)
-            self.k_proj, self.v_proj = Weight(24, 2, 8), Weight(24, 2, 8)
-
-    class Linear(nnx.Module):
-        def __init__(self, *shape):
-            self.kernel = nnx.Param(np.zeros(shape, "float32"))
-
-    class Mlp(nnx.Module):
-        def __init__(self):
-            self.gate_proj, self.up_proj = Linear(24, 40), Linear(24, 40)
-            self.down_proj = Linear(40, 24)
-
-    class Layer(nnx.Module):
-        def __init__(self):
-            self.attn, self.mlp = Attention(), Mlp()
-            self.input_layernorm, self.post_attention_layernorm = Weight(24), Weight(24)
-
-    class Embedder(nnx.Module):
-        def __init__(self):
-            self.input_embedding = nnx.Param(np.zeros((48, 24), "float32"))
-
-    class Model(nnx.Module):
-        def __init__(self):
-            self.embedder, self.final_norm = Embedder(), Weight(24)
-            self.layers = nnx.List([Layer() for _ in range(3)])
-
-    config = hf_models.CONFIGS["llama"] | {"tie_word_embeddings": True}
+    config = hf_models.CONFIGS["llama"] | {"num_key_value_heads": 4}
     tensors = hf_models.tensors(config)
     hf_models.write(tmp_path / "hf", config, tensors)
-    ckpt = reshard.open(tmp_path / "hf")
-    made = reshard.to_nnx(ckpt, Model, layout="linen-params", map_file="hf:auto-tunix")
+    ckpt, model = reshard.open(tmp_path / "hf"), tunix_llama.Llama
+    made = reshard.to_nnx(ckpt, model, layout="linen-params", map_file="hf:auto-tunix")
     assert_same(values(made), hf_targets.tunix(tensors, config))
     with pytest.raises(
         reshard.ArgumentError, match="a conversion to linen cannot use the map hf:auto-tunix"
     ):
-        reshard.to_linen(ckpt, map_file="hf:auto-tunix")
+        reshard.to_linen(ckpt, layout="nnx-model", map_file="hf:auto-tunix")
 
 
 @pytest.mark.parametrize(

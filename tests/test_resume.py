@@ -118,7 +118,9 @@ def test_only_what_is_missing_is_written(jobs, tmp_path, monkeypatch, kind):
 
     monkeypatch.setattr(saving, "write_share", noted)
     planned = save(source, out, resume=True)
-    assert written == list(range(2, planned.share_count()))
+    count = planned.share_count()
+    assert written == list(range(2, count))
+    assert planned.notes[-1] == f"resumed: 2 of {count} shares were complete"
     assert_whole(out, whole)
 
 

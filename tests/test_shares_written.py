@@ -275,10 +275,13 @@ def test_other_jobs_and_commits_where_shares_are_or_are_not(jobs, tmp_path):
     text = "workers must be a whole number of 1 or more, not 0"
     refused(reshard.ArgumentError, text, save, source, out, workers=0)
     assert [*tmp_path.iterdir()] == []
-    write(source, out, [1], 2)
-    text = f"^a stopped job left finished shares of `{out}`\n"
-    with pytest.raises(reshard.DestinationExistsError, match=text):
-        save(source, out)
+    for number, left in ((0, "files but no finished"), (1, "finished")):
+        write(source, out, [number], 2)
+        if number == 0:
+            part(out, "0").unlink()
+        text = f"^a stopped job left {left} shares of `{out}`\n"
+        with pytest.raises(reshard.DestinationExistsError, match=text):
+            save(source, out)
     text = "a share cannot be combined with resume, workers or executor\n\n"
     text += "hint: leave these out"
     for options in ({"resume": True}, {"workers": 2}, {"executor": ThreadPoolExecutor(1)}):

@@ -10,6 +10,7 @@ import layouts
 import numpy as np
 import optax
 import pytest
+from converted import filled
 from flax import nnx
 from flax.core import meta
 from flax.training.train_state import TrainState
@@ -69,6 +70,11 @@ def abstract(shapes):
     )
 
 
+def arrays_of(shapes):
+    """A tree of random arrays."""
+    return filled(abstract(shapes))
+
+
 def train_state(params, tx):
     """A state without values, but for the step."""
     make = functools.partial(TrainState.create, apply_fn=None, tx=tx)
@@ -98,11 +104,6 @@ def looped(block, tx, count=COUNT):
 
 def state_of(shapes, tx, seed=0):
     return randomized(train_state(abstract(shapes), tx), seed)
-
-
-def form_after(shapes, tx):
-    """The form of what optax makes of parameters with these shapes."""
-    return form(train_state(abstract(shapes), tx))
 
 
 def layers_of(layer, count=2):
@@ -171,12 +172,12 @@ def values(ckpt):
 LAYERS = ("params/layer_{}", "params/layers")
 
 
-def there_and_back(tmp_path, tree, where=LAYERS, axis=0, indices=None):
+def there_and_back(tmp_path, tree, where=LAYERS):
     """The checkpoint of a tree with its layers stacked, which is the tree again once they are on
     their own; and what Orbax reads of it."""
     ckpt = put(tmp_path / "a", tree)
-    stacked = stack(ckpt, *where, axis, indices=indices)
-    assert_undone(unstack(stacked, *where[::-1], axis, indices=indices), ckpt)
+    stacked = stack(ckpt, *where)
+    assert_undone(unstack(stacked, *where[::-1]), ckpt)
     return stacked, got(stacked, tmp_path / "b")
 
 
@@ -186,16 +187,9 @@ def assert_undone(back, ckpt):
 
 
 def expected(original, wanted, layers=("layer_0", "layer_1"), into="layers", axis=0):
-    """What is in the saved form of a state, from the leaves before by numpy.
-
-    Args:
-      original: the leaves before, by path.
-      wanted: the form that optax gives the state afterwards: by its shapes the axis is found where
-        moments are parts of their parameters.
-      layers: the keys of the layers, in order; several for each where they were in a container.
-      into: the key that they become.
-      axis: the new axis of the parameters.
-    """
+    """What is in the saved form of a state, by numpy from the leaves before. `layers`: the keys of
+    the layers, in order; several for each where they were in a container. `wanted`: the form that
+    optax gives the state afterwards; its shapes show the axis where moments are parts."""
     result = {}
     for path, like in wanted.items():
         if into not in path:
@@ -274,34 +268,41 @@ def test_random_state_is_stacked_and_unstacked_and_restored(tmp_path):
     assert reshard.diff(back, path, values=True).equal
 
 
-def test_layers_that_are_arrays_themselves(tmp_path):
-    state = {"params": {f"w{i:02}": np.full((2, 3), i, "float32") for i in range(12)}}
-    stacked = stack(put(tmp_path / "a", state), "params/w{}", "params/w", 1)
-    wanted = {"params": {"w": np.stack([*state["params"].values()], 1)}}
-    assert by_path(got(stacked, tmp_path / "b")) == by_path(wanted)
-
-
 EXTRA = {"none": None, "dict": {}, "list": [], "text": "relu"}
 
 
-@pytest.mark.parametrize(
-    ("tree", "where", "wanted"),
-    [
-        (  # keys with slashes and signs
-            {f"mlp/l({i}) *": {"a.b": np.full((2,), i, "float32")} for i in range(2)},
-            ('params/"mlp/l({}) *"', 'params/"all/l *"'),
-            {"all/l *": {"a.b": np.stack([np.full((2,), i, "float32") for i in range(2)])}},
-        ),
-        (  # what has no array follows if all layers have the same
-            layers_of({"w": np.ones((2, 3)), **EXTRA}, 3),
-            LAYERS,
-            {"layers": {"w": np.ones((3, 2, 3)), **EXTRA}},
-        ),
-    ],
-)
-def test_layers_of_any_form(tree, where, wanted, tmp_path):
-    _, found = there_and_back(tmp_path, {"params": tree}, where)
-    layouts.assert_same_tree(found, {"params": wanted})
+LAYERED = {  # the tree, where its layers are, the axis, and the tree with stacks
+    "arrays": (
+        {f"w{i:02}": np.full((2, 3), i, "float32") for i in range(12)},
+        *(("params/w{}", "params/w"), 1),
+        {"w": np.stack([np.full((2, 3), i, "float32") for i in range(12)], 1)},
+    ),
+    "keys with slashes and signs": (
+        {f"mlp/l({i}) *": {"a.b": np.full((2,), i, "float32")} for i in range(2)},
+        *(('params/"mlp/l({}) *"', 'params/"all/l *"'), 0),
+        {"all/l *": {"a.b": np.stack([np.full((2,), i, "float32") for i in range(2)])}},
+    ),
+    "leaves that are no arrays follow if all layers have the same": (
+        layers_of({"w": np.ones((2, 3)), **EXTRA}, 3),
+        *(LAYERS, 0),
+        {"layers": {"w": np.ones((3, 2, 3)), **EXTRA}},
+    ),
+    "Python numbers become an array": (
+        {f"layer_{i}": {"rate": 0.5 + i, "n": i} for i in range(3)},
+        *(LAYERS, 0),
+        {"layers": {"rate": np.arange(3) + 0.5, "n": np.arange(3)}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_layers_of_any_form(name, tmp_path):
+    tree, where, axis, wanted = LAYERED[name]
+    ckpt = put(tmp_path / "a", {"params": tree})
+    stacked = stack(ckpt, *where, axis)
+    layouts.assert_same_tree(got(stacked, tmp_path / "b"), {"params": wanted})
+    if where[1] != "params/w" and "Python" not in name:
+        assert_undone(unstack(stacked, *where[::-1], axis), ckpt)
 
 
 # Containers
@@ -370,22 +371,10 @@ def test_boxes_and_collections_inside_params(collection, tmp_path):
     assert by_path(found) == expected(original, wanted, list(layers))
 
 
-def random_arrays(tree, seed=0):
-    """A tree with random arrays in the place of shapes."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda shape: jnp.asarray(layouts.random_array(rng, shape)),
-        tree,
-        is_leaf=lambda value: isinstance(value, tuple),
-    )
-
-
 def test_lists_stay_lists(tmp_path):
     """In the pattern by their positions, or by a star; not those that the layers were."""
     block = layers_of({"w": (2, 3)})
-    tree = random_arrays(
-        {"params": [block, {"w": (3,)}, block], "opt": [{"mu": [block, {}, block]}]}
-    )
+    tree = arrays_of({"params": [block, {"w": (3,)}, block], "opt": [{"mu": [block, {}, block]}]})
     star, found = there_and_back(tmp_path, tree, ("params/*/layer_{}", "params/*/layers"))
     ckpt = reshard.open(tmp_path / "a")
     first = stack(ckpt, "params/0/layer_{}", "params/0/layers")
@@ -407,13 +396,6 @@ def test_lists_stay_lists(tmp_path):
     }
 
 
-def test_python_numbers_become_an_array(tmp_path):
-    tree = {"params": {f"layer_{i}": {"rate": 0.5 + i, "n": i} for i in range(3)}}
-    stacked = stack(put(tmp_path / "a", tree), "params/layer_{}", "params/layers")
-    wanted = {"params": {"layers": {"rate": np.arange(3) + 0.5, "n": np.arange(3)}}}
-    layouts.assert_same_tree(got(stacked, tmp_path / "b"), wanted)
-
-
 # Whose layers, and whose state
 
 
@@ -425,7 +407,8 @@ def test_other_layers_of_the_same_names_stay(tmp_path):
     state = state_of(shapes, tx)
     where = ("params/encoder/layer_{}", "params/encoder/layers")
     stacked, found = there_and_back(tmp_path, state, where)
-    wanted = form_after({**shapes, "encoder": {"layers": {"w": (2, 2, 3)}, "w": (3,)}}, tx)
+    stacks = {**shapes, "encoder": {"layers": {"w": (2, 2, 3)}, "w": (3,)}}
+    wanted = form(train_state(abstract(stacks), tx))
     assert form_of(stacked) == wanted
     assert by_path(found) == expected(fields(state), wanted)
 
@@ -454,7 +437,7 @@ def test_all_collections_at_once(tmp_path):
     are told of."""
     layers = layers_of({"w": (2, 3), "b": (3,)})
     shapes = {"params": layers, "batch_stats": layers_of({"mean": (3,)}), "ema_params": layers}
-    tree = random_arrays({**shapes, "opt_state": [{"mu": layers, "count": ()}]})
+    tree = arrays_of({**shapes, "opt_state": [{"mu": layers, "count": ()}]})
     ckpt = put(tmp_path / "a", tree)
     state = {"mu": whole(tree["opt_state"][0]["mu"]), "count": tree["opt_state"][0]["count"]}
     wanted = {**{name: whole(tree[name]) for name in shapes}, "opt_state": [state]}
@@ -470,7 +453,7 @@ def test_all_collections_at_once(tmp_path):
 def test_state_beside_parameters_that_are_not_in_params(tmp_path):
     """Where nothing is called `params` or `model`, what is below `opt_state` follows."""
     both = dict.fromkeys(("encoder", "decoder"), layers_of({"w": (2, 3)}))
-    tree = random_arrays({**both, "opt_state": {"mu": both}})
+    tree = arrays_of({**both, "opt_state": {"mu": both}})
     stacked = stack(put(tmp_path / "a", tree), "encoder/layer_{}", "encoder/layers")
     assert [path for path in stacked if "layers" in path] == [
         ("encoder", "layers", "w"),
@@ -598,15 +581,11 @@ NOT_ALL = "not all arrays have the {1}layers on axis {0}"
 APART = ("params/l", "params/l{}")
 REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines of the message
     (
-        stack,
-        ALIKE,
-        ("params/layer_{}", "params/layers"),
+        *(stack, ALIKE, ("params/layer_{}", "params/layers")),
         "no layer matches `params/layer_{}`" + NEAREST.replace("@", "params/layer_{}"),
     ),
     (
-        stack,
-        ALIKE,
-        (*ALL, 0, [4, 5]),
+        *(stack, ALIKE, (*ALL, 0, [4, 5])),
         "no layer matches `params/l{}`" + NEAREST.replace("@", "params/l{}"),
     ),
     (stack, ALIKE, ("zzz_{}", "params/l"), "no layer matches `zzz_{}`" + PATTERN_HINT),
@@ -678,14 +657,10 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
         *(stack, layers_of({"b": (), "w": (2, 3)}), ("params/layer_{}", "params/l", -2)),
         STEP + "2 stacked along axis -2: an array of [1] has no axis -2",
     ),
+    (stack, {f"l{i}": {"w": jax.random.key(i)} for i in range(2)}, (*ALL, 1), KEYS),
     (
-        stack,
-        {"l0": {"w": jax.random.key(0)}, "l1": {"w": jax.random.key(1)}},
-        *(("params/l{}", "params/l", 1), KEYS),
-    ),
-    (
-        *(unstack, {"l": {"w": jax.random.split(jax.random.key(0), 2)}}),
-        *(("params/l", "params/l{}", -1), KEYS.replace("l0", "l")),
+        *(unstack, {"l": {"w": jax.random.split(jax.random.key(0), 2)}}, (*APART, -1)),
+        KEYS.replace("l0", "l"),
     ),
     (
         *(unstack, {"layers": {"w": (2,)}}, ("params/layer", "params/layer_{}")),
@@ -737,34 +712,15 @@ def test_layers_that_cannot_be_stacked_or_unstacked(case, tmp_path):
 
 STATE_HINT = "\n\nhint: reshard.select(ckpt, drop=[...]) leaves it out"
 FOLLOW = "optimizer state that cannot follow its parameters"
-BOTH = "opt_state/{0}/l0/w + opt_state/{0}/l1/w: "
-NO_VALUE = BOTH + "they become one, but opt_state/{0}/{1}/w has no value"
 
 
-@pytest.mark.parametrize(
-    ("state", "problems"),
-    [
-        (
-            {"mu": {"l0": {"w": (2, 3)}, "l1": {"w": None}}, "nu": {"l1": {"w": (2, 3)}}},
-            [NO_VALUE.format("mu", "l1"), NO_VALUE.format("nu", "l0")],
-        ),
-        (
-            {"history": {"l0": {"w": (5, 2, 3)}, "l1": {"w": (5, 2, 3)}}},
-            [BOTH.format("history") + "it has the shape [5, 2, 3], and its parameter has [2, 3]"],
-        ),
-        (
-            {"mu": {"l0": {"w": [(2,), (3,)]}, "l1": {"w": {"value": (2, 3)}}}},
-            [
-                f"opt_state/mu/{place}: its path does not match that of its parameter "
-                f"params/{own}/w"
-                for place, own in (("l0/w/0", "l0"), ("l0/w/1", "l0"), ("l1/w/value", "l1"))
-            ],
-        ),
-    ],
-)
-def test_state_that_cannot_follow(state, problems, tmp_path):
-    ckpt = put(tmp_path / "a", tree_of(ALIKE) | tree_of(state, "opt_state"))
-    assert refused(stack, ckpt, ALL) == "\n  ".join([FOLLOW, *problems]) + STATE_HINT
+def test_state_that_cannot_follow(tmp_path):
+    """Why is in `test_convert_optimizer.py`."""
+    state = tree_of({"mu": {"l0": {"w": (2, 3)}, "l1": {"w": None}}}, "opt_state")
+    assert refused(stack, put(tmp_path / "a", tree_of(ALIKE) | state), ALL) == (
+        f"{FOLLOW}\n  opt_state/mu/l0/w + opt_state/mu/l1/w: they become one, but "
+        f"opt_state/mu/l1/w has no value{STATE_HINT}"
+    )
 
 
 def test_moments_in_one_vector_are_refused(tmp_path):
@@ -794,30 +750,31 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
     place = lambda shape, *spec: jax.device_put(np.ones(shape, "f4"), NamedSharding(on, P(*spec)))  # noqa: E731
     layers = {f"l{i}": {"w": place((4, 8), None, "model"), "b": place((4,))} for i in range(3)}
     ckpt = put(tmp_path / "a", {"params": layers})
-    for names, message in {
-        "pipe": "the layers cannot be stacked with these partition specs\n"
-        "  params/l/b  float32[3, 4]: P('pipe', None) names axis 'pipe', which `stage=2,model=4` "
-        "lacks\n"
-        "  params/l/w  float32[3, 4, 8]: P('pipe', None, 'model') names axis 'pipe', which "
-        "`stage=2,model=4` lacks",
-        "stage": "the layers cannot be stacked with these partition specs\n"
-        "  params/l/b  float32[3, 4]: dimension 0 has size 3, not a multiple of 2 (stage)\n"
-        "  params/l/w  float32[3, 4, 8]: dimension 0 has size 3, not a multiple of 2 (stage)",
-        "model": "the layers cannot be stacked with these partition specs\n"
-        "  params/l/b  float32[3, 4]: dimension 0 has size 3, not a multiple of 4 (model)\n"
-        "  params/l/w  float32[3, 4, 8]: P('model', None, 'model') uses axis 'model' 2 times\n"
-        "  params/l/w  float32[3, 4, 8]: dimension 0 has size 3, not a multiple of 4 (model)",
-    }.items():
-        assert refused(stack, ckpt, ALL, names=names) == message
+    b, w = "params/l/b  float32[3, 4]", "params/l/w  float32[3, 4, 8]"
     alone = put(tmp_path / "b", tree_of(ALIKE))
-    assert refused(stack, alone, ALL, names=["stage", "model"]) == (
-        "the layers cannot be stacked with these partition specs\n"
-        "  params/l/w: not all layers are on one mesh"
-    )
     mixed = put(tmp_path / "c", {"params": {"l0": place((2, 3)), "l1": jnp.ones((2, 3))}})
-    message = "the layers cannot be stacked with these partition specs\n"
-    message += "  params/l: not all layers are on one mesh"
-    assert refused(stack, mixed, ALL, names="stage") == message
+    for layered, names, *problems in (
+        (
+            *(ckpt, "pipe"),
+            f"{b}: P('pipe', None) names axis 'pipe', which `stage=2,model=4` lacks",
+            f"{w}: P('pipe', None, 'model') names axis 'pipe', which `stage=2,model=4` lacks",
+        ),
+        (
+            *(ckpt, "stage"),
+            f"{b}: dimension 0 has size 3, not a multiple of 2 (stage)",
+            f"{w}: dimension 0 has size 3, not a multiple of 2 (stage)",
+        ),
+        (
+            *(ckpt, "model"),
+            f"{b}: dimension 0 has size 3, not a multiple of 4 (model)",
+            f"{w}: P('model', None, 'model') uses axis 'model' 2 times",
+            f"{w}: dimension 0 has size 3, not a multiple of 4 (model)",
+        ),
+        (alone, ["stage", "model"], "params/l/w: not all layers are on one mesh"),
+        (mixed, "stage", "params/l: not all layers are on one mesh"),
+    ):
+        message = "the layers cannot be stacked with these partition specs"
+        assert refused(stack, layered, ALL, names=names) == "\n  ".join([message, *problems])
     moved = reshard.to_mesh(mixed, "stage=2,model=2")
     assert form_of(stack(moved, "params/l{}", "params/l", names="stage")) == {
         ("params", "l"): ((2, 2, 3), np.dtype("float32"))

@@ -191,7 +191,7 @@ def test_a_path_as_a_glob_names_it_alone(path, glob):
 
 
 def test_a_glob_that_matches_leaves_is_of_these_alone():
-    """As it was when no glob was of modules; what it passes over is told."""
+    """A note lists what it passes over."""
     paths = [("a", "kernel"), ("b", "kernel", "value"), ("c", "kernel", "value")]
     assert tree.passed_over(paths, ["**/kernel", "c/kernel", "a/*", "a/**", "?"]) == [
         "`**/kernel` matches leaves, so it applies to these alone: b/kernel/value is in a module "
@@ -232,6 +232,8 @@ def test_all_globs_that_match_nothing_are_named_with_a_hint_each():
     paths = [("params", f"layer_{i}", "kernel") for i in range(9)] + [("step",)]
     first, *others = tree.nearest("params/layer_4/kernel", paths)
     assert (first, len(others)) == ("params/layer_4/kernel", 2)
+    for glob in ("**/kernal/**", "parms/**", "**/kernal"):
+        assert tree.nearest(glob, paths) == ["params/layer_8/kernel"]
 
 
 # Renaming

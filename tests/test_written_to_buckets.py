@@ -326,7 +326,8 @@ def test_a_killed_job_is_resumed(kind, point, small, stores):
             reshard.open(url)
     if not recorded:
         error = reshard.DestinationExistsError
-        text = f"a stopped job left finished shares of `{url}`\n  WRITER\n\n"
+        left = "files but no finished" if point == SHARE else "finished"
+        text = f"a stopped job left {left} shares of `{url}`\n  WRITER\n\n"
         text += "hint: resume=True continues it\nhint: overwrite=True starts again"
         refused(text, on("1x8", small), url, error=error)
         with pytest.raises(reshard.DestinationError, match="is not this job\n") as caught:

@@ -38,9 +38,6 @@ class Linen:
         return nn.with_logical_partitioning(INIT, names)
 
     class Block(nn.Module):
-        deterministic: bool
-        decode: bool
-
         @nn.compact
         def __call__(self, x, mask):
             kernel = Linen.kernel
@@ -53,79 +50,37 @@ class Linen:
                 out_kernel_init=kernel("heads", "kv", "embed"),
                 out_bias_init=kernel("embed"),
                 dropout_rate=0.1,
-                deterministic=self.deterministic,
-                decode=self.decode,
+                deterministic=True,
             )(y, mask=mask)
-            x = x + nn.Dropout(0.1, deterministic=self.deterministic)(y)
+            x = x + nn.Dropout(0.1, deterministic=True)(y)
             y = nn.LayerNorm(scale_init=kernel("embed"), bias_init=kernel("embed"))(x)
             y = nn.Dense(HIDDEN, kernel_init=kernel("embed", "mlp"), bias_init=kernel("mlp"))(y)
             y = nn.Dense(WIDTH, kernel_init=kernel("mlp", "embed"))(nn.gelu(y))
-            return x + nn.Dropout(0.1, deterministic=self.deterministic)(y), None
+            return x + nn.Dropout(0.1, deterministic=True)(y), None
 
     class LanguageModel(nn.Module):
-        """`layers`: how many in a loop, or the axis of a stack."""
+        """The layers are stacked along an axis, and recomputed or not."""
 
-        layers: str
-        deterministic: bool = True
-        decode: bool = False
+        axis: int
+        remat: bool
 
         @nn.compact
         def __call__(self, tokens, positions):
             embed = nn.Embed(VOCABULARY, WIDTH, embedding_init=Linen.kernel("vocab", "embed"))
             init = Linen.kernel(None, "embed")
             table = self.param("pos_embedding", init, (LENGTH, WIDTH))
-            x = nn.Dropout(0.1, deterministic=self.deterministic)(embed(tokens) + table[positions])
-            mask = None if self.decode else nn.make_causal_mask(tokens)
-            kind, *rest = self.layers.split()
-            block = nn.remat(Linen.Block) if "remat" in rest else Linen.Block
-            if kind == "looped":
-                for _ in range(2):
-                    x, _ = block(self.deterministic, self.decode)(x, mask)
-            else:
-                axis = int(rest[-1])
-                stack = nn.scan(
-                    block,
-                    variable_axes={"params": axis, "cache": 0},
-                    split_rngs={"params": True, "dropout": True},
-                    in_axes=nn.broadcast,
-                    length=LAYERS,
-                    metadata_params={nn.PARTITION_NAME: "layers"},
-                )
-                x, _ = stack(self.deterministic, self.decode)(x, mask)
+            x = nn.Dropout(0.1, deterministic=True)(embed(tokens) + table[positions])
+            mask = nn.make_causal_mask(tokens)
+            stack = nn.scan(
+                nn.remat(Linen.Block) if self.remat else Linen.Block,
+                variable_axes={"params": self.axis},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=nn.broadcast,
+                length=LAYERS,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            x, _ = stack()(x, mask)
             return embed.attend(nn.LayerNorm()(x))
-
-    class ResNetBlock(nn.Module):
-        features: int
-        strides: int
-        train: bool
-
-        @nn.compact
-        def __call__(self, x):
-            norm = functools.partial(nn.BatchNorm, use_running_average=not self.train)
-            strides = (self.strides, self.strides)
-            y = nn.Conv(self.features, (3, 2), strides, use_bias=False)(x)
-            y = nn.relu(norm()(y))
-            y = norm()(nn.Conv(self.features, (2, 3), use_bias=False)(y))
-            if x.shape != y.shape:
-                x = nn.Conv(self.features, (1, 1), strides, use_bias=False, name="conv_proj")(x)
-                x = norm(name="norm_proj")(x)
-            return nn.relu(x + y)
-
-    class ResNet(nn.Module):
-        @nn.compact
-        def __call__(self, x, train=False):
-            x = nn.Conv(5, (4, 3), use_bias=False)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
-            for features, strides in ((5, 1), (7, 2), (11, 1)):
-                x = Linen.ResNetBlock(features, strides, train)(x)
-            return nn.Dense(13)(x.mean((1, 2)))
-
-    class Forecaster(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.RNN(nn.GRUCell(5))(x)
-            x = nn.RNN(nn.GRUCell(7))(x)
-            return nn.Dense(11)(x)
 
     class GatedMlp(nn.Module):
         """Gate and up apart, which NNX's has in one."""
@@ -145,15 +100,12 @@ class Linen:
             return (nn.silu(gate) * up) @ self.param("linear", INIT, (HIDDEN, WIDTH))
 
     class Residual(nn.Module):
-        """Two modules, each after a norm and beside what it is given."""
-
-        norm: Any
-        inner: tuple[Any, Any]
+        """Two modules, each after a norm and beside its input."""
 
         @nn.compact
         def __call__(self, x):
-            for module in self.inner:
-                x = x + module()(self.norm()(x))
+            for module in (Linen.GatedMlp, Linen.GemmaMlp):
+                x = x + module()(nn.LayerNorm()(x))
             return nn.Dense(17)(x)
 
 
@@ -199,92 +151,31 @@ class Nnx:
             return x + self.dropout(self.down(nnx.gelu(self.up(self.mlp_norm(x)))))
 
     class LanguageModel(nnx.Module):
-        def __init__(self, layers, decode=False, *, rngs):
+        def __init__(self, *, rngs):
             embedding = Nnx.kernel("vocab", "embed")
             self.token_embedding = nnx.Embed(VOCABULARY, WIDTH, embedding_init=embedding, rngs=rngs)
             table = INIT(rngs.params(), (LENGTH, WIDTH))
             self.pos_embedding = nnx.Param(table, **{OUT_SHARDING: (None, "embed")})
             self.dropout = nnx.Dropout(0.1, rngs=rngs)
-            self.scanned = layers.startswith("scanned")
-            self.remat = "remat" in layers
-            self.decode = decode
-            if self.scanned:
 
-                @nnx.split_rngs(splits=LAYERS)
-                @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
-                def stack(rngs):
-                    return Nnx.Block(rngs=rngs)
+            @nnx.split_rngs(splits=LAYERS)
+            @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+            def stack(rngs):
+                return Nnx.Block(rngs=rngs)
 
-                self.blocks = stack(rngs)
-            else:
-                self.blocks = nnx.List([Nnx.Block(rngs=rngs) for _ in range(2)])
+            self.blocks = stack(rngs)
             self.final_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-            if decode:
-                for block in self.blocks:
-                    block.attention.decode = True
-                    block.attention.init_cache((2, LENGTH, WIDTH))
 
         def __call__(self, tokens, positions):
             x = self.dropout(self.token_embedding(tokens) + self.pos_embedding[positions])
-            mask = None if self.decode else nnx.make_causal_mask(tokens)
-
-            def apply(x, block):
-                return block(x, mask)
-
-            apply = nnx.remat(apply) if self.remat else apply
-            if self.scanned:
-                scan = nnx.scan(
-                    apply,
-                    in_axes=(nnx.Carry, 0),
-                    out_axes=nnx.Carry,
-                    transform_metadata={nnx.PARTITION_NAME: "layers"},
-                )
-                x = scan(x, self.blocks)
-            else:
-                for block in self.blocks:
-                    x = apply(x, block)
-            return self.token_embedding.attend(self.final_norm(x))
-
-    class ResNetBlock(nnx.Module):
-        def __init__(self, before, after, strides, *, rngs):
-            def conv(before, size, strides=1):
-                strides = (strides, strides)
-                return nnx.Conv(before, after, size, strides, use_bias=False, rngs=rngs)
-
-            self.first = conv(before, (3, 2), strides)
-            self.first_norm = nnx.BatchNorm(after, rngs=rngs)
-            self.second = conv(after, (2, 3))
-            self.second_norm = nnx.BatchNorm(after, rngs=rngs)
-            self.projected = before != after
-            if self.projected:
-                self.conv_proj = conv(before, (1, 1), strides)
-                self.norm_proj = nnx.BatchNorm(after, rngs=rngs)
-
-        def __call__(self, x):
-            y = nnx.relu(self.first_norm(self.first(x)))
-            y = self.second_norm(self.second(y))
-            return nnx.relu((self.norm_proj(self.conv_proj(x)) if self.projected else x) + y)
-
-    class ResNet(nnx.Module):
-        def __init__(self, *, rngs):
-            self.stem = nnx.Conv(3, 5, (4, 3), use_bias=False, rngs=rngs)
-            self.stem_norm = nnx.BatchNorm(5, rngs=rngs)
-            sizes = ((5, 5, 1), (5, 7, 2), (7, 11, 1))
-            self.stages = nnx.Sequential(*(Nnx.ResNetBlock(*size, rngs=rngs) for size in sizes))
-            self.head = nnx.Linear(11, 13, rngs=rngs)
-
-        def __call__(self, x):
-            x = self.stages(nnx.relu(self.stem_norm(self.stem(x))))
-            return self.head(x.mean((1, 2)))
-
-    class Forecaster(nnx.Module):
-        def __init__(self, *, rngs):
-            self.lower = nnx.RNN(nnx.GRUCell(3, 5, rngs=rngs), rngs=rngs)
-            self.higher = nnx.RNN(nnx.GRUCell(5, 7, rngs=rngs), rngs=rngs)
-            self.head = nnx.Linear(7, 11, rngs=rngs)
-
-        def __call__(self, x):
-            return self.head(self.higher(self.lower(x)))
+            mask = nnx.make_causal_mask(tokens)
+            scan = nnx.scan(
+                lambda x, block: block(x, mask),
+                in_axes=(nnx.Carry, 0),
+                out_axes=nnx.Carry,
+                transform_metadata={nnx.PARTITION_NAME: "layers"},
+            )
+            return self.token_embedding.attend(self.final_norm(scan(x, self.blocks)))
 
     class GatedMlp(nnx.Module):
         def __init__(self, *, rngs):
@@ -306,11 +197,11 @@ class Nnx:
             return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
 
     class Residual(nnx.Module):
-        def __init__(self, norm, first, second, *, rngs):
-            self.first_norm = norm(WIDTH, rngs=rngs)
-            self.first = first(rngs=rngs)
-            self.second_norm = norm(WIDTH, rngs=rngs)
-            self.second = second(rngs=rngs)
+        def __init__(self, *, rngs):
+            self.first_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.first = Nnx.GatedMlp(rngs=rngs)
+            self.second_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.second = Nnx.GemmaMlp(rngs=rngs)
             self.head = nnx.Linear(WIDTH, 17, rngs=rngs)
 
         def __call__(self, x):
@@ -343,72 +234,21 @@ def _same(nnx_module: str, linen_module: str, *names: str, function=unchanged) -
     return {f"{nnx_module}/{n}": (function, f"params/{linen_module}/{n}") for n in names}
 
 
-def _block(nnx_block: str, linen_block: str, function=unchanged) -> Pairs:
+def _language_model(block: str, function=unchanged) -> Pairs:
+    """`block`: the name of Linen's stack."""
     same = functools.partial(_same, function=function)
     dense, norm = ("kernel", "bias"), ("scale", "bias")
     attention = [f"{part}/{name}" for part in ("query", "key", "value", "out") for name in dense]
-    linen_attention = f"{linen_block}/MultiHeadDotProductAttention_0"
-    return {
-        **same(f"{nnx_block}/norm", f"{linen_block}/LayerNorm_0", *norm),
-        **same(f"{nnx_block}/attention", linen_attention, *attention),
-        **same(f"{nnx_block}/mlp_norm", f"{linen_block}/LayerNorm_1", *norm),
-        **same(f"{nnx_block}/up", f"{linen_block}/Dense_0", *dense),
-        **same(f"{nnx_block}/down", f"{linen_block}/Dense_1", *dense),
-    }
-
-
-def _language_model(*blocks: Pairs) -> Pairs:
     return {
         **_same("token_embedding", "Embed_0", "embedding"),
         "pos_embedding": (unchanged, "params/pos_embedding"),
-        **_same("final_norm", "LayerNorm_0", "scale", "bias"),
-        **functools.reduce(operator.or_, map(dict, blocks)),
+        **_same("final_norm", "LayerNorm_0", *norm),
+        **same("blocks/norm", f"{block}/LayerNorm_0", *norm),
+        **same("blocks/attention", f"{block}/MultiHeadDotProductAttention_0", *attention),
+        **same("blocks/mlp_norm", f"{block}/LayerNorm_1", *norm),
+        **same("blocks/up", f"{block}/Dense_0", *dense),
+        **same("blocks/down", f"{block}/Dense_1", *dense),
     }
-
-
-def _cache(nnx_block: str, linen_block: str) -> Pairs:
-    linen_attention = f"cache/{linen_block}/MultiHeadDotProductAttention_0"
-    names = ("cached_key", "cached_value", "cache_index")
-    return {f"{nnx_block}/attention/{n}": (unchanged, f"{linen_attention}/{n}") for n in names}
-
-
-def _batch_norm(nnx_module: str, linen_module: str) -> Pairs:
-    stats = f"batch_stats/{linen_module}"
-    return {
-        **_same(nnx_module, linen_module, "scale", "bias"),
-        **{f"{nnx_module}/{n}": (unchanged, f"{stats}/{n}") for n in ("mean", "var")},
-    }
-
-
-def _res_net() -> Pairs:
-    pairs = {
-        **_same("stem", "Conv_0", "kernel"),
-        **_batch_norm("stem_norm", "BatchNorm_0"),
-        **_same("head", "Dense_0", "kernel", "bias"),
-    }
-    for i in range(3):
-        block, linen = f"stages/layers/{i}", f"ResNetBlock_{i}"
-        pairs |= _same(f"{block}/first", f"{linen}/Conv_0", "kernel")
-        pairs |= _batch_norm(f"{block}/first_norm", f"{linen}/BatchNorm_0")
-        pairs |= _same(f"{block}/second", f"{linen}/Conv_1", "kernel")
-        pairs |= _batch_norm(f"{block}/second_norm", f"{linen}/BatchNorm_1")
-        if i:
-            pairs |= _same(f"{block}/conv_proj", f"{linen}/conv_proj", "kernel")
-            pairs |= _batch_norm(f"{block}/norm_proj", f"{linen}/norm_proj")
-    return pairs
-
-
-def _gates(cell: str, leaf: str, *gates: str) -> Entry:
-    return (joined, *(f"params/{cell}/{gate}/{leaf}" for gate in gates))
-
-
-def _forecaster() -> Pairs:
-    pairs = dict(_same("head", "Dense_0", "kernel", "bias"))
-    for rnn, cell in (("lower", "GRUCell_0"), ("higher", "GRUCell_1")):
-        pairs[f"{rnn}/cell/dense_i/kernel"] = _gates(cell, "kernel", "ir", "iz", "in")
-        pairs[f"{rnn}/cell/dense_i/bias"] = _gates(cell, "bias", "ir", "iz", "in")
-        pairs[f"{rnn}/cell/dense_h/kernel"] = _gates(cell, "kernel", "hr", "hz", "hn")
-    return pairs
 
 
 def _gated_mlps() -> Pairs:
@@ -452,10 +292,6 @@ def named(kind: str, **attributes: Callable[[], Any]) -> type[nnx.Module]:
 
 made = functools.partial(named, "Made")
 
-# Leaves that are never negative, and settings of optimizers.
-_POSITIVE = {"var", "nu", "v", "v_row", "v_col", "hyperparams"}
-
-
 # A JAX key path as text.
 path_of = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
@@ -479,34 +315,20 @@ def randomised(tree: Any, seed: int) -> Any:
 
     def value(keys, leaf):
         names = path_of(keys).split("/")
-        if "cache_index" in names:
-            return jnp.full(leaf.shape, 4, leaf.dtype)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return jnp.full(leaf.shape, next(counters), leaf.dtype)
-        if names[-2:] == ["hn", "bias"]:  # which NNX's GRUCell does not have
-            return jnp.zeros(leaf.shape, leaf.dtype)
-        draw = rng.uniform(0.1, 0.9, leaf.shape) if _POSITIVE & {*names} else None
-        draw = rng.normal(0, 0.3, leaf.shape) if draw is None else draw
-        return jnp.asarray(draw, leaf.dtype)
+        if {"nu", "hyperparams"} & {*names}:  # never negative
+            return jnp.asarray(rng.uniform(0.1, 0.9, leaf.shape), leaf.dtype)
+        return jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(value, tree)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Twin:
-    """A model written twice.
-
-    Attributes:
-      linen: the Linen module.
-      nnx: called with `rngs`, the NNX module.
-      inputs: what both take.
-      pairs: the map between their leaves.
-      tx: the optimizer of both.
-      step: `TrainState.step` of the state to convert.
-      boxed: whether the Linen state has its boxes.
-      training: what Linen's module is called with while it is trained.
-      map: what a conversion has to be told, as the text of a map file.
-    """
+    """A model written twice, the inputs of both, the map between their leaves, and the optimizer of
+    both. `step` is that of the state to convert, `boxed` whether the Linen state has its boxes,
+    `map` the text of a map file that the conversion needs."""
 
     linen: nn.Module
     nnx: Callable[..., nnx.Module]
@@ -515,24 +337,15 @@ class Twin:
     tx: Any
     step: Any = 7
     boxed: bool = False
-    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     map: str = ""
 
-    def linen_variables(self, seed: int = 0) -> Any:
-        """What Linen's `init` returns, random."""
-        tokens = self.inputs
-        if getattr(self.linen, "decode", False):  # the cache has the size of the first inputs
-            tokens = (np.zeros((2, LENGTH), int), np.arange(LENGTH))
-        made = jax.eval_shape(lambda: self.linen.init(jax.random.key(0), *tokens))
-        return randomised(made if self.boxed else nn.meta.unbox(made), seed)
-
-    def linen_state(self, seed: int = 0) -> train_state.TrainState:
+    def linen_state(self) -> train_state.TrainState:
         """A `TrainState`, random, moments and all."""
-        variables = self.linen_variables(seed)
-        kind = TrainState if "batch_stats" in variables else train_state.TrainState
-        create = functools.partial(kind.create, apply_fn=self.linen.apply, tx=self.tx)
-        state = jax.eval_shape(lambda: create(**variables)).replace(**variables)
-        return state.replace(step=self.step, opt_state=randomised(state.opt_state, seed + 1))
+        made = jax.eval_shape(lambda: self.linen.init(jax.random.key(0), *self.inputs))
+        params = randomised(made if self.boxed else nn.meta.unbox(made), 0)["params"]
+        create = functools.partial(train_state.TrainState.create, apply_fn=None, tx=self.tx)
+        state = jax.eval_shape(lambda: create(params=params)).replace(params=params)
+        return state.replace(step=self.step, opt_state=randomised(state.opt_state, 1))
 
     def create(self) -> dict[str, Any]:
         """A fresh NNX model and its optimizer."""
@@ -544,18 +357,8 @@ class Twin:
         with nnx.use_eager_sharding(False):
             return self.nnx(rngs=nnx.Rngs(0))
 
-    def blank(self) -> dict[str, Any]:
-        """`create()`, blank."""
-        return blank(self.create)
-
-    def blank_model(self) -> nnx.Module:
-        """`create_model()`, blank."""
-        return blank(self.create_model)
-
-    def entries(self, trained: bool) -> dict[str, Entry]:
-        """The whole map, of the NNX model or of `create()`: path -> where its leaf is from."""
-        if not trained:
-            return dict(self.pairs)
+    def entries(self) -> dict[str, Entry]:
+        """The whole map, of `create()`: path -> where its leaf is from."""
         made = {f"model/{path}": entry for path, entry in self.pairs.items()}
         optimizer = nnx.eval_shape(self.create)["optimizer"]
         for path in nnx_leaves(optimizer):
@@ -570,53 +373,35 @@ class Twin:
                 made[f"optimizer/{path}"] = (unchanged, path)
         return made
 
-    def expected(self, linen: Any) -> dict[str, Any]:
-        """Path -> leaf of the NNX model, or of `create()`, that has the values of Linen variables
-        or of a `TrainState`."""
-        leaves = {path: np.asarray(leaf) for path, leaf in linen_leaves(linen).items()}
+    def expected(self, state: train_state.TrainState) -> dict[str, Any]:
+        """Path -> leaf of `create()` with the values of a `TrainState`."""
+        leaves = {path: np.asarray(leaf) for path, leaf in linen_leaves(state).items()}
         return {
             path: function(*(leaves[source] for source in sources))
-            for path, (function, *sources) in self.entries("step" in leaves).items()
+            for path, (function, *sources) in self.entries().items()
         }
 
-    def filled(self, linen: Any) -> Any:
-        """A fresh model, or `create()`, with the values of Linen variables or of a `TrainState`."""
-        made = self.blank() if hasattr(linen, "step") else self.blank_model()
-        values = self.expected(linen)
-        for path, variable in nnx.to_flat_state(nnx.state(made, nnx.Not(nnx.RngState))):
-            old = variable.get_value()
-            new = values["/".join(map(str, path))]
-            assert new.shape == old.shape, path
-            variable.set_value(jnp.asarray(new, old.dtype))
-        return made
-
-    def linen_forward(self, variables: Any) -> Any:
-        """What the Linen model gives for the inputs."""
-        forward = jax.jit(functools.partial(self.linen.apply, mutable=["cache"]))
-        return forward(variables, *self.inputs)[0]
+    def linen_forward(self, params: Any) -> Any:
+        """The outputs of the Linen model."""
+        return jax.jit(self.linen.apply)({"params": params}, *self.inputs)
 
     def nnx_forward(self, model: nnx.Module) -> Any:
-        """What an NNX model gives for the inputs."""
+        """The outputs of an NNX model."""
         model.eval()
         return nnx.jit(lambda model, inputs: model(*inputs))(model, self.inputs)
 
     def linen_step(self, state: train_state.TrainState) -> tuple[Any, train_state.TrainState]:
         """The loss, and the state after a step of training without dropout."""
-        stats = {"batch_stats": state.batch_stats} if hasattr(state, "batch_stats") else {}
 
         @jax.jit
-        def step(state, stats, inputs):
+        def step(state, inputs):
             def loss(params):
-                variables = {"params": params, **stats}
-                out, updates = self.linen.apply(
-                    variables, *inputs, **self.training, mutable=["batch_stats"]
-                )
-                return _loss(out), updates
+                return _loss(self.linen.apply({"params": params}, *inputs))
 
-            (value, updates), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-            return value, state.apply_gradients(grads=grads, **updates)
+            value, grads = jax.value_and_grad(loss)(state.params)
+            return value, state.apply_gradients(grads=grads)
 
-        return step(state, stats, self.inputs)
+        return step(state, self.inputs)
 
     def nnx_step(self, training: dict[str, Any]) -> Any:
         """The loss of `create()`, whose model and optimizer a step updates in place."""
@@ -627,9 +412,8 @@ class Twin:
             optimizer.update(model, grads)
             return value
 
-        model = training["model"]
-        model.train() if self.training else model.eval()
-        return step(model, training["optimizer"], self.inputs)
+        training["model"].eval()
+        return step(training["model"], training["optimizer"], self.inputs)
 
 
 def blank(create: Callable[[], Any]) -> Any:
@@ -654,69 +438,31 @@ def _loss(out: jax.Array) -> jax.Array:
     return jnp.mean((out - wanted) ** 2)
 
 
-def _language_twin(layers: str, pairs: Pairs, tx: Any, **kwargs: Any) -> Twin:
+def _language_twin(axis: int, remat: bool, pairs: Pairs, tx: Any, **kwargs: Any) -> Twin:
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 7))
-    return Twin(
-        Linen.LanguageModel(layers),
-        functools.partial(Nnx.LanguageModel, layers),
-        (tokens, np.arange(7)),
-        pairs,
-        tx,
-        **kwargs,
-    )
+    linen, inputs = Linen.LanguageModel(axis, remat), (tokens, np.arange(7))
+    return Twin(linen, Nnx.LanguageModel, inputs, pairs, tx, **kwargs)
 
 
 def _inputs(*shape: int) -> tuple[np.ndarray]:
     return (np.random.default_rng(1).normal(size=shape).astype("float32"),)
 
 
-_LOOPED = [(f"blocks/{i}", f"Block_{i}") for i in range(2)]
 TWINS = {
-    "looped": _language_twin(
-        "looped",
-        _language_model(*(_block(*names) for names in _LOOPED)),
-        optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0.0, 99))
-        ),
-        boxed=True,
-    ),
-    "looped remat": _language_twin(
-        "looped remat",
-        _language_model(*(_block(f"blocks/{i}", f"CheckpointBlock_{i}") for i in range(2))),
-        optax.MultiSteps(optax.adam(1e-2), 3),
-        step=np.int32(11),
-    ),
     "scanned": _language_twin(
-        "scanned 0",
-        _language_model(_block("blocks", "ScanBlock_0")),
+        *(0, False, _language_model("ScanBlock_0")),
         optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
         step=jnp.uint32(7),
     ),
     "scanned remat": _language_twin(
-        "scanned remat 1",
-        _language_model(_block("blocks", "ScanCheckpointBlock_0", stacked_first)),
+        *(1, True, _language_model("ScanCheckpointBlock_0", stacked_first)),
         optax.adam(1e-2),
         step=jnp.int32(7),
         boxed=True,
     ),
-    "resnet": Twin(
-        Linen.ResNet(),
-        Nnx.ResNet,
-        _inputs(2, 8, 6, 3),
-        _res_net(),
-        optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9),
-        training={"train": True},
-    ),
-    "gru": Twin(
-        Linen.Forecaster(),
-        Nnx.Forecaster,
-        _inputs(2, 6, 3),
-        _forecaster(),
-        optax.sgd(1e-2, momentum=0.9),
-    ),
     "gated": Twin(
-        Linen.Residual(nn.LayerNorm, (Linen.GatedMlp, Linen.GemmaMlp)),
-        functools.partial(Nnx.Residual, nnx.LayerNorm, Nnx.GatedMlp, Nnx.GemmaMlp),
+        Linen.Residual(),
+        Nnx.Residual,
         _inputs(8, WIDTH),
         _gated_mlps(),
         optax.adamw(1e-2),
@@ -739,13 +485,3 @@ TWINS = {
         """,
     ),
 }
-DECODER = Twin(
-    Linen.LanguageModel("looped", decode=True),
-    functools.partial(Nnx.LanguageModel, "looped", decode=True),
-    (np.array([[3], [8]]), np.array([4])),
-    {
-        **_language_model(*(_block(*names) for names in _LOOPED)),
-        **functools.reduce(operator.or_, (dict(_cache(*names)) for names in _LOOPED)),
-    },
-    None,
-)

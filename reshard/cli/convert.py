@@ -48,7 +48,7 @@ class _Api(click.Choice):
 )
 @job_options
 def command(
-    src: str, dst: str, to: str, emit_map: str | None, mesh: str | None, check: bool, **flags: Any
+    src: str, dst: str, to: str, emit_map: str | None, mesh: str | None, **flags: Any
 ) -> None:
     """Convert Linen checkpoint SRC to NNX checkpoint DST, or back, optimizer state included.
 
@@ -65,13 +65,13 @@ def command(
     """
     if emit_map is not None and pathlib.Path(emit_map).exists():
         raise DestinationExistsError(f"--emit-map {emit_map}: the file exists")
-    if check and not (flags["model"] and flags["source_model"]):
+    if flags["check"] and not (flags["model"] and flags["source_model"]):
         raise click.UsageError("--check requires --model and --source-model")
-    if flags["inputs"] and not check:
+    if flags["inputs"] and not flags["check"]:
         raise click.UsageError("--inputs requires --check")
     found: list[Conversion] = []
     warnings: dict[str, None] = {}
-    convert = converter(to, flags | {"check": check})
+    convert = converter(to, flags)
 
     def change(ckpt: Checkpoint) -> Checkpoint:
         # The conversion drops leaves together with their optimizer state.
@@ -85,7 +85,7 @@ def command(
                 "record in SRC",
                 hints=["--model MODULE:NAME, with the Linen model, makes a map"],
             )
-        if check:
+        if flags["check"]:
             made = _checked(made, dst, flags)
         found.append(made)
         warnings.update(dict.fromkeys(map(output.as_flags, made.warnings)))

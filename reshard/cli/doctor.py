@@ -11,8 +11,9 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options
-from reshard.cli.unfinished import explained
+from reshard.cli.unfinished import explained, unfinished
 from reshard.convert.layout import KINDS, detect
+from reshard.convert.record import has_record
 from reshard.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -106,6 +107,10 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
         recorded = sum(record is not None and record.digest(a) is not None for a in ckpt.arrays)
     except ReshardError as error:
         problems += [error.summary, *error.problems]
+    try:
+        jobs, finish = unfinished(str(source.root)) if source.root.is_local else ([], [])
+    except ReshardError as error:  # a document of a job is damaged
+        jobs, finish = [error.summary], []
     keys = ("kind", "v1", "format", "meshes", "steps", "step", "items", "item", "bytes")
     return {
         "path": str(source.path),
@@ -118,7 +123,8 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
         "recorded_digests": recorded,
         "orbax": _orbax(ckpt),
         "problems": problems,
-        "hints": _hints(ckpt, api["api"], bool(problems), recorded),
+        "unfinished": jobs,
+        "hints": finish + _hints(ckpt, api["api"], bool(problems), recorded),
     }
 
 
@@ -160,7 +166,9 @@ def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> l
         hints = [f"reshard ckpt {path} DST --map {name}" for name in _ready_maps(ckpt)] + hints
     if recorded < len(ckpt.arrays) and not source.is_foreign:
         hints.insert(0, f"reshard digest {path} --write")
-    if api:
+    if has_record(ckpt):
+        hints.append(f"reshard convert {path} DST --to linen")
+    elif api:
         other = "linen" if api == "nnx" else "nnx"
         hints.append(f"reshard convert {path} DST --to {other} --model MODULE:NAME")
     return hints
@@ -184,6 +192,7 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
     yield from (f"problem  {problem}" for problem in problems[:_SHOWN])
     if len(problems) > _SHOWN:
         yield f"problem  ... and {len(problems) - _SHOWN} more"
+    yield from (f"job      {line}" for line in tree.get("unfinished", ()))
     yield from (f"next     {hint}" for hint in tree["hints"])
 
 

@@ -17,10 +17,11 @@ from reshard.cli.working import working
 from reshard.errors import DestinationError, ReshardError
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import parse_mesh
+from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
 from reshard.units import format_bytes
 from reshard.writer.plan import Plan
-from reshard.writer.planning import plan
+from reshard.writer.planning import check_destination, plan
 from reshard.writer.save import save
 
 # Options that are arguments of `plan` and `save`, as they are.
@@ -156,6 +157,8 @@ def _changed(
         check_page(each["page_file"], src, dst)
     which = {name: flags[name] for name in ("item", "concurrency")}
     opened = [options.open_at(src, step=step, **which) for step in steps]
+    if flags.get("check") and not flags["dry_run"]:  # both models take long
+        check_destination(parse_location(dst), opened, flags["overwrite"])
     changed: list[Checkpoint] = []
     for ckpt, own in zip(opened, by_step, strict=True):
         try:

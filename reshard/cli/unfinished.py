@@ -12,9 +12,14 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader.detection import manager_steps
+from reshard.storage.disk import kernel_text
 from reshard.storage.location import parse_location
 from reshard.storage.machine import has_ended
 from reshard.writer import commit, job
+from reshard.writer.siblings import UNFINISHED_PREFIX
+
+_JOB = re.compile(re.escape(UNFINISHED_PREFIX) + r"(.+)\.[0-9a-f]{16}")
+_RUNNING = " (still running)"
 
 
 @contextlib.contextmanager
@@ -28,7 +33,7 @@ def explained(path: str, step: int | None, command: str | None = None) -> Iterat
         place = parse_location(path)
         if isinstance(error, CheckpointNotFoundError) and place.exists():  # it lacks a step or item
             raise
-        problems, hints = _unfinished(path)
+        problems, hints = unfinished(path)
         if not problems:
             raise
         problems = [*error.problems, *problems]
@@ -43,18 +48,25 @@ def explained(path: str, step: int | None, command: str | None = None) -> Iterat
         raise
 
 
-def _unfinished(path: str) -> tuple[list[str], list[str]]:
-    """The unfinished jobs that write to a path, and the commands that finish them."""
-    problems, hints = [], []
-    for directory, found in commit.jobs(parse_location(path)).items():
+def unfinished(path: str) -> tuple[list[str], list[str]]:
+    """The unfinished jobs that write to a path, or on a disk to a path in it; and the commands that
+    finish them."""
+    problems, hints, place = [], [], parse_location(path)
+    names = place.names() if place.is_local and place.is_dir() else ()
+    inside = dict.fromkeys(match[1] for match in map(_JOB.fullmatch, names) if match)
+    paths = [path, *(f"{path.rstrip('/')}/{name}" for name in inside)]
+    jobs = [(each, *item) for each in paths for item in commit.jobs(parse_location(each)).items()]
+    for each, directory, found in jobs:
         if found.documents:
             done = sum(part != job.UNSHARED for part in found.parts)
             text = f"{done} of {found.count} shares of an unfinished job are complete"
-            running = [d for d in found.begun if has_ended(d["owner"]) is False]
-            lines = [f"{line} (still running)" for line in job.writers(running)]
-            lines = lines or job.writers(found.begun or found.documents)
-            problems += [f"{text}, in `{directory}`", *lines]
-            hints += [] if running else _ways_to_finish(shlex.quote(path), found)
+            begun = {
+                state: job.writers([d for d in found.begun if has_ended(d["owner"]) is ended])
+                for ended, state in ((False, _RUNNING), (True, " (ended)"), (None, ""))
+            }
+            lines = [f"{line}{state}" for state, writers in begun.items() for line in writers]
+            problems += [f"{text}, in `{directory}`", *(lines or job.writers(found.documents))]
+            hints += [] if begun[_RUNNING] else _ways_to_finish(shlex.quote(each), found)
     return problems, hints
 
 
@@ -62,13 +74,15 @@ def _ways_to_finish(path: str, found: job.Found) -> list[str]:
     """The commands that finish a job."""
     commands = {document["command"] for document in found.documents}
     count = found.count or 0
+    folder = found.documents[0].get("folder", "")  # documents of earlier versions have none
+    start = "" if folder in ("", kernel_text("self/cwd")) else f"cd {shlex.quote(folder)} && "
     if len(found.parts) > count:  # all shares, and the unshared part
         return [f"reshard commit {path}"]
     parted = min((command for command in commands if "--shard" in command), default=None)
     if parted is not None:
         missing = [n for n in range(count) if str(n) not in found.parts] or [0]
-        return [re.sub(r"--shard[ =]\S+", f"--shard {n}/{count}", parted) for n in missing]
+        return [start + re.sub(r"--shard[ =]\S+", f"--shard {n}/{count}", parted) for n in missing]
     return [
-        commit.continued(c) if c.startswith("reshard ") else f"{c}, with resume=True"
+        start + (commit.continued(c) if c.startswith("reshard ") else f"{c}, with resume=True")
         for c in commands
     ]

@@ -64,7 +64,7 @@ def command(path: str, against: str | None, **flags: Any) -> None:
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
         problems = [error.summary, *error.problems]
         if options.wants_text(flags, lambda: {"path": path, "ok": False, "problems": problems}):
-            click.echo(error.render(None, output.as_flags))
+            click.echo(error.render(10, output.as_flags))
         sys.exit(1)
     other: Checkpoint | str | None = against
     if against is not None and not detection.is_record_file(parse_location(against)):

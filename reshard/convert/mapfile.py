@@ -133,8 +133,15 @@ def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) ->
         text = pathlib.Path(path).read_bytes().decode()
         document = _parsed(text)
     except (OSError, ValueError) as error:
-        hints = [] if isinstance(error, OSError) else [_EXAMPLE]
-        raise ArgumentError(f"{path}: it cannot be read", [str(error)], hints) from error
+        why, hints = str(error), [_EXAMPLE]
+        if isinstance(error, OSError):
+            file = pathlib.Path(path)
+            names = [other.name for other in file.parent.glob("*") if other != file]
+            near = get_close_matches(file.name, names, 1, 0.8)
+            why = error.strerror or why
+            hints = [f"the nearest file is `{file.with_name(other)}`" for other in near]
+            hints.append("the names of ready maps begin with `hf:`, for example hf:llama-tunix")
+        raise ArgumentError(f"{path}: it cannot be read", [why], hints) from error
     problems = [f"line {n}: {line}" for n, line in enumerate(text.splitlines(), 1) if is_open(line)]
     if problems:
         hints = [

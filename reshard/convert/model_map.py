@@ -312,7 +312,8 @@ def by_map(
     if end is None:
         texts = map(format_path, found.untouched)
         problems = tuple(f"{text}: no rule of the map applies to it" for text in texts)
-        return dataclasses.replace(found, to=to, problems=problems)
+        hints = ("model=... pairs the leaves that no rule names",) * bool(problems)
+        return dataclasses.replace(found, to=to, problems=problems, hints=hints)
     if backwards:
         found = _backwards(found, shapes)
     linen = start if start.api == "linen" else end

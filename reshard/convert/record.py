@@ -372,8 +372,9 @@ def from_record(ckpt: Checkpoint) -> tuple[Checkpoint, LeafMap]:
         record = _read(ckpt)
         kinds = {p: kind for p, kind in record.leaves.items() if not isinstance(kind, str)}
         back = record.map.inverse()
-        expected = dict.fromkeys((*back.sources(), *back.must_be_zero, *record.own))
-        missing = sorted(format_path(path) for path in expected if path not in ckpt)
+        needed = {*back.sources(), *back.must_be_zero}
+        missing = sorted(map(format_path, needed - ckpt.keys()))
+        expected = needed.union(record.own)
         problems = [f"{path}: not in the checkpoint" for path in missing]
         problems += [
             f"{format_path(path)}: not in the record of the conversion"

@@ -46,10 +46,9 @@ from typing import Any
 import ml_dtypes
 
 from reshard import tree
-from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Moving
-from reshard.checkpoint import Checkpoint, Leaf, name_clashes, type_name
+from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes, type_name
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
@@ -100,6 +99,7 @@ def remap(
       >>> [*reshard.remap(ckpt, "map.toml")]
       [('params', 'block_0', 'kernel'), ('params', 'block_1', 'kernel')]
     """
+    check_checkpoints(ckpt)
     rules = dataclasses.replace(find_map(map_file, ckpt, config=config), keeps=True)
     old: dict[tree.Path, tree.Path] = {tuple(map(str, path)): path for path in ckpt}
     leaves: dict[tree.Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
@@ -167,7 +167,7 @@ def _stateful(found: LeafMap) -> Iterator[str]:
 
 
 def _mirrors(
-    changed: Collection[tree.Path], leaves: Mapping[tree.Path, Shape]
+    changed: Collection[tree.Path], leaves: Mapping[tree.Path, Sequence[int]]
 ) -> Iterator[tuple[tree.Path, tree.Path]]:
     """Leaves that stay as they are, but follow one that is `changed`, with that one: leaves of its
     shape whose paths end with its path below another top-level key. The top-level key of the

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from reshard import tree
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.operations import Stack, Unstack
-from reshard.checkpoint import Checkpoint, Leaf, name_clashes
+from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Row, Value, from_rows, sources_of
 from reshard.convert.optimizer import Followed, followed, follows_note
@@ -183,6 +183,7 @@ def _grouped(
 ) -> tuple[dict[Path, dict[int, dict[Path, Path]]], list[str]]:
     """The matching leaves: texts of the stars -> number of the layer (or 0) -> keys below it ->
     path. And the problems: pairs of leaves with the same keys."""
+    check_checkpoints(ckpt)
     keys = tree.split_path(pattern)
     texts = [re.escape(key).replace(r"\*", "(.*)").replace(r"\{\}", "([0-9]+)") for key in keys]
     regexes = [re.compile(text, re.DOTALL) for text in texts]

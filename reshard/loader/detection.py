@@ -465,9 +465,13 @@ def _siblings(path: Location) -> list[str]:
         path = parent
     if not parent.is_dir():
         return []
-    names = _directories(parent)
+    every = parent.directories()
+    if own := [name for name in every if name.startswith(path.name + TEMPORARY)]:
+        return [f"`{parent / own[0]}` was never committed"]
+    names = [name for name in every if TEMPORARY not in name]
     near = get_close_matches(path.name, names, 1)
-    listed = _some_names(parent, names, "no directories")
+    none = "only checkpoints that were never committed" if every else "no directories"
+    listed = _some_names(parent, names, none)
     return [f"the nearest is `{parent / near[0]}`" if near else listed]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from reshard import transforms
 from reshard.arrays.handle import ArrayHandle
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, check_checkpoints
 from reshard.errors import ShardingError
 from reshard.restore.matching import Mismatch, TargetLeaf, match, mismatch_error
 from reshard.restore.pytrees import check_state, flatten_state, is_variable
@@ -49,6 +49,7 @@ def to_mesh(
       >>> [str(mesh) for mesh in ckpt.meshes]
       ['data=1,model=8']
     """
+    check_checkpoints(ckpt)
     new_mesh = parse_mesh(mesh, ckpt.meshes)
     known = None if target is None else target_specs(ckpt, new_mesh, target)
     return transforms.to_mesh(ckpt, new_mesh, specs, axes=axes, known=known)

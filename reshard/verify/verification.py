@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from reshard.checkpoint import Checkpoint, kind_text
-from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError, printable
+from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import is_record_file
 from reshard.storage.location import Location, parse_location
@@ -30,11 +30,13 @@ from reshard.verify.values import Progress, counted, read_digests
 _Texts = defaultdict[Path, list[str]]
 # Path -> digests that an array must have, each with its origin.
 _Expected = defaultdict[Path, list[tuple[str, str]]]
+# Problems that a repr lists.
+_SHOWN = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """The result of `verify`. `print()` shows it.
+    """The result of `verify`. `print()` shows it, with at most ten problems.
 
     Attributes:
       path: the checkpoint: the step of a root, the item of a step that has several.
@@ -62,8 +64,7 @@ class Verification:
         result = f"{read}, {self.compared} compared with digests, {wrong}"
         if self.digests and not self.compared and self.ok:
             result = f"{read}; no digests to compare them with"
-        lines = [f"`{self.path}`: {result}", *(f"  {line}" for line in self.problems)]
-        return "\n".join(map(printable, lines))
+        return ReshardError(f"`{self.path}`: {result}", self.problems).render(_SHOWN)
 
 
 def verify(

@@ -123,7 +123,8 @@ def begin(
             hints = [restart_hint(path) if shared else OVERWRITE]
             raise DestinationError(text, [*problems, *writers(foreign)], hints)
         if not (goes_on or overwrite) and (found.parts or not (path.is_local or not found.sizes)):
-            text = f"a stopped job left finished shares of `{destination}`"
+            left = "finished" if found.parts.keys() - {UNSHARED} else "files but no finished"
+            text = f"a stopped job left {left} shares of `{destination}`"
             raise DestinationExistsError(text, writers(found.documents), [RESUME, OVERWRITE])
         if goes_on and found.documents and not foreign:
             start = path, found, frozenset[str]()

@@ -11,7 +11,7 @@ from typing import Any
 
 from reshard import errors, tree, units
 from reshard.arrays.handle import array_text, stored_name
-from reshard.checkpoint import Checkpoint, name_clashes
+from reshard.checkpoint import Checkpoint, check_checkpoints, name_clashes
 from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
 from reshard.loader.json_documents import read_json
@@ -137,8 +137,7 @@ def export(
         max_memory=max_memory,
         overwrite=overwrite,
     )
-    execute(plan, resume, share, workers, executor, progress)
-    return plan
+    return execute(plan, resume, share, workers, executor, progress)
 
 
 def plan_export(
@@ -151,6 +150,7 @@ def plan_export(
     overwrite: bool = False,
 ) -> Export:
     """What `export` would write. Its `errors` are those that `export` would raise."""
+    check_checkpoints(ckpt)
     place = location.parse_location(destination)
     model = None if like is None else location.parse_location(like)
     limit = units.parse_bytes(max_memory)

@@ -33,6 +33,7 @@ from reshard.arrays.digests import digest_of
 from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.arrays.operations import Apply, Constant
 from reshard.errors import DestinationError
+from reshard.storage.disk import kernel_text
 from reshard.storage.location import Location, parse_location
 from reshard.storage.machine import this_process
 from reshard.storage.ocdbt import PROCESS
@@ -105,6 +106,7 @@ class Attempt:
             "directories": job.items,
             "owner": this_process(),
             "command": _command(),
+            "folder": kernel_text("self/cwd"),
             "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         }
 

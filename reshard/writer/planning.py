@@ -11,7 +11,7 @@ from reshard import errors
 from reshard.arrays.boxes import shape_of
 from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
-from reshard.checkpoint import Checkpoint, Source
+from reshard.checkpoint import Checkpoint, Source, check_checkpoints
 from reshard.engine.cost import co_read_groups, decoded_together, first_cell
 from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayPlan, co_read, plan_array, too_large
@@ -27,7 +27,7 @@ from reshard.writer.documents import NO_RECORD, read_again, read_costs, source_r
 from reshard.writer.format import TargetFormat, name_errors, target_format
 from reshard.writer.links import files_to_link
 from reshard.writer.plan import ItemPlan, Plan
-from reshard.writer.siblings import UNFINISHED_PREFIX, Sibling, siblings, source_state
+from reshard.writer.siblings import UNFINISHED_PREFIX, siblings, source_state
 
 P = TypeVar("P", bound=Plan)
 
@@ -85,7 +85,7 @@ def plan(
     ]
     problems: list[errors.ReshardError] = []
     notes: list[str] = []
-    found: Sequence[Sibling] = ()
+    found = ()
     with (
         concurrent.futures.ThreadPoolExecutor(1) as pool,  # both places may be far away
         checkpoints[0].source.root.cached_listing(),
@@ -327,11 +327,7 @@ def _checked(ckpt: Checkpoint | Iterable[Checkpoint]) -> list[Checkpoint]:
     """One checkpoint or several steps of one root; raises ArgumentError for anything else."""
     several = isinstance(ckpt, Iterable) and not isinstance(ckpt, Checkpoint | str | bytes)
     checkpoints: list[Any] = list(ckpt) if several else [ckpt]
-    wrong = [f"{each!r:.80}" for each in checkpoints if not isinstance(each, Checkpoint)]
-    if wrong:
-        raise errors.ArgumentError(
-            "save needs a checkpoint from `reshard.open`", wrong, ["reshard.open(path)"]
-        )
+    check_checkpoints(*checkpoints)
     sources = [c.source for c in checkpoints]
     if not sources:
         raise errors.ArgumentError("save needs at least one checkpoint")

@@ -31,7 +31,6 @@ from reshard.verify.values import Progress, counted
 from reshard.writer import commit as committing
 from reshard.writer import documents, siblings
 from reshard.writer.arrays import CACHE_BYTES, ItemShare, Report, Written, sync, write_item
-from reshard.writer.commit import Result
 from reshard.writer.job import (
     ROOT,
     UNSHARED,
@@ -44,7 +43,7 @@ from reshard.writer.job import (
 )
 from reshard.writer.links import write_linked
 from reshard.writer.plan import ItemPlan, Plan, Share
-from reshard.writer.planning import plan
+from reshard.writer.planning import P, plan
 
 # Documents that are written, or read, at once.
 _DOCUMENTS = 32
@@ -147,14 +146,15 @@ def save(
 
 
 def execute(
-    plan: Plan,
+    plan: P,
     resume: bool = False,
     share: tuple[int, int] | None = None,
     workers: int | None = None,
     executor: concurrent.futures.Executor | None = None,
     progress: Progress | None = None,
-) -> Plan:
-    """Executes a plan, completely or not at all. Arguments and errors are those of `save`."""
+) -> P:
+    """Executes a plan, completely or not at all. Arguments and errors are those of `save`. Returns
+    the plan, with a note if an earlier run's shares were used."""
     if share is not None and (resume or workers is not None or executor is not None):
         text = "a share cannot be combined with resume, workers or executor"
         raise errors.ArgumentError(text, hints=["leave these out"])
@@ -168,6 +168,9 @@ def execute(
     attempt, parts = begun
     job = attempt.job
     numbers = range(job.count) if share is None else [share[0]]
+    if resume and parts:
+        done = f"{len(parts.keys() - {UNSHARED})} of {job.count} shares were complete"
+        plan = dataclasses.replace(plan, notes=(*plan.notes, f"resumed: {done}"))
     every = plan.shares(job.count)
     shares = [every[number] for number in numbers if str(number) not in parts]
     unshared = UNSHARED not in parts and 0 in numbers
@@ -520,7 +523,7 @@ def complete(
     markers += [(path, text.encode()) for path, text in unshared["markers"].items()]
     needed = {path for document in parts.values() for path, _ in committing.needed(job, document)}
     dropped = [path for path in needed - {*kept} if not is_of_an_attempt(path)]
-    result = Result(files, markers, kept, dropped, unshared["folders"])
+    result = committing.Result(files, markers, kept, dropped, unshared["folders"])
     check = functools.partial(_check, attempt, parts, result, checked, report)
     committing.publish(attempt, result, overwrite, check)
 
@@ -528,7 +531,7 @@ def complete(
 def _check(
     attempt: Attempt,
     parts: Mapping[str, Mapping[str, Any]],
-    result: Result,
+    result: committing.Result,
     checked: Mapping[int, tuple[bytes | None, Mapping[str, Any]]],
     report: Report,
 ) -> None:
