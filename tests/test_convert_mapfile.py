@@ -199,9 +199,6 @@ def test_every_operation(case):
     assert mapped.untouched == [path for path in left if path not in touched]
 
 
-# Numbers of layers
-
-
 EXPRESSIONS = st.recursive(
     st.integers(0, 20).map(str) | st.sampled_from([r"\1", r"\g<2>", r"\g<n>", "i"]),
     lambda inner: (
@@ -232,9 +229,6 @@ def test_arithmetic_is_that_of_python(text, one, two, i):
     else:
         with pytest.raises(ValueError):
             replaced()
-
-
-# Real models
 
 
 @pytest.mark.parametrize("name", ["lm1b", "vit_bigvision_bonsai"])
