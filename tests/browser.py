@@ -77,8 +77,6 @@ class Chromium:
 
 
 class Tab:
-    """An open page."""
-
     def __init__(self, chromium: Chromium, session: str, file: pathlib.Path):
         self._chromium, self._session, self._file = chromium, session, file
 
@@ -86,17 +84,14 @@ class Tab:
         return self._chromium.call(method, self._session, **parameters)
 
     def value(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """The text of the first element."""
         return self.texts(selector)[0]
 
     def texts(self, selector: str) -> list[str]:
-        """The text of each element."""
         found = f"[...document.querySelectorAll({json.dumps(selector)})]"
         return self.value(f"{found}.map((node) => node.textContent)")
 
@@ -127,7 +122,6 @@ class Tab:
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
     def write(self, selector: str, text: str) -> None:
-        """Replaces the text of a field."""
         self.value(f"document.querySelector({json.dumps(selector)}).select()")
         self.call("Input.insertText", text=text)
 

@@ -45,7 +45,7 @@ MOST_PAIRS = 24
 LONG = "broadcast written_to_buckets convert convert_models save resume restorer buckets protocol"
 LONG += " targets convert_align convert_layers docs format frozen cli verification derived"
 LONG += " cli_convert records outputs stacking shares_written examples convert_hints commit diff"
-LONG += " workers hostile page loader device_reads execution imports restorer_processes msgpack"
+LONG += " workers hostile page loader device_reads execution imports msgpack"
 
 
 def pytest_configure(config: pytest.Config) -> None:

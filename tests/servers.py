@@ -364,8 +364,6 @@ class _ConditionalStore:
         first, last = ranged.groups()
         begin = int(first) if first else max(len(data) - int(last), 0)
         end = min(int(last) + 1, len(data)) if first and last else len(data)
-        if begin >= len(data):
-            return 416, {"Content-Range": f"bytes */{len(data)}"}, b""
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
         return 206, headers, data[begin:end]
 

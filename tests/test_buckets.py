@@ -201,13 +201,6 @@ def test_slow_requests_are_reported(stores, monkeypatch, caplog):
     assert caplog.messages == [text]
 
 
-@pytest.mark.parametrize("step", ["20", "last"])
-def test_a_step_given_as_text(saved, step):
-    text = f"a step is a number, not text: {step!r}"
-    text += "\n\nhint: step=20" if step == "20" else ""
-    refused(reshard.ArgumentError, text, reshard.open, saved("manager").path, step=step)
-
-
 @pytest.mark.parametrize(("layout", "most"), [("manager", 13), ("standalone", 9), ("v1", 10)])
 def test_opening_repeats_no_request(saved, stores, layout, most):
     url = put(f"{stores.bucket('conditional')}/run", saved(layout).path)

@@ -78,13 +78,11 @@ def large(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def cwd(checkpoints, tmp_path) -> pathlib.Path:
-    """A directory with copies of the checkpoints."""
     shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
 def shell(cwd: pathlib.Path, command: str) -> tuple[int, str, str]:
-    """A line that the shell runs."""
     path = f"{RESHARD.parent}{os.pathsep}{os.environ['PATH']}"
     given = {"shell": True, "cwd": cwd, "env": os.environ | {"PATH": path}}
     ran = subprocess.run(command, **given, capture_output=True, text=True)
@@ -176,7 +174,7 @@ def test_help_of_a_topic_is_markdown_in_a_pipe_and_rendered_in_a_terminal(tmp_pa
 
 
 def test_help_of_a_command_is_its_own(tmp_path):
-    """Whatever the name of the program."""
+    """It names the command, whatever the name of the program."""
     for command in ("ckpt", "inspect", "help"):
         assert shown(tmp_path, "help", command) == shown(tmp_path, command, "--help")
     names = ", ".join(file.stem for file in sorted(TOPICS.glob("*.md")))
@@ -340,7 +338,6 @@ def test_a_leaf_that_looks_like_an_argument_keeps_its_name(tmp_path):
 
 
 def running(words, cwd, begun):
-    """A process that has begun."""
     streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(words, cwd=cwd, text=True, **streams)
     while process.poll() is None and not begun(process):
@@ -349,7 +346,6 @@ def running(words, cwd, begun):
 
 
 def writing(large, cwd, *around):
-    """A job that has begun to write."""
     words = [*around, RESHARD, "ckpt", large, "out/1000", "--to", "1x8", "--chunks", "64KiB"]
     return running(words, cwd, lambda _: list(cwd.glob("out/.reshard-*/**/d/*")))
 

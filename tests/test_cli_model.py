@@ -72,7 +72,6 @@ def made(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def folder(made, tmp_path, monkeypatch) -> pathlib.Path:
-    """The working directory, with copies of these."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     return shutil.copytree(made, tmp_path, dirs_exist_ok=True)

@@ -121,21 +121,6 @@ def test_any_chunks_into_any_shards(tmp_path_factory, case, chunks, whole, alias
         assert_replicas_share_buffers(array)
 
 
-@settings(deadline=None, max_examples=examples(20))
-@given(st.lists(cases(), min_size=2, max_size=3), st.sampled_from([None, 1, 3, 50]), st.booleans())
-def test_many_arrays_at_once(tmp_path_factory, some, chunks, aliases):
-    folder = tmp_path_factory.mktemp("many")
-    handles = [stored_array(folder, value, chunk, zarr3=zarr3) for value, chunk, zarr3, _ in some]
-    requests = [Request(h, h.dtype, s) for h, (*_, s) in zip(handles, some, strict=True)]
-    with pytest.MonkeyPatch.context() as patch:
-        if not aliases:
-            own_memory(patch)
-        with each_chunk_read_once(*handles):
-            arrays = read_arrays(requests, memory_of(chunks, *handles))
-    for array, (value, _, _, sharding) in zip(arrays, some, strict=True):
-        assert_on_devices(array, sharding, value)
-
-
 @pytest.mark.parametrize(
     "sharding",
     [

@@ -191,7 +191,6 @@ def test_every_pair_of_bits(name, shape):
 
 
 def flipped(array, *bits):
-    """A copy with some other bits."""
     changed = array.copy()
     for bit in bits:
         changed.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8

@@ -49,7 +49,6 @@ class Block(NamedTuple):
 
 
 def blocks(name: str) -> list[Block]:
-    """The fenced blocks of a document."""
     found = []
     for match in FENCE.finditer(DOCUMENTS[name]):
         before = DOCUMENTS[name][: match.start()]
@@ -60,7 +59,6 @@ def blocks(name: str) -> list[Block]:
 
 
 def texts(name: str, language: str) -> list[str]:
-    """The blocks of a language in a document."""
     return [block.text for block in blocks(name) if block.language == language]
 
 

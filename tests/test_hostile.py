@@ -557,13 +557,10 @@ def test_steps_and_items_that_are_symbolic_links(tmp_path, base, level):
     text = f"`{root}/{level}` is a symbolic link, which reshard does not follow\n\n"
     text += f"hint: open what it points to: {target}"
     assert ours(lambda: reshard.open(root), Format) == text
-    assert reshard.open(root, step=3).source.step == "3"
-
-
-def test_opening_a_symbolic_link(tmp_path, base):
-    (tmp_path / "latest").symlink_to(copied(base, "zarr2-ocdbt", tmp_path / "saved"))
+    ckpt = reshard.open(root, step=3)
+    (tmp_path / "latest").symlink_to(root / "3" / "default")  # a user may open one
     reshard.save(reshard.open(tmp_path / "latest"), tmp_path / "out")
-    assert list(reshard.open(tmp_path / "out")) == list(reshard.open(tmp_path / "saved"))
+    assert list(reshard.open(tmp_path / "out")) == list(ckpt)
 
 
 @pytest.mark.parametrize("what", ["pipe", "socket"])
@@ -983,15 +980,6 @@ def test_values_that_contradict_the_record(tmp_path, base):
         "  step: dtype uint32, it was bool\n"
         "  model/first/kernel/value: it was zero, but is not now"
     )
-
-
-def test_digests_of_files_with_long_names(tmp_path, base):
-    """They are not there, as files of any other name may be."""
-    path = copied(base, "recorded", tmp_path / "root" / "3" / "default")
-    edit(path / "reshard_digests.json", lambda d: d["beside"].update({"x" * 300 + "/y": "0" * 64}))
-    (problem,) = reshard.verify(tmp_path / "root").problems
-    assert problem.startswith(f"the file `{tmp_path}/root/3/xxx")
-    ours(lambda: reshard.save(reshard.open(tmp_path / "root"), tmp_path / "out"), Corrupt)
 
 
 @pytest.mark.parametrize("what", ["link", "pipe"])

@@ -309,18 +309,10 @@ def told(ckpt, mesh, *arguments, **keywords):
 def test_every_leaf_that_does_not_fit_is_named_and_specs_that_fit(trained):
     ckpt = reshard.select(trained, ["params", "opt_state/0/mu/wi", "wi"])
     problems, hints = told(ckpt, "2x9")
-    assert problems == [
-        f"{leaf}, not a multiple of 9 (model)"
-        for leaf in (
-            "opt_state/0/mu/wi  float32[8, 80]: dimension 1 has size 80",
-            "params/embed  float32[8, 40]: dimension 1 has size 40",
-            "params/layer_1/bias  float32[24]: dimension 0 has size 24",
-            "params/layer_2/bias  float32[24]: dimension 0 has size 24",
-            "params/layer_10/bias  float32[24]: dimension 0 has size 24",
-            "params/wi  float32[8, 80]: dimension 1 has size 80",
-            "wi  float32[16]: dimension 0 has size 16",
-        )
-    ]
+    assert all(problem.endswith(", not a multiple of 9 (model)") for problem in problems)
+    biases = (f"params/layer_{i}/bias" for i in (1, 2, 10))
+    leaves = ["opt_state/0/mu/wi", "params/embed", *biases, "params/wi", "wi"]
+    assert [problem.split()[0] for problem in problems] == leaves
     assert hints == [
         'axes={"model": ""} replicates dimensions split over it',
         'specs=[("(^|/)mu/wi$", "data,")] fits',

@@ -209,11 +209,15 @@ def test_files_that_are_not_one_tree(tmp_path):
     assert "\n  w: it occurs twice\n  `x` is missing, with 1 tensor that the index names in" in text
 
 
-def test_arrays_of_several_processes_are_refused(tmp_path):
-    path = tmp_path / "checkpoint_1"
-    path.write_bytes(pack({"w": "//GDAPlaceholder:w", "b": np.arange(3)}))
-    text = refused(reshard.CheckpointFormatError, reshard.open, tmp_path)
-    assert text.startswith(f"`{path}` holds a tree whose arrays are in other files")
+def test_arrays_in_other_files_are_refused(data, tmp_path):
+    """Of several processes, and of Orbax 0.2."""
+    (tmp_path / "checkpoint").write_bytes(pack({"w": "//GDAPlaceholder:w", "b": np.arange(3)}))
+    for path in (tmp_path, data / "orbax-0.2.7" / "ocdbt_False"):
+        assert refused(reshard.CheckpointFormatError, reshard.open, path) == (
+            f"`{path}/checkpoint` holds a tree whose arrays are in other files. Orbax 0.2 and Flax "
+            "wrote such files, which `reshard` does not read\n\n"
+            "hint: restore it with the program that saved it, and save it with a newer Orbax"
+        )
 
 
 def test_an_array_without_elements_is_read_and_not_written(tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sampling import examples
 from test_planner import labels
 
-from reshard.arrays.boxes import replaced
+from reshard.arrays import boxes
 from reshard.arrays.operations import (
     Add,
     Concat,
@@ -108,14 +108,14 @@ def cases(draw, kinds=KINDS, least=0):
         axis = draw(st.integers(-len(shape), len(shape) - 1))
         parts, rows, blocks = (draw(st.integers(1, 3)) for _ in range(3))
         block = draw(st.sampled_from([parts * rows] + [None] * (blocks == 1)))
-        shape = replaced(shape, axis % len(shape), parts * rows * blocks)
+        shape = boxes.replaced(shape, axis % len(shape), parts * rows * blocks)
         return Interleave(axis, parts, block, draw(st.booleans())), [shape]
     if kind == "reshape":
         shape = tuple(size or 1 for size in shape)  # no array has a size of 0
     operation, shapes = draw(operations(kind, shape, least)), [shape]
     if kind == "concat":
         lengths = draw(st.lists(some, min_size=1, max_size=3))
-        shapes = [replaced(shape, operation.axis % len(shape), length) for length in lengths]
+        shapes = [boxes.replaced(shape, operation.axis % len(shape), length) for length in lengths]
     if kind == "stack":
         shapes *= draw(st.integers(1, 3))
     return operation, shapes
@@ -222,8 +222,8 @@ def assert_no_chunk_is_cut(operation, shapes, chunks):
     made = [read(view) for view in operation.views([ts.array(x) for x in inside])]
     for output, grid in zip(made, grids, strict=True):
         assert len(grid) == output.ndim and min(grid, default=1) >= 1
-        boxes = labels(output.shape, grid).reshape(-1)
-        pairs = {(chunk, box) for chunk, box in zip(output.reshape(-1), boxes, strict=True)}
+        in_box = labels(output.shape, grid).reshape(-1)
+        pairs = {(chunk, box) for chunk, box in zip(output.reshape(-1), in_box, strict=True)}
         held = [chunk for chunk, _ in pairs if chunk >= 10_000]  # less is what pads
         assert len(held) == len(set(held))
     return grids
@@ -261,6 +261,38 @@ def test_a_box_is_made_of_its_sources(data, case):
         expected = {*made[box].ravel().tolist()} - {-1}
         more = isinstance(operation, Reshape | Interleave)
         assert found >= expected if more else found == expected
+
+
+@settings(deadline=None, max_examples=examples(200))
+@given(st.data())
+def test_chunks_together_are_the_longest_run_that_is_a_box(data):
+    shape = data.draw(st.lists(st.integers(1, 9), max_size=3).map(tuple))
+    chunk = tuple(data.draw(st.integers(1, 10)) for _ in shape)
+    count = data.draw(st.integers(-1, 40))
+    found = boxes.chunks_together(shape, chunk, count)
+    grid = [math.ceil(size / c) for size, c in zip(shape, chunk, strict=True)]
+    numbers = np.arange(math.prod(grid)).reshape(grid)
+
+    def run(taken):
+        """How many chunks are in the first box of this many, if they are next to each other."""
+        first = numbers[tuple(slice(t) for t in taken)].ravel().tolist()
+        return len(first) if first == list(range(len(first))) else 0
+
+    candidates = itertools.product(*[range(1, size + 1) for size in grid])
+    most = max(n for n in map(run, candidates) if n <= max(count, 1))
+    taken = tuple(f // c for f, c in zip(found, chunk, strict=True))
+    assert found == tuple(t * c for t, c in zip(taken, chunk, strict=True))
+    assert all(1 <= t <= size for t, size in zip(taken, grid, strict=True))
+    assert run(taken) == most
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_chunks_together_of_empty_arrays_are_chunks(data):
+    shape = (*data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)), 0)
+    chunk = tuple(data.draw(st.integers(1, 4)) for _ in shape)
+    found = boxes.chunks_together(shape, chunk, data.draw(st.integers(0, 10)))
+    assert all(f % c == 0 and f for f, c in zip(found, chunk, strict=True))
 
 
 # Of grids in which no chunk is cut, fine ones take less memory: layers apart, heads apart.

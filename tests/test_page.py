@@ -90,13 +90,11 @@ def covered():
 
 
 def embedded(text):
-    """The data of a page."""
     (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)
     return json.loads(found)
 
 
 def paths(data):
-    """The paths of a page's leaves."""
     folders = [""]
     for parent, key in data["folders"]:
         folders.append(folders[parent] + key + "/")
@@ -591,8 +589,8 @@ def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     assert tab.value("document.querySelectorAll('#map .chosen').length") == 1
     assert "2 arrays without a mesh, 128 B, are left out." in tab.text("#devices")
     # Groups are opened and closed, by mouse and keys.
-    tab.click('[aria-label^="params/layers/{0..2}, group of 9 leaves"]', corner=True)
     crumbs = ".crumbs button"
+    tab.click('[aria-label^="params/layers/{0..2}, group of 9 leaves"]', corner=True)
     assert tab.texts(crumbs) == ["all", "params", "layers", "0"]
     # One of the alike layers is shown, and a list chooses another.
     assert tab.texts(".crumbs option") == ["0", "1", "2"]
@@ -889,7 +887,6 @@ def test_a_diff_has_a_treemap(chromium, ckpt):
 
 @pytest.fixture(scope="module")
 def pages(run, ckpt, planned, covered, tmp_path_factory):
-    """Every kind of page."""
     folder = tmp_path_factory.mktemp("pages")
     converted = planned.document() | {"to": "nnx", "model": None, "rows": ROWS_OF_A_MAP}
     converted |= {"why": ["`params` has a name that Linen generates"]}

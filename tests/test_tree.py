@@ -191,7 +191,7 @@ def test_a_path_as_a_glob_names_it_alone(path, glob):
 
 
 def test_a_glob_that_matches_leaves_is_of_these_alone():
-    """As it was when no glob was of modules; what it passes over is told."""
+    """A note lists what it passes over."""
     paths = [("a", "kernel"), ("b", "kernel", "value"), ("c", "kernel", "value")]
     assert tree.passed_over(paths, ["**/kernel", "c/kernel", "a/*", "a/**", "?"]) == [
         "`**/kernel` matches leaves, so it applies to these alone: b/kernel/value is in a module "
