@@ -120,7 +120,7 @@ def test_records_of_something_else(copied, tmp_path, monkeypatch):
         "gone\x1b": ArrayRecord("float32", (), text),
     }
     files = dict.fromkeys(["_sharding", "x" * 300, "nothing/here"], 2 * text)
-    (path / FILE).write_bytes(Record(arrays, {}, files, {}).dump())
+    (path / FILE).write_text(json.dumps(Record(arrays, {}, files, {}).document()))
     of_arrays = (
         "b: it is int32[64,8], and int64[64,8] on record",
         "w: it is float32[64,96], and float32[96,64] on record",
