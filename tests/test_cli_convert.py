@@ -358,9 +358,6 @@ def test_a_refused_conversion_tells_what_is_decided_all_the_same(run, folder):
     assert {operation for _, operation in found.values()} == {None}
 
 
-# One spelling of a path
-
-
 def test_a_leaf_has_one_name_in_every_option(run, folder):
     """That of maps and hints, `model` ahead or not, `value` behind it or not; or its module's."""
     spellings = (
@@ -840,9 +837,6 @@ def test_a_layout_that_is_not_seen(run, folder):
     assert by_path(load("out/1")) == leaves
 
 
-# Mistakes
-
-
 def test_a_model_in_a_file_with_the_name_of_another_module(run, folder):
     (folder / "types.py").write_text("Net = None\n")
     before = files(folder)
@@ -895,9 +889,6 @@ def test_the_examples_of_the_help(run, folder):
         (0, ""),
     ]
     layouts.assert_same_tree(load("back/1000"), load("run/1000"))
-
-
-# As a process
 
 
 def test_a_signal_while_the_model_is_made(folder):

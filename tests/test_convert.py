@@ -52,9 +52,6 @@ OF_NO_PARAMETER = "is of no parameter, and parameters change their order, shape 
 INPUTS = np.random.default_rng(0).normal(size=(7, 4)).astype("float32")
 
 
-# Models
-
-
 SGD = optax.sgd(0.1)
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 ADAM = optax.adam(1e-3)
@@ -151,9 +148,6 @@ class Parts(nnx.Module):
         self.d = nnx.BatchStat(jnp.zeros(4))
         self.f = nnx.Param(jnp.zeros(3))
         self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-
-# Trees
 
 
 def some(*shape, dtype="float32", seed=0):
@@ -1512,9 +1506,6 @@ def test_a_record_that_cannot_be_read_is_an_error(tmp_path):
         )
 
 
-# What NNX has no place for
-
-
 def test_what_pads_a_parameter_pads_its_moments_and_comes_off_again(tmp_path):
     linen = train_state_of({"table": some(3, 4)}, ADAM)
     path = save(tmp_path / "linen", linen)
@@ -1525,9 +1516,6 @@ def test_what_pads_a_parameter_pads_its_moments_and_comes_off_again(tmp_path):
     expected = trained(linen, lambda tree: {"table": jnp.pad(tree["table"], ((0, 2), (0, 0)))})
     assert by_path(load(tmp_path / "nnx")) == expected
     layouts.assert_same_tree(restored(reshard.to_linen(tmp_path / "nnx"), tmp_path), load(path))
-
-
-# One pass
 
 
 def test_where_only_paths_change_no_array_is_decoded_or_copied(tmp_path):
@@ -1756,9 +1744,6 @@ def test_scales_that_are_in_no_variable_are_converted_and_restored(tmp_path):
         np.testing.assert_array_equal(restored_into.normed(INPUTS), expected)
     back = reshard.to_linen(again, linen, source=model)
     layouts.assert_same_tree(restored(back, tmp_path), load(tmp_path / "linen"))
-
-
-# Any tree
 
 
 KEYS = st.sampled_from(["a", "b_1", "c", "Dense_0", "x.y", "two words", "w"])

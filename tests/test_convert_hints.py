@@ -692,9 +692,6 @@ def test_a_level_above_an_nnx_model(tmp_path):
     assert error.hints == (f"{call} removes `inner`, if the model lacks that level",)
 
 
-# Names with characters of their own
-
-
 def nnx_odd():
     return Of(layers=nnx.List([one_list(), one_list()]))
 

@@ -33,8 +33,6 @@ from reshard.convert.layout import KINDS, Layout, detect
 
 X = jnp.ones((2, 4))
 
-# Models
-
 
 class Net(nn.Module):
     """Modules with Linen's names and the user's, statistics, and a collection of the user's."""
@@ -107,9 +105,6 @@ VALUES = {
     "value in a box": scaled(True, None, True),
     "value, named, in a box": scaled(True, "scaling", True),
 }
-
-# Saving
-
 
 randomized = converted.filled
 
@@ -450,8 +445,6 @@ def test_trees_that_are_saved_alone_are_no_other(opened, cases, tmp_path):
         alone = save(tmp_path / name, cases[name].tree)
         assert detect(alone) == detect(opened[name])
 
-
-# Made-up trees
 
 STORE: Any = None  # which nothing here reads
 SOURCE = Source(pathlib.Path("run"), "item", store=STORE, metadata={}, metadata_apart=True)
@@ -891,8 +884,6 @@ def test_positions_and_keys_of_the_same_name(leaves):
     text = f"the checkpoint has a list element and a dict entry with the same path\n  `{there}`"
     assert refused(made_up(leaves)) == text
 
-
-# Any tree
 
 KEYS = st.sampled_from(
     [

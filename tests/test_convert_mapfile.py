@@ -159,15 +159,15 @@ CASES = {
     ),
     "numbers of layers in uneven stages": (
         r"{ from = '^block_(\d+)/', to = 'stages/{outer}/blocks/{inner + 1}/',"
-        " nest = { sizes = [1, 2], flat = 1 } },"
+        " nest = { sizes = [3, 2, 4], flat = 1 } },"
         r"{ from = '^stage_(\d+)/(?P<block>\d+)/', to = 'flat_{flat}/',"
-        r" nest = { sizes = [1, 2], outer = 1, inner = '{\g<block> - 1}' } }",
-        dict.fromkeys(["block_0/w", "block_2/w", "stage_0/1/w", "stage_1/2/w"], (2,)),
+        r" nest = { sizes = [3, 2, 4], outer = 1, inner = '{\g<block> - 1}' } }",
+        dict.fromkeys(["block_0/w", "block_7/w", "stage_0/1/w", "stage_2/4/w"], (2,)),
         [
             step("block_0/w", "stages/0/blocks/1/w"),
-            step("block_2/w", "stages/1/blocks/2/w"),
+            step("block_7/w", "stages/2/blocks/3/w"),
             step("stage_0/1/w", "flat_0/w"),
-            step("stage_1/2/w", "flat_2/w"),
+            step("stage_2/4/w", "flat_8/w"),
         ],
     ),
     "paths": (
@@ -197,9 +197,6 @@ def test_every_operation(case):
     touched = {path for one in steps for path in one.inputs}
     assert mapped.map.sources() == left
     assert mapped.untouched == [path for path in left if path not in touched]
-
-
-# Numbers of layers
 
 
 EXPRESSIONS = st.recursive(
@@ -232,9 +229,6 @@ def test_arithmetic_is_that_of_python(text, one, two, i):
     else:
         with pytest.raises(ValueError):
             replaced()
-
-
-# Real models
 
 
 @pytest.mark.parametrize("name", ["lm1b", "vit_bigvision_bonsai"])
@@ -812,10 +806,12 @@ def test_as_many_rules_for_two_layers_as_for_twelve(data):
 
 
 def test_no_rule_is_for_more_leaves_than_it_says():
-    shapes = {f"params/odd_{n}/w": (2,) for n in range(3)}
-    mapped = apply(r"rule = [{ from = '^params/odd_([01])/', to = 'odd/\1/' }]", shapes)
-    lines = write_map(mapped.map).splitlines()
+    shapes = {f"params/{name}_{n}/w": (2,) for name in ("layer", "odd") for n in range(3)}
+    rules = r"{ from = '^params/layer_(\d+)/', to = '\1/' }, "
+    rules += r"{ from = '^params/odd_([01])/', to = 'odd/\1/' }"
+    lines = write_map(apply(f"rule = [{rules}]", shapes).map).splitlines()
     assert [line for line in lines if line.startswith(("from", "to"))] == [
+        *(r"from = '^params/layer_(\d+)/w$'", r"to = '\1/w'"),
         *("from = '^params/odd_0/w$'", "to = 'odd/0/w'"),
         *("from = '^params/odd_1/w$'", "to = 'odd/1/w'"),
     ]

@@ -55,9 +55,6 @@ def assert_trains_on(name, training):
         np.testing.assert_allclose(got[path], leaf, **CLOSE, err_msg=path)
 
 
-# Where the axes of a language model go
-
-
 RULES = [
     ("vocab", "model"),
     ("embed", "data"),
@@ -72,9 +69,6 @@ def specs(leaves):
     """Path -> partition spec of full rank."""
     found = {path: tuple(leaf.sharding.spec) for path, leaf in leaves.items()}
     return {path: x + (None,) * (leaves[path].ndim - len(x)) for path, x in found.items()}
-
-
-# Conversion
 
 
 def load_nnx(path, twin):

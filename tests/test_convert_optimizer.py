@@ -109,8 +109,6 @@ def at(name, shapes):
     return {(f"{name}_{i}", "kernel"): shape for i, shape in enumerate(shapes)}
 
 
-# Moments of full shape
-
 PARAMETERS = [  # before, after, the shape
     ("Dense_0/kernel", "linear/kernel", (4, 6)),
     ("Dense_0/bias", "linear/bias", (6,)),
@@ -585,8 +583,6 @@ def test_state_near_the_place_of_a_parameter_is_not_left_behind():
         "0/mu/block/w: its path does not match that of its parameter params/block/w/value",
     )
 
-
-# There and back
 
 KEYS = st.sampled_from(["w", "kernel", "mu", "nu", "v", "layer_0", "layers", "a.b", "c/d", "0"])
 

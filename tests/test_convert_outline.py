@@ -64,6 +64,7 @@ class TestLinen:
         expected = {
             "Dense_0": ("Dense", 0),
             "Dense_12": ("Dense", 12),
+            "Dense_2": ("Dense", 2),
             "ScanCheckpointBlock_0": ("ScanCheckpointBlock", 0),
             "Remat_scanBlock_3": ("Remat_scanBlock", 3),
             "_Private_1": ("_Private", 1),
@@ -76,6 +77,7 @@ class TestLinen:
         }
         made = linen_outline({("params", name, "kernel"): array(2) for name in expected})
         assert {k: (one.kind, one.index) for k, one in made.children.items()} == expected
+        assert list(made.children) == sorted(expected, key=lambda name: natural((name,)))
 
     def test_classes_of_names_that_were_given_come_from_the_module(self):
         class Block(nn.Module):

@@ -48,28 +48,29 @@ def test_the_environment_of_s3(monkeypatch, tmp_path):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     place = parse_location("s3://bucket/run")
-    plain = {"driver": "s3", "bucket": "bucket", "path": "run/"}
-    assert place.spec == plain
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    assert place.spec == plain | {"aws_region": "eu-west-1"}
-    monkeypatch.setenv("AWS_REGION", "auto")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1/")
-    assert place.spec == plain | {"aws_region": "auto", "endpoint": "http://127.0.0.1:1"}
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:2")
-    monkeypatch.delenv("AWS_REGION")
-    monkeypatch.delenv("AWS_DEFAULT_REGION")
-    other = plain | {"aws_region": "us-east-1", "endpoint": "http://127.0.0.1:2"}
-    assert place.spec == other
+    expected = {"driver": "s3", "bucket": "bucket", "path": "run/"}
+    assert place.spec == expected
     file = tmp_path / ".aws" / "credentials"
     file.parent.mkdir()
     file.write_text("[default]\n")
-    monkeypatch.setenv("AWS_PROFILE", "mine")
-    profile = {"type": "profile", "profile": "mine"}
+    profile = {"type": "profile", "profile": "default"}
     profile |= {"credentials_file": str(file), "config_file": str(file)}
-    assert place.spec == other | {"aws_credentials": profile}
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    assert place.spec == other | {"aws_credentials": {"type": "environment"}}
+    for name, value, more in (
+        ("HOME", str(tmp_path), {"aws_credentials": profile}),
+        ("AWS_DEFAULT_REGION", "eu-west-1", {"aws_region": "eu-west-1"}),
+        ("AWS_REGION", "auto", {"aws_region": "auto"}),
+        ("AWS_ENDPOINT_URL", "http://127.0.0.1:1/", {"endpoint": "http://127.0.0.1:1"}),
+        ("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:2", {"endpoint": "http://127.0.0.1:2"}),
+        ("AWS_PROFILE", "mine", {"aws_credentials": profile | {"profile": "mine"}}),
+        ("AWS_ACCESS_KEY_ID", "a", {}),
+        ("AWS_SECRET_ACCESS_KEY", "b", {"aws_credentials": {"type": "environment"}}),
+    ):
+        monkeypatch.setenv(name, value)
+        expected |= more
+        assert place.spec == expected, name
+    monkeypatch.delenv("AWS_REGION")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    assert place.spec == expected | {"aws_region": "us-east-1"}
 
 
 def test_text_and_paths_become_absolute(tmp_path, monkeypatch):
@@ -104,7 +105,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("form", REFUSED, ids=repr)
 def test_invalid_locations(form):
-    """The hints are locations."""
     scheme, _, rest = str(form).partition(":")
     text = REFUSED[form].format(form, scheme, rest.removeprefix("/"))
     for use in (reshard.open, parse_location):

@@ -650,6 +650,13 @@ def test_outputs_that_depend_on_a_leaf_that_was_dropped(tmp_path):
     assert str(error) == (
         "the outputs of the NNX model depend on leaves that the checkpoint lacks\n  count"
     )
+
+    class Mute(nnx.Module):
+        __init__ = Counted.__init__
+
+    options["source"] = Mute
+    error = refused(reshard.to_linen, *models, of=reshard.ArgumentError, **options)
+    assert "is a Mute, not a module with `__call__`" in error.summary
     # A parameter of both models is missing.
     error = refused(reshard.to_linen, *models, source=Counted, drop=("count", "dense/bias"))
     assert error.problems == ("params/dense/bias  float32[6]: missing",)

@@ -18,6 +18,9 @@ import reshard
 from reshard.storage.location import Location
 
 TREES = ("state", "ema")
+# Files that look like those of arrays.
+DECOYS = ["3/extra/d/ab12", "3/extra/manifest.ocdbt", "3/ema/d/README", "3/ema/1", "notes/d/ab"]
+DECOYS += ["3/extra/x/.zarray", "3/extra/x/0.0", "3/extra/y/zarr.json", "3/extra/y/c/0"]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,14 @@ def roots(tmp_path_factory):
             tree = {name: put(rng, shape, "data", "model") for name, shape in shapes.items()}
             shutil.rmtree(root / "3" / item)
             layouts.save_pytree(root / "3" / item, tree, **FORMATS[name])
+        if name == "zarr2":
+            layouts.split_database(root / "3" / "ema")
         (root / "notes" / "none").mkdir(parents=True)
         (root / "notes" / "today").write_text("rain")
+        for path in DECOYS:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(path)
+        (root / ".reshard-9.0123456789abcdef").mkdir()  # another job has left it
         return root
 
     return get
@@ -64,12 +73,11 @@ def copies(root, item="state"):
     return found - {f"3/{MARKER}"}
 
 
-def sizes(root, paths):
-    return sum((root / path).stat().st_size for path in paths)
+def bytes_of(root):
+    return sum((root / path).stat().st_size for path in copies(root))
 
 
 def assert_copied(root, out):
-    """What is carried over has the same bytes, and the item the same values."""
     assert contents(out, copies(root)) == contents(root, copies(root))
     for item in TREES:
         assert reshard.verify(reshard.open(out, item=item), reshard.open(root, item=item)).ok
@@ -77,7 +85,6 @@ def assert_copied(root, out):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often each file is hashed, or copied."""
     found = collections.Counter()
     original = Location.copy
 
@@ -96,11 +103,11 @@ def test_other_items_are_copied(roots, tmp_path, name):
     planned = reshard.plan(opened(root), out)
     done = reshard.save(opened(root), out)
     assert not {*inodes(root).values()} & {*inodes(out).values()}
-    assert (out / "notes" / "none").is_dir()
+    assert (out / "notes" / "none").is_dir() and sorted(os.listdir(out)) == ["3", "notes"]
     written = f"step 3 of `{root}` -> `{out}/3`"
     for made, notes in ((planned, [written]), (done, [written]), (reshard.plan(opened(root)), [])):
         assert made.notes == ("item ema is not part of the job and is copied unchanged", *notes)
-        assert (made.shared_bytes, made.other_bytes) == (0, sizes(root, copies(root)))
+        assert (made.shared_bytes, made.other_bytes) == (0, bytes_of(root))
         own = sum(array.bytes_written for array in made.arrays)
         assert made.bytes_written == own + made.other_bytes
     assert hashes(root) == before
@@ -151,7 +158,6 @@ def test_files_of_a_split_database_are_not_copied(split, tmp_path):
 
 @pytest.mark.usefixtures("short_tries")
 def test_items_that_a_job_has_written_are_copied_into_a_bucket(root, tmp_path, stores):
-    """With markers of their own."""
     url = f"{stores.bucket('s3')}/out"
     for item in (*TREES, "cfg"):
         (root / "3" / item / MARKER).write_text("of the source")
@@ -159,26 +165,6 @@ def test_items_that_a_job_has_written_are_copied_into_a_bucket(root, tmp_path, s
     reshard.save(reshard.open(tmp_path / "one", item="ema"), url)
     for item in TREES:
         assert reshard.verify(reshard.open(url, item=item), reshard.open(root, item=item)).ok
-
-
-def test_a_split_database_of_another_item_is_copied(root, tmp_path):
-    layouts.split_database(root / "3" / "ema")
-    reshard.save(opened(root), tmp_path / "out")
-    assert_copied(root, tmp_path / "out")
-
-
-def test_files_that_look_like_data_files_are_copied(root, tmp_path):
-    """Nothing is that other jobs have left."""
-    decoys = ["3/extra/d/ab12", "3/extra/manifest.ocdbt", "3/ema/d/README", "3/ema/1", "notes/d/ab"]
-    decoys += ["3/extra/x/.zarray", "3/extra/x/0.0", "3/extra/y/zarr.json", "3/extra/y/c/0"]
-    for path in decoys:
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(path)
-    (root / ".reshard-9.0123456789abcdef").mkdir()
-    reshard.save(opened(root), tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == ["3", "notes"]
-    for path in decoys:
-        assert (tmp_path / "out" / path).read_text() == path
 
 
 @pytest.mark.parametrize("part", ["whole", "half", "gone"])
@@ -195,8 +181,9 @@ def test_an_item_that_is_being_deleted_is_not_copied(root, tmp_path, part):
     expected = {p for p in copies(root) if not p.startswith("3/ema/") and p != record}
     assert contents(out, expected) == contents(root, expected)
     assert not (out / "3" / "ema").exists() and not (out / record).exists()
-    assert reshard.open(out).source.items == ("cfg", "state")
-    assert reshard.verify(reshard.open(out), opened(root)).ok
+    copy = reshard.open(out, item="state")
+    assert copy.source.items == ("cfg", "extra", "state")
+    assert reshard.verify(copy, opened(root)).ok
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -212,13 +199,12 @@ def test_siblings_are_read_once_and_not_for_a_plan(root, tmp_path, reads, record
     assert {reads[f"{root}/{path}"] for path in copies(root)} == {1}
     # And they count as progress.
     done, whole = zip(*told, strict=True)
-    others = sizes(root, copies(root))
+    others = bytes_of(root)
     assert set(whole) == {done[-1]} == {others + sum(a.decoded_bytes for a in plan.arrays)}
     assert list(done) == sorted(done)
 
 
 def test_siblings_in_the_record_of_an_earlier_version(root, tmp_path):
-    """It needs to be there: `verify` compares it."""
     reshard.digest(reshard.open(root, item="state"), write=True)
     file = root / "3" / "state" / RECORD
     layouts.edit_document(file, beside={"cfg/metadata": "0" * 64})

@@ -212,9 +212,6 @@ def expected(original, wanted, layers=("layer_0", "layer_1"), into="layers", axi
     return result
 
 
-# What optax has of stacked layers
-
-
 CASES = [
     *((name, 0) for name in OPTIMIZERS),
     *((name, axis) for name in ("adam", "masked", "adafactor with momentum") for axis in (1, -1)),
@@ -248,9 +245,6 @@ def parts(state):
 def fields(state):
     """The leaves of a train state, by path."""
     return layouts.saved_leaves(parts(state))
-
-
-# Groups, numbers, nests
 
 
 def test_random_state_is_stacked_and_unstacked_and_restored(tmp_path):
@@ -780,8 +774,6 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
         ("params", "l"): ((2, 2, 3), np.dtype("float32"))
     }
 
-
-# There and back
 
 SIZES = st.sampled_from([2, 3, 4, 140])
 COUNTS = st.integers(1, 3)

@@ -1,5 +1,7 @@
 """Arrays that TensorStore wrote without Orbax, and the values of arrays in NumPy, without JAX."""
 
+import pickle
+import re
 import shutil
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 import tensorstore as ts
 from flax.traverse_util import flatten_dict
 from in_process import shown
+from jobs import FORMATS
 from layouts import refused
 
 import reshard
@@ -98,19 +101,21 @@ DOCUMENTS = ["_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas"
 DOCUMENTS += ["commit_success.txt"]
 
 
-@pytest.mark.parametrize("ocdbt", [True, False])
-@pytest.mark.parametrize("left", [*DOCUMENTS[2:], None])
-def test_a_damaged_item_of_orbax_is_not_a_zarr_tree(tmp_path, ocdbt, left):
-    """Whichever of its documents is left, or none."""
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("left", [*DOCUMENTS[2:], None, "all"])
+def test_a_damaged_item_of_orbax_is_not_a_zarr_tree(tmp_path, form, left):
+    """Whichever of its documents is left, or none; also next to a pickle."""
     tree = {"params": {"a": jax.numpy.arange(3), "b/c" if left else "b": np.ones(2)}}
-    path = layouts.save_pytree(tmp_path / "item", tree, use_ocdbt=ocdbt)
+    path = layouts.save_pytree(tmp_path / "item", tree, **FORMATS[form])
     (path / "commit_success.txt").touch()
-    removed = [path / name for name in DOCUMENTS if name != left]
+    removed = [path / name for name in DOCUMENTS if left not in (name, "all")]
     removed += [] if left else path.glob("ocdbt.process_*")
-    for file in removed:
+    for file in (path / "_METADATA", *removed):
         shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
-    text = refused(CorruptCheckpointError, reshard.open, path)
-    assert text == f"`{path}` has no _METADATA: it is incomplete"
+    for _ in range(2):
+        text = refused(CorruptCheckpointError, reshard.open, path)
+        assert re.fullmatch(rf"`{path}(/params.*)?` has no _METADATA: it is incomplete", text)
+        (path / "checkpoint").write_bytes(pickle.dumps({"w": [1, 2]}))
 
 
 def test_boxes_are_those_of_numpy(tmp_path):

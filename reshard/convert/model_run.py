@@ -459,9 +459,10 @@ def _nnx_model(
     for key in nnx_outline(module)[0]:
         inside = isinstance(module, Mapping | list | tuple)
         module = module[key] if inside else getattr(module, str(key))
-    if not isinstance(module, nnx.Module):
+    if not (isinstance(module, nnx.Module) and callable(module)):
         raise ArgumentError(
-            f"the NNX model is a {type(module).__name__}, not a module, so it cannot be run",
+            f"the NNX model is a {type(module).__name__}, not a module with `__call__`, so it "
+            "cannot be run",
             hints=["give the module's class, or a function that returns the module"],
         )
     apart = flatten_state(module)

@@ -295,7 +295,7 @@ def _source_of(operation: Apply) -> str:
 
 def _described(handle: ArrayHandle, loaded: bool) -> Iterator[object]:
     """Everything that an array depends on."""
-    yield handle.path, handle.dtype, handle.shape, handle.sharding
+    yield handle.path, handle.dtype.type, handle.shape, handle.sharding
     yield handle.value_type, handle.key_impl
     data = handle.data
     if isinstance(data, StoredArray):
