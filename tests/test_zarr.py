@@ -87,7 +87,8 @@ def remade(found, shape, chunk, dtype="float32"):
 def assert_holds(document, values):
     array = opened(document)
     assert (array.shape, array.dtype.numpy_dtype) == (values.shape, values.dtype)
-    grid = document.get("chunks") or document["chunk_grid"]["configuration"]["chunk_shape"]
+    v2 = "chunks" in document
+    grid = document["chunks"] if v2 else document["chunk_grid"]["configuration"]["chunk_shape"]
     assert list(array.chunk_layout.write_chunk.shape or ()) == list(grid)
     array.write(values).result()
     assert layouts.bits(np.asarray(array.read().result())) == layouts.bits(values)
