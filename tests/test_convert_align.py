@@ -587,6 +587,12 @@ UNDECIDED = {
         "Dense_0, perhaps a: head in Linen may be, or hold, one of them\n"
         "head: NNX has no counterpart",
     ),
+    "another that may be one of two": (
+        dense("Dense_0", bias=False) | dense("Dense_1") | dense("head"),
+        {"a": bare, "b": square},
+        "Dense_0 and Dense_1, perhaps a and b: head in Linen may be, or hold, one of them\n"
+        "head: NNX has no counterpart",
+    ),
     "another that may hold one of them": (
         *(dense("Dense_0") | dense("Mlp_0__Dense_0"), {"a": square}),
         "Dense_0, perhaps a: Mlp_0 in Linen may be, or hold, one of them\n"
