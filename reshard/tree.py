@@ -70,6 +70,9 @@ def split_path(text: str) -> tuple[str, ...]:
     """The keys of a printed path, all as `str`: the inverse of `format_path` up to ints. Raises
     ArgumentError if a key is empty, its quotes do not close, or there are too many keys."""
     keys, position = [], 0
+    plain = text.split("/")
+    if '"' not in text and all(plain):  # most paths; the regex takes six times as long
+        keys, position = plain, len(text)
     while not keys or position < len(text):
         match = _COMPONENT.match(text, position)
         try:

@@ -296,8 +296,6 @@ def _has_database(path: pathlib.Path) -> bool:
 
 
 def _inside(file: pathlib.Path, name: str) -> tuple[Callable[[], Any], Callable[[bytes], Any]]:
-    """A document inside a string of another one."""
-
     def write(data: bytes) -> None:
         outer = json.loads(file.read_bytes())
         file.write_bytes(_text(outer | {name: data.decode()}))

@@ -58,8 +58,7 @@ class Named(meta.AxisMetadata[Any]):
     def add_axis(self, index, params):
         return self
 
-    def remove_axis(self, index, params):
-        return self
+    remove_axis = add_axis
 
 
 def mesh(
@@ -85,7 +84,6 @@ def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any = "f
 
 
 def random(shape: Sequence[int], dtype: Any = "float32", seed: int = 0):
-    """Such an array, the same for the same seed."""
     return random_array(np.random.default_rng(seed), shape, dtype)
 
 
@@ -296,12 +294,10 @@ def assert_equal_or_nan(got: Any, expected: Any) -> None:
 
 
 def metrics(step: int) -> dict[str, float]:
-    """The metrics of a manager's step."""
     return {"loss": step + 0.5}
 
 
 def open_manager(path: pathlib.Path, **kwargs: Any) -> ocp.CheckpointManager:
-    """A manager that keeps metrics."""
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     return ocp.CheckpointManager(path, options=options, **kwargs)
 
@@ -452,12 +448,10 @@ def abstract(tree: Any, on: Mesh) -> Any:
 
 
 def laid_out(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    """An array of any kind as shape, dtype and another sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether it is an array of typed keys, which may be abstract."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -492,7 +486,6 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def assert_same_tree(got: Any, expected: Any) -> None:
-    """Equal structure, and equal leaves bit for bit."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     one, other = flat(got), flat(expected)
     assert {p: bits(leaf) for p, leaf in one.items()} == {p: bits(x) for p, x in other.items()}
@@ -524,7 +517,6 @@ def saved_leaves(tree: Any, path: tuple = ()) -> dict[tuple, Any]:
 
 
 def put(values: Any, *spec: Any, sizes: Sequence[int] = (2, 4)) -> jax.Array:
-    """Values laid out on a mesh by the entries of a spec."""
     return jax.device_put(values, NamedSharding(mesh(sizes), P(*spec)))
 
 

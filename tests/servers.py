@@ -4,6 +4,7 @@ them.
 """
 
 import contextlib
+import dataclasses
 import html
 import http.client
 import http.server
@@ -33,7 +34,6 @@ run_simple("127.0.0.1", int(sys.argv[1]), create_backend_app("s3"), threaded=Tru
 # Headers of a single connection.
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
 _Answer = tuple[int, dict[str, str], bytes]
-_MODIFIED = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
 class Request(NamedTuple):
@@ -51,16 +51,16 @@ class Request(NamedTuple):
     end: float
 
 
+@dataclasses.dataclass
 class Fault:
     """What happens to requests instead, the first `times` of those whose `operation KEY` a pattern
     is found in: a status, a connection that is `cut`, or a body that is `truncated`. If it is
     `lost`, the request is done, and its status is 503. A function is called with the key first, for
     its side effects alone."""
 
-    def __init__(self, pattern: str, kind: int | str | Callable[[str], object], times: int = 1):
-        self.pattern = re.compile(pattern)
-        self.kind = kind
-        self.left = times
+    pattern: str
+    kind: int | str | Callable[[str], object]
+    times: int = 1
 
 
 class Stores:
@@ -140,7 +140,6 @@ class Stores:
         return [r for r in self.requests if r.operation == operation and re.search(pattern, r.key)]
 
     def reset(self) -> None:
-        """Removes counted requests, delays and faults."""
         self.requests, self.faults, self.errors, self.delay = [], [], [], 0.0
 
     def wait(self) -> None:
@@ -220,10 +219,10 @@ class Stores:
 
     def _fault(self, text: str) -> Any:
         with self._lock:
-            found = next((f for f in self.faults if f.left > 0 and f.pattern.search(text)), None)
+            found = next((f for f in self.faults if f.times and re.search(f.pattern, text)), None)
             if found is None:
                 return None
-            found.left -= 1
+            found.times -= 1
         if callable(found.kind):
             try:
                 found.kind(text.partition(" ")[2])
@@ -388,7 +387,8 @@ class _ConditionalStore:
 
     def _head(self, place: Any, asked: Any, handler: _Handler, body: bytes) -> Any:
         generation, data = self._objects[place]
-        return 200, {"ETag": f'"{generation}"', "Last-Modified": _MODIFIED}, data
+        modified = "Thu, 01 Jan 2026 00:00:00 GMT"
+        return 200, {"ETag": f'"{generation}"', "Last-Modified": modified}, data
 
     def _list(self, place: Any, asked: dict[str, str], handler: _Handler, body: bytes) -> Any:
         is_xml = asked.get("list-type") == "2"

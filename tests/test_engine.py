@@ -32,7 +32,7 @@ from reshard.writer import arrays as stream
 
 
 class Views:
-    """A handle whose reads wait for a gate, or fail; those that have begun."""
+    """A handle whose reads wait for a gate."""
 
     path = ("w",)
 
@@ -43,33 +43,22 @@ class Views:
         self.shape = values.shape
         self.gate = threading.Event()
         self.gate.set()
-        self.begun = []
-        self.error = None
 
     def view(self):
-        if isinstance(self.error, reshard.ReshardError):
-            raise self.error
-
         def fill(domain, array, _):
-            self.begun.append(domain)
             assert self.gate.wait(20)
-            if self.error is not None:
-                raise self.error
             array[...] = self.values[domain.index_exp]
 
-        return ts.virtual_chunked(
-            fill,
-            dtype=self.values.dtype,
-            shape=self.shape,
-            chunk_layout=ts.ChunkLayout(chunk_shape=[8]),
-        )
+        grid = ts.ChunkLayout(chunk_shape=[8])
+        options = {"dtype": self.values.dtype, "shape": self.shape, "chunk_layout": grid}
+        return ts.virtual_chunked(fill, **options)
 
     def rounded(self, values):
         return values.astype(self.dtype)
 
 
-def batch_of(handle, start, stop, reading=10, held=5, kept=0):
-    return Batch([Read(handle, (slice(start, stop),))], reading, held, kept)
+def batch_of(handle, start, stop, reading=10, held=5):
+    return Batch([Read(handle, (slice(start, stop),))], reading, held)
 
 
 def batches_of(handle, count):

@@ -213,7 +213,6 @@ def not_json(text: str, change: Callable[[pathlib.Path], Any]) -> Fault:
 
 
 def named(text: str, *keys: str, form: str = "zarr2-ocdbt", kind: str = "None") -> Fault:
-    """An impossible leaf in the tree."""
     text = f"`PATH/{TREE}` does not describe a tree\n  {text}"
     return Fault(text, lambda p: add_leaf(p, *keys, kind=kind), form)
 
@@ -233,7 +232,6 @@ def no_file(name: str, replace: Callable[[pathlib.Path], Any], form: str = "zarr
 
 
 def nodes(text: str, height: int, made: Callable[[], Sequence[bytes]]) -> Fault:
-    """Another tree in the database."""
     text = f"{DATABASE}cannot be read\n  {text}"
     return Fault(text, lambda p: plant(p, made(), height), "zarr2-nodes")
 
@@ -463,7 +461,6 @@ def test_chunks_of_the_wrong_size(tmp_path, base, data, words):
 
 
 def test_a_sharding_that_does_not_divide(tmp_path, base):
-    """It does not matter if the array is put on another mesh."""
     path = copied(base, "zarr2-ocdbt", tmp_path / "saved")
     edit_sharding(path, shape=[16, 1], device_mesh=None)
     ckpt, out = reshard.open(path), tmp_path / "out"
@@ -504,7 +501,6 @@ def test_huge_arrays_of_absent_chunks(tmp_path, base):
 
 
 def test_links_and_pipes_among_the_siblings(tmp_path, base):
-    """Links, pipes and endless directories are not copied."""
     for name, add in {
         "link": lambda path: path.symlink_to("/etc/hostname"),
         "pipe": os.mkfifo,
@@ -527,13 +523,11 @@ def test_deep_directories(tmp_path, base, levels):
     path = copied(base, "zarr2-files", tmp_path / "saved")
     out = tmp_path / "out"
     (path / "assets").mkdir()
-    here = os.open(path / "assets", os.O_RDONLY)
     try:
-        for _ in range(levels):
-            os.mkdir("deep", dir_fd=here)
-            inside = os.open("deep", os.O_RDONLY, dir_fd=here)
-            os.close(here)
-            here = inside
+        with in_process.inside(path / "assets"):
+            for _ in range(levels):
+                os.mkdir("deep")
+                os.chdir("deep")
         if levels < 1000:
             ckpt = reshard.open(path)
             text = f"directories below `{path}/assets` are nested too deep"
@@ -543,7 +537,6 @@ def test_deep_directories(tmp_path, base, levels):
             assert ours(lambda: reshard.open(path), Corrupt).startswith(text)
         assert not out.exists()
     finally:  # pytest's own removal is recursive
-        os.close(here)
         subprocess.run(["rm", "-r", path], check=True)
 
 
@@ -563,12 +556,11 @@ def test_steps_and_items_that_are_symbolic_links(tmp_path, base, level):
     assert list(reshard.open(tmp_path / "out")) == list(ckpt)
 
 
-@pytest.mark.parametrize("what", ["pipe", "socket"])
-def test_opening_a_pipe_or_a_socket(tmp_path, what):
-    path = tmp_path / what
-    os.mknod(path, (stat.S_IFIFO if what == "pipe" else stat.S_IFSOCK) | 0o600)
-    text = f"`{path}` is a file, not a checkpoint directory"
-    assert ours(lambda: reshard.open(path), Format) == text
+def test_opening_a_pipe_or_a_socket(tmp_path):
+    for what, kind in {"pipe": stat.S_IFIFO, "socket": stat.S_IFSOCK}.items():
+        os.mknod(tmp_path / what, kind | 0o600)
+        text = f"`{tmp_path / what}` is a file, not a checkpoint directory"
+        assert ours(functools.partial(reshard.open, tmp_path / what), Format) == text
 
 
 def test_stray_files_are_ignored(tmp_path, base):
@@ -616,7 +608,6 @@ cli.main()
 
 
 def chunk_bomb(path: pathlib.Path, data: bytes) -> None:
-    """Replaces a chunk, in any version of zarr."""
     if (path / "w" / "zarr.json").exists():
         bytes_codec = {"name": "bytes", "configuration": {"endian": "little"}}
         edit_array(path, "w", codecs=[bytes_codec, {"name": "zstd", "configuration": {}}])
@@ -659,11 +650,8 @@ def test_memory_of_bombs(tmp_path, base, name):
 WATCHED = """
 import sys
 import reshard, reshard.cli.inspect, reshard.writer
-seen = []
-def hook(event, arguments):
-    if event in ('pickle.find_class', 'os.system', 'os.exec', 'subprocess.Popen'):
-        seen.append(event)
-sys.addaudithook(hook)
+seen, bad = [], ('pickle.find_class', 'os.system', 'os.exec', 'subprocess.Popen')
+sys.addaudithook(lambda event, _: seen.append(event) if event in bad else None)
 ckpt = reshard.open('saved')
 reshard.save(ckpt, 'moved')
 try:
@@ -716,7 +704,6 @@ def test_no_module_unpickles_or_evaluates():
 )
 @settings(max_examples=examples(30), deadline=None)
 def test_the_bound_of_decoded_nodes(values, compression, node_bytes):
-    """The bound holds for genuine databases, and is not far off."""
     config = {"compression": compression, "max_decoded_node_bytes": node_bytes}
     with tempfile.TemporaryDirectory() as name:
         store = layouts.database(pathlib.Path(name), config=config)
@@ -773,7 +760,6 @@ def test_random_maps(conversions, case):
 
 
 def by_map(base, tmp_path: pathlib.Path, rule: str) -> reshard.Checkpoint:
-    """The array `large`, 64 x 32, by a rule; all others stay as they are."""
     file = tmp_path / "map.toml"
     rest = "[[rule]]\nfrom = '^params/'\nto = ''\n"
     file.write_text(f"[[rule]]\nfrom = '^params/large$'\n{rule}\n{rest}")
@@ -884,7 +870,6 @@ def test_reshapes_with_many_axes_before_and_after():
 
 @pytest.mark.parametrize("custom", ["text", 3, 0.5, ["note"], [["note", 1]], True])
 def test_custom_metadata_that_are_not_an_object(tmp_path, base, custom):
-    """They hold the record of a conversion. Other values are copied."""
     path = copied(base, "linen", tmp_path / "linen")
     layouts.edit_document(path / TREE, custom_metadata=custom)
     told = ours(lambda: reshard.to_nnx(path, fuzz_jobs.nnx_training), Corrupt)
@@ -892,7 +877,6 @@ def test_custom_metadata_that_are_not_an_object(tmp_path, base, custom):
 
 
 def operation(**fields: Any) -> Callable[[Json], Any]:
-    """One more step in a record."""
     step = {"from": [["a"]], "to": [["b"]], **fields}
     return lambda record: record["route"]["steps"].append(step)
 
@@ -907,7 +891,6 @@ def kind(made: Any = None, **fields: Any) -> Callable[[Json], Any]:
 
 
 def more(*paths: list[Any]) -> Callable[[Json], Any]:
-    """More leaves in a record."""
     return lambda record: record["leaves"].extend([path, "None"] for path in paths)
 
 

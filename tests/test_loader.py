@@ -51,7 +51,6 @@ def value_type(leaf, layout):
 
 
 def sharding(leaf):
-    """The sharding as `reshard` describes it."""
     if not isinstance(leaf, jax.Array):
         return None
     if not isinstance(leaf.sharding, JaxNamedSharding):
@@ -59,10 +58,6 @@ def sharding(leaf):
     spec = [*leaf.sharding.spec, *[None] * layouts.is_key(leaf)]  # keys have a dimension more
     entries = (axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in spec)
     return NamedSharding(MESH, tuple(entries))
-
-
-def read(handle):
-    return handle.view().read().result()
 
 
 OF_VALUES = operator.attrgetter("shape", "dtype", "stored_dtype", "nbytes")
@@ -92,7 +87,7 @@ def test_every_layout(saved, layout):
         key_impl = str(jax.random.key_impl(leaf)) if path[0] == "keys" else None
         assert OF_STORED(handle) == (name, value_type(leaf, layout), key_impl, None), path
         assert handle.sharding == handle.saved_sharding == sharding(leaf), path
-        assert bits(read(handle)) == bits(value), path
+        assert bits(handle.read()) == bits(value), path
         box = tuple(slice(size // 5, size - size // 7) for size in value.shape)
         assert bits(handle.read(box)) == bits(np.asarray(value[box])), path
     assert ckpt.nbytes == sum(stored(leaf).nbytes for leaf in arrays.values())
@@ -103,7 +98,7 @@ def test_the_latest_step_is_the_default(saved):
     path, name = saved("manager").path, "params/embed"
     first, last, default = (reshard.open(path, step=step) for step in (*STEPS, None))
     assert [ckpt.source.step for ckpt in (first, last, default)] == ["3", "20", "20"]
-    assert bits(read(last[name])) == bits(read(default[name])) != bits(read(first[name]))
+    assert bits(last[name].read()) == bits(default[name].read()) != bits(first[name].read())
 
 
 def test_step_names_with_a_prefix(tmp_path):
@@ -440,7 +435,7 @@ def test_unmerged_databases_of_several_processes(saved, tmp_path, layout, writer
     assert ckpt.source.format == whole.source.format.replace("OCDBT", "OCDBT, never merged")
     assert list(ckpt) == list(whole)
     for handle in whole.arrays:
-        assert bits(read(ckpt[handle.path])) == bits(read(handle)), handle
+        assert bits(ckpt[handle.path].read()) == bits(handle.read()), handle
 
     before = layouts.hashes(path)
     on = layouts.mesh((1, 8))

@@ -105,7 +105,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("form", REFUSED, ids=repr)
 def test_invalid_locations(form):
-    """The hints are locations."""
     scheme, _, rest = str(form).partition(":")
     text = REFUSED[form].format(form, scheme, rest.removeprefix("/"))
     for use in (reshard.open, parse_location):

@@ -26,7 +26,6 @@ def put(path, tree, **flags):
 
 
 def by_reshard(ckpt):
-    """Path -> leaf, as it is shown."""
     return {
         path: leaf.view().read().result() if isinstance(leaf, reshard.ArrayHandle) else leaf
         for path, leaf in ckpt.items()
@@ -272,3 +271,25 @@ def test_renames_keep_values_or_are_refused(job, flags, chunks, tmp_path_factory
         assert_same(shown, dict(zip(after, leaves.values(), strict=True)))
         assert_same(by_reshard(reshard.open(out)), shown)
         assert_same(flatten_dict(layouts.load_pytree(out)), shown)
+
+
+@pytest.mark.parametrize("junk", [False, True])
+def test_linked_arrays_keep_their_own_keys(junk, tmp_path):
+    """A linked array takes no key of an array inside of it, nor one that belongs to no array."""
+    rng = np.random.default_rng(0)
+    tree = {name: rng.random((64, 64)) for name in ("a", "a/b", "c")}
+    ckpt = put(tmp_path / "in", tree)
+    if junk:
+        layouts.database(tmp_path / "in").write("c/0.0.0", rng.bytes(1 << 14)).result()
+        ckpt = reshard.open(tmp_path / "in")
+    ckpt = reshard.rename(ckpt, {"^c$": "d", '^"a/b"$': "e", "^a$": "b"})
+    plan = reshard.save(ckpt, tmp_path / "out")
+    assert plan.shared_bytes > 0
+    names = {"b": "a", "e": "a/b", "d": "c"}
+    keys = {f"{new}/{key}".encode() for new in names for key in (".zarray", "0.0")}
+    assert {*layouts.database(tmp_path / "out").list().result()} == keys
+    assert reshard.verify(tmp_path / "out").ok
+    found = layouts.load_pytree(tmp_path / "out")
+    assert {n: found[n].tobytes() for n in found} == {
+        n: tree[o].tobytes() for n, o in names.items()
+    }

@@ -51,8 +51,6 @@ def factors(draw, count):
 @st.composite
 def sums(draw, total, least=0):
     """Sizes that are `total` together."""
-    if least and not total:
-        return ()
     cuts = draw(st.sets(st.integers(1, max(total - 1, 1)), max_size=3)) if total > 1 else set()
     ends = [0, *sorted(cuts), total]
     sizes = [b - a for a, b in itertools.pairwise(ends)]

@@ -4,7 +4,6 @@ The brute force labels each element of an array with the chunk that it is in. Ev
 (which boxes touch which chunks, what a load decodes) is counted from the labels.
 """
 
-import dataclasses
 import itertools
 import math
 import re
@@ -274,9 +273,7 @@ def test_grids_that_fit_the_new_shards_are_kept(
     array = layout(shape, source_chunk, target_shard, source_shard=source_shard, same_bytes=True)
     moved = plan_array(array, "shard", 1 << 30)
     assert (moved.verbatim, moved.chunk == source_chunk) == (kept, kept)
-    cast = plan_array(
-        dataclasses.replace(array, same_bytes=False, target_itemsize=2), "shard", 1 << 30
-    )
+    cast = plan_array(array._replace(same_bytes=False, target_itemsize=2), "shard", 1 << 30)
     assert cast.chunk == (source_chunk if kept else target_shard)
     assert not cast.verbatim
 
@@ -285,7 +282,7 @@ def test_verbatim_arrays_cost_their_stored_bytes_once():
     array = layout((8, 8), (2, 4), (4, 4), stored_bytes=100, largest_stored=30, same_bytes=True)
     plan = plan_array(array, "shard", 1)
     assert (plan.bytes_read, plan.bytes_written, plan.decoded_bytes) == (100, 100, 256)
-    linked = dataclasses.replace(plan, linked=True)
+    linked = plan._replace(linked=True)
     assert (linked.bytes_read, linked.bytes_written, linked.decoded_bytes) == (0, 0, 256)
 
 
@@ -426,7 +423,7 @@ def test_bytes_per_device_are_those_of_the_device_with_the_most():
         array = plan_array(layout((24,), (24,), shard, source_shard=shard), "shard", 1 << 20)
         sharding = NamedSharding(mesh, (("x",),))
         handle = types.SimpleNamespace(saved_sharding=sharding, sharding=None)
-        arrays.append(dataclasses.replace(array, handle=handle))
+        arrays.append(array._replace(handle=handle))
 
     def item(*numbers):
         return types.SimpleNamespace(arrays=[arrays[n] for n in numbers])

@@ -623,9 +623,6 @@ def target(plain):
 
 
 HEAD = "does not match the target"
-CAST_HINT = 'hint: cast=True allows casts that keep every value, cast="lossy" all float casts'
-KEPT_HINT = "hint: pass a target whose kept leaves are arrays, not abstract leaves"
-TARGET_HINT = "hint: reshard.target(state, mesh=mesh, ...) gives every leaf a sharding"
 
 
 def test_one_error_lists_all_mismatches(plain, target):
@@ -652,7 +649,8 @@ def test_one_error_lists_all_mismatches(plain, target):
         "  params/layer_0/bias: the target has float32[17], the checkpoint float32[16]\n"
         "  params/layer_0/kernel: the target has bfloat16[8, 16], the checkpoint float32[8, 16]\n"
         "  params/layer_1/bias: in the target, it has no sharding\n\n"
-        + "\n".join([CAST_HINT, TARGET_HINT])
+        'hint: cast=True allows casts that keep every value, cast="lossy" all float casts\n'
+        "hint: reshard.target(state, mesh=mesh, ...) gives every leaf a sharding"
     )
     ckpt = reshard.open(path)
     before = layouts.bytes_read()
@@ -710,7 +708,8 @@ def test_keep_of_missing_leaves_and_of_leaves_without_a_value(plain, target):
     assert refused(path, target, keep=("params/head/*", "step")) == (
         f"`{path}` {HEAD}: 2 kept without a value\n"
         "  params/head/bias: keep names it, but in the target it has no value\n"
-        "  params/head/kernel: keep names it, but in the target it has no value\n\n" + KEPT_HINT
+        "  params/head/kernel: keep names it, but in the target it has no value\n\n"
+        "hint: pass a target whose kept leaves are arrays, not abstract leaves"
     )
     target["params"]["head"] = real(tree["params"]["head"], layouts.mesh((1, 8)))
     got = reshard.restore(path, target, keep=("params/head/*", "step"))
@@ -750,12 +749,6 @@ def frozen(module):
     }
 
 
-def corrupt(path, name):
-    (file,) = [f for f in sorted((path / name).rglob("*")) if f.is_file() and f.name[0] != "."][:1]
-    file.write_bytes(b"\x55" * file.stat().st_size)
-    return file
-
-
 @pytest.mark.parametrize("memory", [None, "20KiB"])
 @pytest.mark.parametrize(
     "name", ["opt_state.1.0.nu.pair.value.y", "model.blocks.0.linear.bias.value"]
@@ -764,7 +757,8 @@ def test_a_module_is_unchanged_if_a_read_fails(tmp_path, name, memory):
     module = put(lazy(NNX["model and optimizer"]), layouts.mesh((1, 8)))
     state = layouts.randomized(nnx.state(module))
     layouts.save_pytree(tmp_path / "saved", state, use_ocdbt=False)
-    file = corrupt(tmp_path / "saved", name)
+    file = next(f for f in (tmp_path / "saved" / name).rglob("*") if f.name[0] != ".")
+    file.write_bytes(b"\x55" * file.stat().st_size)
     before = frozen(module)
     error = reshard.CorruptCheckpointError
     assert refused(tmp_path / "saved", module, error, max_memory=memory) == (

@@ -3,7 +3,6 @@ on a disk and in buckets; and files that are wrong."""
 
 import json
 
-import jax
 import layouts
 import ml_dtypes
 import numpy as np
@@ -73,7 +72,6 @@ def file(tensors, tmp_path_factory):
 
 @pytest.fixture
 def parts(tensors, tmp_path):
-    """A directory of three files with their index."""
     folder = tmp_path / "hf"
     folder.mkdir()
     names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
@@ -89,7 +87,6 @@ def parts(tensors, tmp_path):
 
 
 def named(tree):
-    """Tensors of a nested tree by their names."""
     return flatten_dict(tree, sep=".")
 
 
@@ -168,15 +165,10 @@ def test_workers_and_shares(tensors, file, tmp_path):
 
 
 def test_restored_into_a_state(tensors, file):
-    mesh = layouts.mesh((1, 8))
-    specs = {"large": P(None, None, "model"), "model.embed.weight": P()}
-
-    def struct(name, values):
-        sharding = NamedSharding(mesh, specs.get(name, P(None, "model")))
-        return jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
-
+    mesh, specs = layouts.mesh((1, 8)), {"large": P(None, None, "model")}
     own = {name: values for name, values in tensors.items() if name != "step"}
-    target = {name: struct(name, values) for name, values in own.items()}
+    shardings = {name: NamedSharding(mesh, specs.get(name, P())) for name in own}
+    target = {name: layouts.laid_out(values, shardings[name]) for name, values in own.items()}
     target = unflatten_dict(target, sep=".")
     state = reshard.restore(reshard.select(reshard.open(file), drop="step"), target)
     assert_tensors(named(state), own)
@@ -206,7 +198,6 @@ def test_names_below_one_another_are_not_split(tmp_path):
 
 
 def one(*args, data=bytes(8), **fields):
-    """A file of one tensor."""
     return packed({"a": entry(*args, **fields)}, data)
 
 

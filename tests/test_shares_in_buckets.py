@@ -1,6 +1,7 @@
 """Shares that are written to a bucket, in place, and their commit, whose marker is last."""
 
 import random
+from unittest import mock
 
 import pytest
 import tensorstore as ts
@@ -36,10 +37,6 @@ def stored(stores, url):
     return found
 
 
-def killed(*_):
-    raise Killed
-
-
 KINDS = ["ckpt manager", "convert zarr3-files", "ckpt zarr2"]
 
 
@@ -51,8 +48,8 @@ def test_shares_in_a_bucket_are_what_one_process_writes(stores, jobs, monkeypatc
     save(path, f"{top}/whole")
     url = f"{top}/out"
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Attempt, "publish", killed)
-        patch.setattr(Attempt, "abandon", killed)
+        for name in ("publish", "abandon"):
+            patch.setattr(Attempt, name, mock.Mock(side_effect=Killed))
         save(path, url, share=(2, SHARES))
     numbers = random.Random(kind).sample([0, 1, 2, 3, 3, 4], 6)
     for number in numbers[:-1]:

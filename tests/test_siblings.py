@@ -73,12 +73,11 @@ def copies(root, item="state"):
     return found - {f"3/{MARKER}"}
 
 
-def sizes(root, paths):
-    return sum((root / path).stat().st_size for path in paths)
+def bytes_of(root):
+    return sum((root / path).stat().st_size for path in copies(root))
 
 
 def assert_copied(root, out):
-    """What is carried over has the same bytes, and the item the same values."""
     assert contents(out, copies(root)) == contents(root, copies(root))
     for item in TREES:
         assert reshard.verify(reshard.open(out, item=item), reshard.open(root, item=item)).ok
@@ -86,7 +85,6 @@ def assert_copied(root, out):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often each file is hashed, or copied."""
     found = collections.Counter()
     original = Location.copy
 
@@ -109,7 +107,7 @@ def test_other_items_are_copied(roots, tmp_path, name):
     written = f"step 3 of `{root}` -> `{out}/3`"
     for made, notes in ((planned, [written]), (done, [written]), (reshard.plan(opened(root)), [])):
         assert made.notes == ("item ema is not part of the job and is copied unchanged", *notes)
-        assert (made.shared_bytes, made.other_bytes) == (0, sizes(root, copies(root)))
+        assert (made.shared_bytes, made.other_bytes) == (0, bytes_of(root))
         own = sum(array.bytes_written for array in made.arrays)
         assert made.bytes_written == own + made.other_bytes
     assert hashes(root) == before
@@ -160,7 +158,6 @@ def test_files_of_a_split_database_are_not_copied(split, tmp_path):
 
 @pytest.mark.usefixtures("short_tries")
 def test_items_that_a_job_has_written_are_copied_into_a_bucket(root, tmp_path, stores):
-    """With markers of their own."""
     url = f"{stores.bucket('s3')}/out"
     for item in (*TREES, "cfg"):
         (root / "3" / item / MARKER).write_text("of the source")
@@ -202,13 +199,12 @@ def test_siblings_are_read_once_and_not_for_a_plan(root, tmp_path, reads, record
     assert {reads[f"{root}/{path}"] for path in copies(root)} == {1}
     # And they count as progress.
     done, whole = zip(*told, strict=True)
-    others = sizes(root, copies(root))
+    others = bytes_of(root)
     assert set(whole) == {done[-1]} == {others + sum(a.decoded_bytes for a in plan.arrays)}
     assert list(done) == sorted(done)
 
 
 def test_siblings_in_the_record_of_an_earlier_version(root, tmp_path):
-    """It needs to be there: `verify` compares it."""
     reshard.digest(reshard.open(root, item="state"), write=True)
     file = root / "3" / "state" / RECORD
     layouts.edit_document(file, beside={"cfg/metadata": "0" * 64})

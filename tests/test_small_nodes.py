@@ -29,7 +29,6 @@ def many(tmp_path, monkeypatch):
 
 
 def nodes(ckpt):
-    """How many nodes there are in memory."""
     context = ckpt.source.store.context
     return len(ts.KvStore.open("memory://nodes/", context=context).result().list().result())
 

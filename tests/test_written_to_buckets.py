@@ -48,7 +48,6 @@ def top(url):
 
 
 def assert_saved(url, source, stores, **options):
-    """A job does its work, and leaves nothing behind; one that was stopped goes on."""
     reshard.save(on("1x8", source), url, **options)
     assert values(url) == values(source)
     assert_pruned(stores, url)
@@ -110,7 +109,6 @@ def test_orbax_reads_what_is_on_gs(run, stores, tmp_path):
 
 
 def test_nobody_sees_a_step_before_its_last_marker(run, stores):
-    """Orbax does not, and reshard does not, after any request."""
     url = f"{stores.bucket('conditional')}/run"
     seen, keys = [], []
 
@@ -227,7 +225,6 @@ def test_beside_steps_of_a_manager(small, stores):
 
 
 def test_a_directory_that_is_swept_away_while_it_is_written(run, stores, url):
-    """As such a manager does it; or some of it."""
     (run / "7" / "notes").mkdir()
     (run / "7" / "notes" / "note.txt").write_text("kept")
     location = parse_location(url)
@@ -253,7 +250,6 @@ def test_a_directory_that_is_swept_away_while_it_is_written(run, stores, url):
 
 @pytest.mark.parametrize("kind", ["s3", "conditional"])
 def test_a_store_that_refuses(kind, small, stores):
-    """What is finished stays, which is said."""
     url = f"{stores.bucket(kind)}/out"
     for point, there in (
         ("begun.json", None),
@@ -274,7 +270,6 @@ def test_a_store_that_refuses(kind, small, stores):
 
 @pytest.mark.parametrize("options", [{}, {"share": (0, 1)}])
 def test_deletions_that_are_refused(options, small, stores, url):
-    """A complete checkpoint is one, whatever is beside it."""
     stores.faults += [Fault("delete ", 403, times=1000)]
     reshard.save(on("1x8", small), url, **options)
     if options:
@@ -439,7 +434,6 @@ def test_a_job_that_fails_deletes_only_what_it_has_written(below, run, small, st
 
 @pytest.mark.parametrize("below", ["200", "7/state/d/200"])
 def test_a_job_deletes_nothing_of_a_checkpoint_inside_of_it(below, run, small, stores, url):
-    """That another job has completed meanwhile."""
     inner = f"{url}/{below}"
     stores.faults += [Fault("write .*begun", lambda key: reshard.save(on("1x8", small), inner))]
     reshard.save(on("1x8", run), url)

@@ -279,13 +279,13 @@ def stored_share(handle: ArrayHandle) -> int:
 def stored_chunks(handle: ArrayHandle, encoding: zarr.Encoding) -> dict[str, StoredChunk] | None:
     """The stored values that are copied verbatim for an array in an encoding, by their keys below
     its name: chunks, and the metadata if it is the same. None if the array must be decoded."""
+    if (data := unchanged(handle, encoding)) is not None:
+        values = data.store.values[data.name]
+        return {key: StoredChunk(data.name, key, value) for key, value in values.items()}
     if handle.dtype != handle.stored_dtype:
         return None
     data = handle.data
     if isinstance(data, StoredArray):
-        if data.encoding == encoding and not data.store.ranged:  # which stores no metadata
-            values = data.store.values[data.name]
-            return {key: StoredChunk(data.name, key, value) for key, value in values.items()}
         if data.encoding.codecs != encoding.codecs:
             return None
     else:
@@ -297,7 +297,17 @@ def stored_chunks(handle: ArrayHandle, encoding: zarr.Encoding) -> dict[str, Sto
     return None if remapped is None else {encoding.chunk_key(c.index): c for c in remapped}
 
 
+def unchanged(handle: ArrayHandle, encoding: zarr.Encoding) -> StoredArray | None:
+    """The stored array whose values an array has in an encoding, metadata too, under the same keys
+    below its name; None if there is none."""
+    data = handle.stored
+    same = data is not None and not data.store.ranged and data.encoding == encoding
+    return data if same else None  # a ranged store has no metadata
+
+
 def stored_values(handle: ArrayHandle, encoding: zarr.Encoding) -> list[StoredValue] | None:
     """The values of `stored_chunks`."""
+    if (data := unchanged(handle, encoding)) is not None:
+        return [*data.store.values[data.name].values()]
     chunks = stored_chunks(handle, encoding)
     return None if chunks is None else [chunk.value for chunk in chunks.values()]

@@ -136,8 +136,12 @@ def first_cell(handle: ArrayHandle) -> Box:
 
 def decoded_together(handles: Sequence[ArrayHandle]) -> Decoded:
     """The largest cost of decoding one box of each array together. All have one grid of boxes."""
-    if len(handles) == 1 and not isinstance(handles[0].data, Derived):
-        return total(chunks_of(handles[0], first_cell(handles[0])))
+    first, data = handles[0], handles[0].data
+    if len(handles) == 1 and not isinstance(data, Derived):  # of one chunk: most arrays are alone
+        elements = math.prod(map(min, first.shape, first.chunk_shape))
+        decoded = math.prod(first.chunk_shape) * first.stored_dtype.itemsize
+        nbytes = decoded + data.store.largest_chunk(data.name)
+        return Decoded(nbytes if elements else 0, elements)
     # Layers that are stacked may be in chunks of any sizes.
     cells = grid_boxes(handles[0].shape, handles[0].chunk_shape)
     unions = (

@@ -16,11 +16,11 @@ that several boxes touch is read several times.
 """
 
 import bisect
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from reshard.arrays.boxes import Box, Shape, chunks_together, common_multiple, grid_boxes, grid_size
 from reshard.arrays.derived import stored_values
@@ -51,8 +51,7 @@ _KEEP = 'chunks="keep" keeps the stored grid'
 _Split = tuple[Shape, Shape, int]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArrayPlan:
+class ArrayPlan(NamedTuple):
     """The facts about one array, and its plan.
 
     Attributes:
@@ -169,9 +168,7 @@ class ArrayPlan:
         shape, count = self.shape, nbytes // max(self.box_bytes, 1)
         cell = tuple(max(size, 1) for size in self.box)  # an array may have no elements
         box = chunks_together(shape, cell, max(count, 1))
-        return dataclasses.replace(
-            self, box=tuple(max(min(*p), 1) for p in zip(box, shape, strict=True))
-        )
+        return self._replace(box=tuple(max(min(*p), 1) for p in zip(box, shape, strict=True)))
 
     def boxes(self, start: int = 0, stop: int | None = None) -> Iterator[Box]:
         """Its boxes in row-major order, from one number to another."""
@@ -219,7 +216,7 @@ def plan_array(array: ArrayPlan, chunks: int | str, max_memory: int) -> ArrayPla
     most = None if isinstance(chunks, str) else chunks
     keeps = chunks == "keep" or 0 in array.shape or _grid_fits(array, most)
     if keeps and array.same_bytes:
-        return dataclasses.replace(array, chunk=array.source_chunk)
+        return array._replace(chunk=array.source_chunk)
     shape, source = array.shape, array.source_chunk
     if keeps:
         splits = ((source, common_multiple((source,), shape), 1),)
@@ -238,7 +235,7 @@ def plan_array(array: ArrayPlan, chunks: int | str, max_memory: int) -> ArrayPla
         text = f"{found} of {list(plan.chunk)}, more than {_MAX_CHUNKS}"
         raise MemoryLimitError(text, hints=[_KEEP])
     if array.same_bytes and plan.chunk == source:
-        return dataclasses.replace(plan, box=None, passes=1.0)
+        return plan._replace(box=None, passes=1.0)
     return plan
 
 
@@ -260,7 +257,7 @@ def _first_fit(array: ArrayPlan, splits: Iterable[_Split], limit: int) -> ArrayP
             if array.bytes_of(array.shape) <= min(WHOLE_ARRAY, limit):
                 box = array.shape
             passes = _passes(array, box)
-            return dataclasses.replace(array, chunk=chunk, box=box, passes=passes, split=split)
+            return array._replace(chunk=chunk, box=box, passes=passes, split=split)
     return None
 
 

@@ -277,8 +277,7 @@ def job_token(plan: Plan, loaded: bool) -> str:
         add(sorted(item.files or ()), json.dumps(source.metadata, sort_keys=True))
         if item.format.files:  # other files come from elsewhere
             add(plan.siblings)
-        for path, leaf in ckpt.items():
-            add(path, None if isinstance(leaf, ArrayHandle) else leaf)
+        add(*(each for each in ckpt.items() if not isinstance(each[1], ArrayHandle)))
         for array in item.arrays:
             add(*_described(array.handle, loaded), array.chunk, array.box)
     return found.hexdigest()[:16]
@@ -295,7 +294,7 @@ def _source_of(operation: Apply) -> str:
 
 def _described(handle: ArrayHandle, loaded: bool) -> Iterator[object]:
     """Everything that an array depends on."""
-    yield handle.path, handle.dtype, handle.shape, handle.sharding
+    yield handle.path, handle.dtype.type, handle.shape, handle.sharding
     yield handle.value_type, handle.key_impl
     data = handle.data
     if isinstance(data, StoredArray):

@@ -7,11 +7,12 @@ inside the target's: the source is opened with the destination's files and its o
 """
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import tensorstore as ts
 
-from reshard.arrays.derived import stored_chunks
+from reshard.arrays.derived import stored_chunks, unchanged
 from reshard.arrays.handle import stored_name
 from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
@@ -34,8 +35,8 @@ from reshard.writer.plan import ItemPlan
 # The part of an item's stored bytes that is copied verbatim at least where data files are linked:
 # a conversion changes counters and random state, and nothing else.
 _MOST = 15 / 16
-# The empty key below a path that is a whole key.
-_ONE_KEY = ts.KvStore.KeyRange(b"", b"\0")
+# All keys below a path; and the empty one, if the path is a whole key.
+_ALL_KEYS, _ONE_KEY = ts.KvStore.KeyRange(), ts.KvStore.KeyRange(b"", b"\0")
 
 
 def files_to_link(
@@ -80,13 +81,7 @@ def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
     transaction = ts.Transaction(atomic=True)
     spec = root_spec(directory, name)
     root = ts.KvStore.open(spec, context=context).result().with_transaction(transaction)
-    chunks = {
-        f"{stored_name(array.path)}/{key}": chunk
-        for array in item.arrays
-        if array.linked
-        for key, chunk in (stored_chunks(array.handle, array.encoding) or {}).items()
-    }
-    copies = []
+    copies, keys = [], 0
     for part in source.parts:
         spec = ocdbt_spec(directory / part, source.directory / part)
         stored = ts.KvStore.open(spec, context=context).result()
@@ -96,13 +91,34 @@ def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
         small = ts.KvStore.open(spec, context=context).result()
         for copy in entry_copies(stored, small, source.values):
             wait_written(copy, directory / part)
-        for new, chunk in chunks.items():
-            if chunk.value.part == part:
-                one = small / f"{chunk.name}/{chunk.key}"
-                copies.append(one.experimental_copy_range_to(root / new, _ONE_KEY))
+        for old, new, inside, count in _moves(item, part, len(small.list().result())):
+            copies.append((small / old).experimental_copy_range_to(root / new, inside))
+            keys += count
     for copy in copies:
         wait_written(copy, directory)
     wait_written(transaction.commit_async(), directory)
     nodes = {f"{name}/{e.path}": e.nbytes for e in (directory / name).walk() if e.is_file}
     nodes |= {file: (directory / file).file_bytes() or 0 for file in linked - {*files}}
-    return Written({name: len(chunks)}, dict(files), nodes)
+    return Written({name: keys}, dict(files), nodes)
+
+
+def _moves(
+    item: ItemPlan, part: str, count: int
+) -> Iterator[tuple[str, str, ts.KvStore.KeyRange, int]]:
+    """Ranges of keys of linked arrays in a part of the source that has `count` keys: the path
+    before and after, the keys below it, and their number. An array whose keys keep their names
+    below its own is one range, unless the part has keys of no array, or arrays inside of it."""
+    values = item.ckpt.source.store.values
+    known = sum(value.part == part for found in values.values() for value in found.values())
+    names = (name.split("/")[:-1] for name in values)
+    outer = {above for keys in names for above in itertools.accumulate(keys, "{}/{}".format)}
+    for array in item.arrays:
+        name, data = f"{stored_name(array.path)}/", unchanged(array.handle, array.encoding)
+        if array.linked and data is not None and data.name not in outer and count == known:
+            own = sum(value.part == part for value in values[data.name].values())
+            if own:
+                yield f"{data.name}/", name, _ALL_KEYS, own
+        elif array.linked:
+            for key, chunk in (stored_chunks(array.handle, array.encoding) or {}).items():
+                if chunk.value.part == part:
+                    yield f"{chunk.name}/{chunk.key}", name + key, _ONE_KEY, 1

@@ -379,7 +379,7 @@ def plan_item(
     arrays = with_passes(sorted(arrays, key=lambda array: places[array.path]))
     files = files_to_link(ckpt.source.store, destination, form, arrays) if link else None
     if files is not None:
-        arrays = [dataclasses.replace(array, linked=array.verbatim) for array in arrays]
+        arrays = [array._replace(linked=array.verbatim) for array in arrays]
     record = NO_RECORD
     try:
         record = source_record(ckpt, [array.handle for array in arrays])
@@ -444,8 +444,7 @@ def with_passes(plans: Sequence[ArrayPlan]) -> list[ArrayPlan]:
             factor = max(decoded_together(handles).elements / elements, 1.0)
             factors |= {handle.path: factor for handle in handles}
     return [
-        dataclasses.replace(a, passes=a.passes * factors[a.path]) if a.path in factors else a
-        for a in plans
+        a._replace(passes=a.passes * factors[a.path]) if a.path in factors else a for a in plans
     ]
 
 
