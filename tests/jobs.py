@@ -5,7 +5,6 @@ stopped in this one, and what they say and leave.
 import contextlib
 import inspect
 import json
-import os
 import pathlib
 import resource
 import signal
@@ -259,15 +258,3 @@ def flip(file):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-
-
-def touched(file):
-    os.utime(file, ns=(file.stat().st_mtime_ns, file.stat().st_mtime_ns + 1))
-
-
-def misrecorded(source, name):
-    """Has a digest be on record that is not the one of this array."""
-    reshard.digest(source, write=True)
-    record = json.loads((source / RECORD).read_bytes())
-    record["arrays"][name]["digest"] = "0" * 32
-    (source / RECORD).write_text(json.dumps(record))

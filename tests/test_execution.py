@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import layouts
 import numpy as np
@@ -77,10 +78,6 @@ def test_a_plan_and_a_checkpoint_are_the_same_job_in_a_fresh_process(saved, tmp_
             assert documents and [here[key] for key in documents] == [found[k] for k in documents]
 
 
-def refused(*_, **__):
-    raise PermissionError(errno.EPERM, "no links")
-
-
 @pytest.mark.parametrize("links", [True, False])
 def test_nothing_is_prepared_twice(saved, tmp_path, monkeypatch, links):
     calls = []
@@ -97,6 +94,7 @@ def test_nothing_is_prepared_twice(saved, tmp_path, monkeypatch, links):
     for name in ("plan_array", "siblings", "source_record", "files_to_link", "read_again"):
         counted(planning, name)
     if not links:
+        refused = mock.Mock(side_effect=PermissionError(errno.EPERM, "no links"))
         monkeypatch.setattr(os, "link", refused)
     source = saved("manager").path
     ckpt = reshard.rename(reshard.open(source), [("^params/embed$", "params/e")])

@@ -40,21 +40,14 @@ PAIRS = few(
 )
 
 
-def chunks_of(path, **kwargs):
+def chunks_of(path):
     """Path and place in the grid -> stored bytes of each chunk."""
     return {
         (h.path, h.data.encoding.chunk_index(key, len(h.shape))): store.read(key).result().value
-        for h in reshard.open(path, **kwargs).arrays
+        for h in reshard.open(path).arrays
         for store in [h.data.store.kvstore(h.data.name)]
         for key in h.data.chunks
     }
-
-
-def codecs_of(path):
-    texts = {
-        text for array in reshard.open(path).arrays for text in array.data.encoding.compressors
-    }
-    return [json.loads(text) for text in texts]
 
 
 def restored(path):
@@ -233,9 +226,10 @@ def test_codecs(saved, read_by_orbax, tmp_path, layout, target, codec):
     expected = CODECS[codec]
     if codec == "zstd" and layout == "zarr3-ocdbt":
         expected = [("zstd", {"level": 3})]  # the source's
+    texts = {text for array in reshard.open(out).arrays for text in array.data.encoding.compressors}
     found = [
         (c["name"], {key: c["configuration"][key] for key in expected[0][1]})
-        for c in codecs_of(out)
+        for c in map(json.loads, texts)
     ]
     assert all(one == expected[0] for one in found) and bool(found) == bool(expected)
     assert reshard.digest(out) == reshard.digest(source.path)

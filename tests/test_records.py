@@ -111,7 +111,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     arrays |= {"\udcff \x1b": ArrayRecord("float32", (), None)}
     files = {"_METADATA": "ab" * 32, "\udcff/ü": "01" * 32}
     record = Record(arrays, {"name": "cd" * 32}, files, {"x/y": "ff" * 32})
-    (tmp_path / FILE).write_bytes(record.dump())
+    (tmp_path / FILE).write_text(json.dumps(record.document()))
     assert read_record(tmp_path / FILE) == record
     assert read_record(tmp_path / "nothing" / FILE) is None
 

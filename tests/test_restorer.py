@@ -749,12 +749,6 @@ def frozen(module):
     }
 
 
-def corrupt(path, name):
-    (file,) = [f for f in sorted((path / name).rglob("*")) if f.is_file() and f.name[0] != "."][:1]
-    file.write_bytes(b"\x55" * file.stat().st_size)
-    return file
-
-
 @pytest.mark.parametrize("memory", [None, "20KiB"])
 @pytest.mark.parametrize(
     "name", ["opt_state.1.0.nu.pair.value.y", "model.blocks.0.linear.bias.value"]
@@ -763,7 +757,8 @@ def test_a_module_is_unchanged_if_a_read_fails(tmp_path, name, memory):
     module = put(lazy(NNX["model and optimizer"]), layouts.mesh((1, 8)))
     state = layouts.randomized(nnx.state(module))
     layouts.save_pytree(tmp_path / "saved", state, use_ocdbt=False)
-    file = corrupt(tmp_path / "saved", name)
+    file = next(f for f in (tmp_path / "saved" / name).rglob("*") if f.name[0] != ".")
+    file.write_bytes(b"\x55" * file.stat().st_size)
     before = frozen(module)
     error = reshard.CorruptCheckpointError
     assert refused(tmp_path / "saved", module, error, max_memory=memory) == (

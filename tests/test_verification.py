@@ -120,7 +120,7 @@ def test_records_of_something_else(copied, tmp_path, monkeypatch):
         "gone\x1b": ArrayRecord("float32", (), text),
     }
     files = dict.fromkeys(["_sharding", "x" * 300, "nothing/here"], 2 * text)
-    (path / FILE).write_bytes(Record(arrays, {}, files, {}).dump())
+    (path / FILE).write_text(json.dumps(Record(arrays, {}, files, {}).document()))
     of_arrays = (
         "b: it is int32[64,8], and int64[64,8] on record",
         "w: it is float32[64,96], and float32[96,64] on record",
@@ -464,10 +464,6 @@ def test_exit_status_1_of_a_damaged_checkpoint(copied, made, run):
     assert problem.startswith(f"`{path}/_METADATA` is not JSON: ")
     assert (status, err) == (1, "")
     assert json.loads(out) == {"path": str(path), "ok": False, "problems": [problem]}
-    path = path.rename(path.with_name("saved.orbax-checkpoint-tmp"))
-    status, out, err = run("verify", path)
-    assert (status, err) == (1, "")
-    assert out.startswith(f"`{path}` was never committed: ")
 
 
 def test_exit_status_2_if_verify_cannot_run(made, tmp_path):

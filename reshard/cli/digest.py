@@ -1,6 +1,5 @@
 """`reshard digest`: digests of values, which do not depend on mesh, chunks or format."""
 
-import json
 from typing import Any
 
 import click
@@ -32,7 +31,7 @@ def command(path: str, write: bool, **flags: Any) -> None:
     (ckpt,) = options.opened(flags, path)
     with working(flags) as by:
         found = digest(ckpt, write=write, max_memory=flags["max_memory"], **by)
-    if options.wants_text(flags, lambda: json.loads(record(ckpt, found).dump())):
+    if options.wants_text(flags, record(ckpt, found).document):
         rows = [(format_path(a.path), describe(a), found[a.path]) for a in ckpt.arrays]
         click.echo(options.latest_text(ckpt.source, flags["step"]), nl=False)
         output.table(("path", "array", "digest"), rows)

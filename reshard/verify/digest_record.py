@@ -69,15 +69,16 @@ class Record:
     files: Mapping[str, str]
     beside: Mapping[str, str]
 
-    def dump(self) -> bytes:
+    def document(self) -> dict[str, Any]:
+        """The record as JSON."""
         arrays = {name: vars(entry) for name, entry in self.arrays.items()}
         hashes = {name: dict(getattr(self, name)) for name in ("strings", "files", "beside")}
-        return json.dumps({"version": _VERSION, "arrays": arrays, **hashes}).encode()
+        return {"version": _VERSION, "arrays": arrays, **hashes}
 
     def write(self, file: Location) -> None:
         """Replaces the record of a checkpoint. Raises DestinationError if that fails."""
         try:
-            file.replace(self.dump(), RECORD_TEMPORARY)
+            file.replace(json.dumps(self.document()).encode(), RECORD_TEMPORARY)
         except OSError as error:
             raise DestinationError(f"`{file}` cannot be written: {error.strerror}") from error
 

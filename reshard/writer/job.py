@@ -277,8 +277,7 @@ def job_token(plan: Plan, loaded: bool) -> str:
         add(sorted(item.files or ()), json.dumps(source.metadata, sort_keys=True))
         if item.format.files:  # other files come from elsewhere
             add(plan.siblings)
-        for path, leaf in ckpt.items():
-            add(path, None if isinstance(leaf, ArrayHandle) else leaf)
+        add(*(each for each in ckpt.items() if not isinstance(each[1], ArrayHandle)))
         for array in item.arrays:
             add(*_described(array.handle, loaded), array.chunk, array.box)
     return found.hexdigest()[:16]

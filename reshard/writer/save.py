@@ -401,7 +401,7 @@ def _entry(
         "file_bytes": item.format.file_bytes,
         "path": str(item.ckpt.source.path),
         "verify": documents.verify_hint(item.ckpt.source),
-        "record": json.loads(record.dump()),
+        "record": record.document(),
         "rewritten": {
             stored_name(h.path): (item.record.digest(h), format_path(h.path))
             for h in item.rewritten
