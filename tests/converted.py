@@ -77,6 +77,15 @@ def filled(tree: Any, seed: int = 0, bits: bool = True) -> Any:
     return jax.tree.map(value, tree)
 
 
+def some(*shape: int, seed: int = 1) -> np.ndarray:
+    """Random numbers that a model can calculate with."""
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def rngs() -> nnx.Rngs:
+    return nnx.Rngs(0)
+
+
 def sharded(tree: Any, specs: Mapping[str, PartitionSpec], on: Mesh) -> Any:
     """A tree on a mesh: specs by the last key, for arrays that have as many dimensions."""
 

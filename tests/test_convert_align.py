@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import twins
 from by_numpy import viewed
-from converted import Compact, convert, outline_of, random_variables, zeroed
+from converted import Compact, convert, outline_of, random_variables, rngs, some, zeroed
 from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict
@@ -36,15 +36,7 @@ PAIRS = pathlib.Path(__file__).parent / "data/pairs"
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def rngs():
-    return nnx.Rngs(0)
-
-
 square, norm = functools.partial(linear, 4, 4), functools.partial(twins.norm, 4)
-
-
-def some(*shape, seed=1):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 def printed(alignment):
@@ -593,6 +585,12 @@ UNDECIDED = {
     "another that may be one of them": (
         *(dense("Dense_0") | dense("head"), {"a": square}),
         "Dense_0, perhaps a: head in Linen may be, or hold, one of them\n"
+        "head: NNX has no counterpart",
+    ),
+    "another that may be one of two": (
+        dense("Dense_0", bias=False) | dense("Dense_1") | dense("head"),
+        {"a": bare, "b": square},
+        "Dense_0 and Dense_1, perhaps a and b: head in Linen may be, or hold, one of them\n"
         "head: NNX has no counterpart",
     ),
     "another that may hold one of them": (

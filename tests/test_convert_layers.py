@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import pytest
-from converted import Compact, Of, convert, random_variables
+from converted import Compact, Of, convert, random_variables, rngs, some
 from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict
@@ -27,14 +27,6 @@ from reshard.tree import format_path
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 LAYERS = json.loads((pathlib.Path(__file__).parent / "data/pairs/layers.json").read_text())
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def rngs():
-    return nnx.Rngs(0)
-
-
-def some(*shape, seed=1):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
 class Layer(NamedTuple):

@@ -117,8 +117,7 @@ PARAMETERS = [  # before, after, the shape
     ("embedding", "embedding", (7, 4)),
 ]
 NAMES = {split_path(before): shape for before, _, shape in PARAMETERS}
-AFTER = {split_path(after): shape for _, after, shape in PARAMETERS}
-RENAMED = dict(zip(NAMES, AFTER, strict=True))
+RENAMED = {split_path(before): split_path(after) for before, after, _ in PARAMETERS}
 
 
 FULL = [

@@ -377,14 +377,9 @@ def test_only_exchanges_that_are_seen_clear_the_warning_of_order(tmp_path):
         return Compact(parts).init(jax.random.key(0), jnp.ones((3, WIDTH)))
 
     def net():
-        rngs = nnx.Rngs(0)
-        layers = {name: nnx.Linear(WIDTH, WIDTH, rngs=rngs) for name in ("first", "second")}
-        norms = {name: nnx.LayerNorm(WIDTH, rngs=rngs) for name in ("inner", "outer")}
-
-        def call(net, x):
-            return net.outer(net.second(net.inner(net.first(x))))
-
-        return Net(call, **layers, **norms)
+        parts = {name: twins.linear(WIDTH, WIDTH) for name in ("first", "second")}
+        parts |= {name: twins.norm(WIDTH) for name in ("inner", "outer")}
+        return Net(lambda net, x: net.outer(net.second(net.inner(net.first(x)))), **parts)
 
     values = random(model)
     ckpt = compared(tmp_path, model, net, values=values)
@@ -621,42 +616,28 @@ def test_the_command_runs_two_models_or_none(project):
         assert status == 2 and "--inputs requires --check" in err
 
 
-class Counted(nnx.Module):
-    """Its output depends on a whole number."""
-
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(4, WIDTH, rngs=rngs)
-        self.count = nnx.Variable(jnp.full((), 1, jnp.int32))
-
-    def __call__(self, x):
-        return self.dense(x) * (1 + self.count[...])
+def counted():
+    """A model whose output depends on a whole number, which the Linen model does not have."""
+    count = nnx.Variable(jnp.full((), 1, jnp.int32))
+    return Net(lambda net, x: net.dense(x) * (1 + net.count[...]), dense=linear(), count=count)
 
 
-class Uncounted(nn.Module):
-    """The same, without it."""
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(WIDTH, name="dense")(x)
+uncounted = of_ones(Compact(lambda x: nn.Dense(WIDTH, name="dense")(x)))
 
 
 def test_outputs_that_depend_on_a_leaf_that_was_dropped(tmp_path):
     """The leaf is a whole number, for which there is no NaN."""
-    saved = layouts.save_standard(tmp_path / "nnx", nnx.state(Counted(nnx.Rngs(0))))
-    models = (saved, of_ones(Uncounted()))
+    saved = layouts.save_standard(tmp_path / "nnx", nnx.state(counted()))
+    models = (saved, uncounted)
     check = ((jnp.ones((2, 4)),), {})
-    options = {"source": Counted, "drop": "count", "check": check}
+    options = {"source": counted, "drop": "count", "check": check}
     error = refused(reshard.to_linen, *models, of=reshard.ArgumentError, **options)
     assert str(error) == (
         "the outputs of the NNX model depend on leaves that the checkpoint lacks\n  count"
     )
-
-    class Mute(nnx.Module):
-        __init__ = Counted.__init__
-
-    options["source"] = Mute
+    options["source"] = twins.named("Mute", dense=linear, count=lambda: counted().count)
     error = refused(reshard.to_linen, *models, of=reshard.ArgumentError, **options)
     assert "is a Mute, not a module with `__call__`" in error.summary
     # A parameter of both models is missing.
-    error = refused(reshard.to_linen, *models, source=Counted, drop=("count", "dense/bias"))
+    error = refused(reshard.to_linen, *models, source=counted, drop=("count", "dense/bias"))
     assert error.problems == ("params/dense/bias  float32[6]: missing",)

@@ -31,7 +31,7 @@ def model_of(name):
 
 
 def values(ckpt):
-    return {format_path(a.path): a.rounded(a.view().read().result()) for a in ckpt.arrays}
+    return {format_path(a.path): a.read() for a in ckpt.arrays}
 
 
 def assert_same(got, expected, rtol=0, atol=0):
@@ -175,7 +175,7 @@ def test_padding_that_was_trained_is_not_cut_off(tmp_path, llama):
     padded = reshard.ready_map("hf:llama-tunix", llama, vocab=64)
     made = reshard.remap(reshard.open(llama), padded)
     name = ("embedder", "input_embedding", "value")
-    trained = made[name].at(name).rounded(made[name].view().read().result()) + 1
+    trained = made[name].read() + 1
     reshard.save(made, tmp_path / "out")
     # TensorStore writes what training would.
     stored = reshard.open(tmp_path / "out")[name]

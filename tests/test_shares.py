@@ -64,7 +64,7 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
             stores = {id(data.store): data.store for h in every for _, data in h.roots()}
             named = {data.name for h in every for _, data in h.roots()}
             assert {name for store in stores.values() for name in store.values} == named
-            whole = {handle.path: handle for handle in planned.items[item.item].handles}
+            whole = {a.path: a.handle for a in planned.items[item.item].arrays}
             for group in item.pieces:
                 for array in group.arrays:
                     handle, path = array.handle, array.path

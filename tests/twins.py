@@ -444,10 +444,6 @@ def _language_twin(axis: int, remat: bool, pairs: Pairs, tx: Any, **kwargs: Any)
     return Twin(linen, Nnx.LanguageModel, inputs, pairs, tx, **kwargs)
 
 
-def _inputs(*shape: int) -> tuple[np.ndarray]:
-    return (np.random.default_rng(1).normal(size=shape).astype("float32"),)
-
-
 TWINS = {
     "scanned": _language_twin(
         *(0, False, _language_model("ScanBlock_0")),
@@ -463,7 +459,7 @@ TWINS = {
     "gated": Twin(
         Linen.Residual(),
         Nnx.Residual,
-        _inputs(8, WIDTH),
+        (np.random.default_rng(1).normal(size=(8, WIDTH)).astype("float32"),),
         _gated_mlps(),
         optax.adamw(1e-2),
         step=jnp.int32(7),

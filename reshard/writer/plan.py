@@ -99,11 +99,6 @@ class ItemPlan:
     read_verbatim: Sequence[ArrayHandle]
 
     @property
-    def handles(self) -> list[ArrayHandle]:
-        """Its arrays."""
-        return [array.handle for array in self.arrays]
-
-    @property
     def rewritten(self) -> list[ArrayHandle]:
         """Arrays that are decoded and encoded."""
         return [array.handle for array in self.arrays if not array.verbatim]
