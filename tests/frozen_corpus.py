@@ -203,7 +203,7 @@ class Corpus:
             shutil.copytree(DATA / name, path)
         elif name in NEVER_MERGED:
             whole = self(NEVER_MERGED[name])
-            tree, path = whole.tree, never_merged(whole.path, path, 3, 1)
+            tree, path = whole.tree, never_merged(whole.path, path, 3, 1, apart=True)
         elif name == "dtypes":
             rng = np.random.default_rng(0)
             tree = {kind: layouts.random_array(rng, (3, 7), kind) for kind in layouts.DTYPES}

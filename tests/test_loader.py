@@ -401,17 +401,21 @@ def test_two_leaves_under_one_name(collided, tmp_path):
     }
 
 
-def never_merged(whole, path, processes, writers):
+def never_merged(whole, path, processes, writers, apart=False):
     """A copy of a merged OCDBT checkpoint in which each process still has its own database.
 
     Process i holds every chunk whose position in its array is i modulo `processes`. The first
     `writers` of them hold the arrays' metadata: one of Orbax's processes writes them, or all do
-    (where its `primary_host` is None).
+    (where its `primary_host` is None). Each writes all at once, or each value apart, of which small
+    ones are then within the B-tree.
     """
     names = ("d", "manifest.ocdbt", "ocdbt.process_*")
     shutil.copytree(whole, path, ignore=shutil.ignore_patterns(*names))
     merged = database(whole)
-    stores = [database(path / f"ocdbt.process_{i}") for i in range(processes)]
+    parts = [None if apart else ts.Transaction() for _ in range(processes)]
+    stores = [
+        database(path / f"ocdbt.process_{i}").with_transaction(part) for i, part in enumerate(parts)
+    ]
     counts = collections.Counter()
     for key in sorted(merged.list().result()):
         owners = stores[:writers]
@@ -421,6 +425,8 @@ def never_merged(whole, path, processes, writers):
             counts[name] += 1
         for store in owners:
             store[key] = merged[key]
+    for part in filter(None, parts):
+        part.commit_sync()
     return path
 
 

@@ -15,7 +15,7 @@ from layouts import hashes
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import reshard
-from reshard.storage.location import Location
+from reshard.storage.location import Location, parse_location
 
 TREES = ("state", "ema")
 # Files that look like those of arrays.
@@ -164,6 +164,8 @@ def test_items_that_a_job_has_written_are_copied_into_a_bucket(root, tmp_path, s
     reshard.save(opened(root), tmp_path / "one")
     reshard.save(reshard.open(tmp_path / "one", item="ema"), url)
     for item in TREES:
+        told = f"Checkpoint commit was successful to {url}/3/{item}".encode()
+        assert parse_location(f"{url}/3/{item}/{MARKER}").read() == told
         assert reshard.verify(reshard.open(url, item=item), reshard.open(root, item=item)).ok
 
 

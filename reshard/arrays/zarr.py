@@ -107,12 +107,12 @@ class Encoding(NamedTuple):
     @property
     def is_blosc(self) -> bool:
         """Whether chunks begin with a blosc header."""
-        return [_parts(codec)[0] for codec in self.compressors[:1]] == ["blosc"]
+        return [_name(codec) for codec in self.compressors[:1]] == ["blosc"]
 
     @property
     def ignores_unit_axes(self) -> bool:
         """Whether axes of size 1 do not change encoded chunks."""
-        names = {_parts(codec)[0] for codec in self.compressors}
+        names = set(map(_name, self.compressors))
         whole = self.shards is None or self.shards[0] is None
         return whole and not self.transposes and names <= _PLAIN_CODECS
 
@@ -206,6 +206,12 @@ def _document(name: str, configuration: Document) -> Document:
 def codec(name: str, configuration: Document) -> str:
     """A codec as `Encoding` has it."""
     return _text({"name": name, "configuration": configuration})
+
+
+@functools.lru_cache(maxsize=256)
+def _name(codec: str) -> str:
+    """The name of a codec. Each view of an array asks for it."""
+    return json.loads(codec)["name"]
 
 
 def _parts(codec: str) -> tuple[str, Document]:
