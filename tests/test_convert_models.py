@@ -19,7 +19,7 @@ from twins import TWINS
 import reshard
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
-FEW = pytest.mark.parametrize("name", few(TWINS, "scanned", "gated"))
+FEW = pytest.mark.parametrize("name", few(TWINS, "scanned"))
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -83,15 +83,7 @@ def without_random(tree):
     return {p.removesuffix("/value"): x for p, x in leaves.items() if "/rngs/" not in p}
 
 
-def choices(twin, folder):
-    """What a conversion is told beside the model."""
-    told = {}
-    if nnx.to_flat_state(nnx.state(nnx.eval_shape(twin.create_model), nnx.RngState)):
-        told["init"] = "**/rngs/**"
-    if twin.map:
-        told["map_file"] = folder / "map.toml"
-        told["map_file"].write_text(twin.map)
-    return told
+RANDOM = "**/rngs/**"
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +94,14 @@ def saved(tmp_path_factory):
     def get(name):
         folder = tmp_path_factory.mktemp("converted")
         source = save(folder / "linen", state_of(name))
-        converted = convert(reshard.open(source), name, folder)
+        converted = reshard.to_nnx(source, TWINS[name].create, init=RANDOM)
         reshard.save(converted, folder / "nnx")
         return source, folder / "nnx"
 
     return get
 
 
-def convert(ckpt, name, folder):
-    return reshard.to_nnx(ckpt, TWINS[name].create, **choices(TWINS[name], folder))
-
-
-@pytest.mark.parametrize("name", few(TWINS, "scanned"))
+@FEW
 def test_a_program_without_reshard_trains_on(name, saved):
     _, converted = saved(name)
     expected = TWINS[name].expected(state_of(name))
@@ -145,9 +133,7 @@ def test_trained_on_in_nnx_it_goes_back_with_the_linen_model(name, saved, tmp_pa
     twin.nnx_step(training)
     path = save(tmp_path / "trained", nnx.state(training))
     model = functools.partial(jax.eval_shape, twin.linen_state)
-    told = choices(twin, tmp_path)
-    random = told.pop("init", ())
-    ckpt = reshard.to_linen(path, model, source=twin.create, drop=random, **told)
+    ckpt = reshard.to_linen(path, model, source=twin.create, drop=RANDOM)
     state = reshard.restore(ckpt, state_of(name))
     assert jax.tree.structure(state) == jax.tree.structure(state_of(name))
     assert_holds(training, twin.expected(state))
@@ -160,7 +146,7 @@ def test_the_converted_leaves_are_sharded_as_the_model(name, tmp_path):
     state = dataclasses.replace(TWINS[name], boxed=True, step=jnp.int32(7)).linen_state()
     target = reshard.target(state, mesh=mesh, rules=RULES)
     placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, target)
-    ckpt = convert(reshard.open(save(tmp_path / "linen", placed)), name, tmp_path)
+    ckpt = reshard.to_nnx(save(tmp_path / "linen", placed), TWINS[name].create, init=RANDOM)
     reshard.save(ckpt, tmp_path / "nnx")
     model = reshard.target(TWINS[name].create, mesh=mesh, rules=RULES)
     found = specs(without_random(load(tmp_path / "nnx")))

@@ -1,4 +1,4 @@
-"""Models written twice, as users write them in Linen and in NNX, and the true map between them.
+"""A language model as users write it in Linen and in NNX, and the true map between both.
 
 No two dimensions of a weight are equal where a transposition could hide, and every leaf is random:
 fresh weights, ones and zeros, look alike wherever they are. The map here is written by hand, leaf
@@ -7,7 +7,6 @@ by leaf, and owes nothing to the package: it says what a conversion should give.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from releases import OUT_SHARDING
 
 VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN, LENGTH, LAYERS = 22, 10, 3, 4, 14, 9, 6
 INIT = nn.initializers.normal(0.02)
+INPUTS = (np.random.default_rng(0).integers(0, VOCABULARY, (2, 7)), np.arange(7))
 
 
 class TrainState(train_state.TrainState):
@@ -81,32 +81,6 @@ class Linen:
             )
             x, _ = stack()(x, mask)
             return embed.attend(nn.LayerNorm()(x))
-
-    class GatedMlp(nn.Module):
-        """Gate and up apart, which NNX's has in one."""
-
-        @nn.compact
-        def __call__(self, x):
-            gate, up = nn.Dense(HIDDEN, name="gate")(x), nn.Dense(HIDDEN, name="up")(x)
-            return nn.Dense(WIDTH, name="down")(nn.silu(gate) * up)
-
-    class GemmaMlp(nn.Module):
-        """Gate and up in one, which NNX's has apart."""
-
-        @nn.compact
-        def __call__(self, x):
-            einsum = self.param("gating_einsum", INIT, (2, WIDTH, HIDDEN))
-            gate, up = jnp.einsum("...d,gdh->g...h", x, einsum)
-            return (nn.silu(gate) * up) @ self.param("linear", INIT, (HIDDEN, WIDTH))
-
-    class Residual(nn.Module):
-        """Two modules, each after a norm and beside its input."""
-
-        @nn.compact
-        def __call__(self, x):
-            for module in (Linen.GatedMlp, Linen.GemmaMlp):
-                x = x + module()(nn.LayerNorm()(x))
-            return nn.Dense(17)(x)
 
 
 class Nnx:
@@ -177,42 +151,9 @@ class Nnx:
             )
             return self.token_embedding.attend(self.final_norm(scan(x, self.blocks)))
 
-    class GatedMlp(nnx.Module):
-        def __init__(self, *, rngs):
-            self.gate_up = nnx.Linear(WIDTH, 2 * HIDDEN, rngs=rngs)
-            self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
 
-        def __call__(self, x):
-            gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-            return self.down(nnx.silu(gate) * up)
-
-    class GemmaMlp(nnx.Module):
-        def __init__(self, *, rngs):
-            linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-            self.gate_proj = linear(WIDTH, HIDDEN)
-            self.up_proj = linear(WIDTH, HIDDEN)
-            self.down_proj = linear(HIDDEN, WIDTH)
-
-        def __call__(self, x):
-            return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
-
-    class Residual(nnx.Module):
-        def __init__(self, *, rngs):
-            self.first_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-            self.first = Nnx.GatedMlp(rngs=rngs)
-            self.second_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-            self.second = Nnx.GemmaMlp(rngs=rngs)
-            self.head = nnx.Linear(WIDTH, 17, rngs=rngs)
-
-        def __call__(self, x):
-            x = x + self.first(self.first_norm(x))
-            x = x + self.second(self.second_norm(x))
-            return self.head(x)
-
-
-# Where a leaf of NNX is from: a function, and the Linen paths of its arguments.
-Entry = tuple[Any, ...]
-Pairs = Mapping[str, Entry]
+# Path of a leaf of NNX -> a function, and the Linen path of its argument.
+Pairs = Mapping[str, tuple[Any, str]]
 
 
 def unchanged(leaf):
@@ -222,11 +163,6 @@ def unchanged(leaf):
 def stacked_first(leaf):
     """Linen's stack along the second axis as NNX's along the first."""
     return np.moveaxis(leaf, 1, 0)
-
-
-def joined(*leaves):
-    """Side by side along the last axis."""
-    return np.concatenate(leaves, axis=-1)
 
 
 def _same(nnx_module: str, linen_module: str, *names: str, function=unchanged) -> Pairs:
@@ -248,21 +184,6 @@ def _language_model(block: str, function=unchanged) -> Pairs:
         **same("blocks/mlp_norm", f"{block}/LayerNorm_1", *norm),
         **same("blocks/up", f"{block}/Dense_0", *dense),
         **same("blocks/down", f"{block}/Dense_1", *dense),
-    }
-
-
-def _gated_mlps() -> Pairs:
-    split, fused = "params/GatedMlp_0", "params/GemmaMlp_0"
-    return {
-        **_same("first_norm", "LayerNorm_0", "scale", "bias"),
-        "first/gate_up/kernel": (joined, f"{split}/gate/kernel", f"{split}/up/kernel"),
-        "first/gate_up/bias": (joined, f"{split}/gate/bias", f"{split}/up/bias"),
-        **_same("first/down", "GatedMlp_0/down", "kernel", "bias"),
-        **_same("second_norm", "LayerNorm_1", "scale", "bias"),
-        "second/gate_proj/kernel": (operator.itemgetter(0), f"{fused}/gating_einsum"),
-        "second/up_proj/kernel": (operator.itemgetter(1), f"{fused}/gating_einsum"),
-        "second/down_proj/kernel": (unchanged, f"{fused}/linear"),
-        **_same("head", "Dense_0", "kernel", "bias"),
     }
 
 
@@ -326,22 +247,18 @@ def randomised(tree: Any, seed: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Twin:
-    """A model written twice, the inputs of both, the map between their leaves, and the optimizer of
-    both. `step` is that of the state to convert, `boxed` whether the Linen state has its boxes,
-    `map` the text of a map file that the conversion needs."""
+    """The language model in Linen, the map to that in NNX, and the optimizer of both. `step` is
+    that of the state to convert, `boxed` whether the Linen state has its boxes."""
 
     linen: nn.Module
-    nnx: Callable[..., nnx.Module]
-    inputs: tuple[Any, ...]
     pairs: Pairs
     tx: Any
     step: Any = 7
     boxed: bool = False
-    map: str = ""
 
     def linen_state(self) -> train_state.TrainState:
         """A `TrainState`, random, moments and all."""
-        made = jax.eval_shape(lambda: self.linen.init(jax.random.key(0), *self.inputs))
+        made = jax.eval_shape(lambda: self.linen.init(jax.random.key(0), *INPUTS))
         params = randomised(made if self.boxed else nn.meta.unbox(made), 0)["params"]
         create = functools.partial(train_state.TrainState.create, apply_fn=None, tx=self.tx)
         state = jax.eval_shape(lambda: create(params=params)).replace(params=params)
@@ -355,9 +272,9 @@ class Twin:
     def create_model(self) -> nnx.Module:
         """A fresh NNX model."""
         with nnx.use_eager_sharding(False):
-            return self.nnx(rngs=nnx.Rngs(0))
+            return Nnx.LanguageModel(rngs=nnx.Rngs(0))
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> Pairs:
         """The whole map, of `create()`: path -> where its leaf is from."""
         made = {f"model/{path}": entry for path, entry in self.pairs.items()}
         optimizer = nnx.eval_shape(self.create)["optimizer"]
@@ -365,10 +282,9 @@ class Twin:
             parameters = [key for key in self.pairs if path.endswith(f"/{key}")]
             if parameters:  # a moment of the longest of them
                 parameter = max(parameters, key=len)
-                function, *sources = self.pairs[parameter]
-                prefix = path.removesuffix(parameter)
-                moments = (prefix + source.removeprefix("params/") for source in sources)
-                made[f"optimizer/{path}"] = (function, *moments)
+                function, source = self.pairs[parameter]
+                moment = path.removesuffix(parameter) + source.removeprefix("params/")
+                made[f"optimizer/{path}"] = (function, moment)
             else:
                 made[f"optimizer/{path}"] = (unchanged, path)
         return made
@@ -376,19 +292,17 @@ class Twin:
     def expected(self, state: train_state.TrainState) -> dict[str, Any]:
         """Path -> leaf of `create()` with the values of a `TrainState`."""
         leaves = {path: np.asarray(leaf) for path, leaf in linen_leaves(state).items()}
-        return {
-            path: function(*(leaves[source] for source in sources))
-            for path, (function, *sources) in self.entries().items()
-        }
+        entries = self.entries().items()
+        return {path: function(leaves[source]) for path, (function, source) in entries}
 
     def linen_forward(self, params: Any) -> Any:
         """The outputs of the Linen model."""
-        return jax.jit(self.linen.apply)({"params": params}, *self.inputs)
+        return jax.jit(self.linen.apply)({"params": params}, *INPUTS)
 
     def nnx_forward(self, model: nnx.Module) -> Any:
         """The outputs of an NNX model."""
         model.eval()
-        return nnx.jit(lambda model, inputs: model(*inputs))(model, self.inputs)
+        return nnx.jit(lambda model, inputs: model(*inputs))(model, INPUTS)
 
     def linen_step(self, state: train_state.TrainState) -> tuple[Any, train_state.TrainState]:
         """The loss, and the state after a step of training without dropout."""
@@ -401,7 +315,7 @@ class Twin:
             value, grads = jax.value_and_grad(loss)(state.params)
             return value, state.apply_gradients(grads=grads)
 
-        return step(state, self.inputs)
+        return step(state, INPUTS)
 
     def nnx_step(self, training: dict[str, Any]) -> Any:
         """The loss of `create()`, whose model and optimizer a step updates in place."""
@@ -413,7 +327,7 @@ class Twin:
             return value
 
         training["model"].eval()
-        return step(training["model"], training["optimizer"], self.inputs)
+        return step(training["model"], training["optimizer"], INPUTS)
 
 
 def blank(create: Callable[[], Any]) -> Any:
@@ -438,46 +352,18 @@ def _loss(out: jax.Array) -> jax.Array:
     return jnp.mean((out - wanted) ** 2)
 
 
-def _language_twin(axis: int, remat: bool, pairs: Pairs, tx: Any, **kwargs: Any) -> Twin:
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 7))
-    linen, inputs = Linen.LanguageModel(axis, remat), (tokens, np.arange(7))
-    return Twin(linen, Nnx.LanguageModel, inputs, pairs, tx, **kwargs)
-
-
 TWINS = {
-    "scanned": _language_twin(
-        *(0, False, _language_model("ScanBlock_0")),
+    "scanned": Twin(
+        Linen.LanguageModel(axis=0, remat=False),
+        _language_model("ScanBlock_0"),
         optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
         step=jnp.uint32(7),
     ),
-    "scanned remat": _language_twin(
-        *(1, True, _language_model("ScanCheckpointBlock_0", stacked_first)),
+    "scanned remat": Twin(
+        Linen.LanguageModel(axis=1, remat=True),
+        _language_model("ScanCheckpointBlock_0", stacked_first),
         optax.adam(1e-2),
         step=jnp.int32(7),
         boxed=True,
-    ),
-    "gated": Twin(
-        Linen.Residual(),
-        Nnx.Residual,
-        (np.random.default_rng(1).normal(size=(8, WIDTH)).astype("float32"),),
-        _gated_mlps(),
-        optax.adamw(1e-2),
-        step=jnp.int32(7),
-        map=r"""
-            to = 'nnx'
-
-            [[rule]]
-            from = '^params/GatedMlp_0/(gate|up)/(kernel|bias)$'
-            concat = { axis = -1, by = 1, order = ['gate', 'up'] }
-            to = 'first/gate_up/\2'
-
-            [[rule]]
-            from = '^params/GemmaMlp_0/gating_einsum$'
-            unstack = { axis = 0, into = ['second/gate_proj/kernel', 'second/up_proj/kernel'] }
-
-            [[rule]]
-            from = '^params/GemmaMlp_0/linear$'
-            to = 'second/down_proj/kernel'
-        """,
     ),
 }

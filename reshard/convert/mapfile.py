@@ -591,7 +591,9 @@ def draft_map(
             comment = ", ".join(near)
         else:
             rule["to"] = mark
-            comment = " or ".join(near) or "nothing fits: `drop = true` leaves it out"
+            comment = " or ".join(near) or (
+                "no open leaf has its shape: it may need an operation; `drop = true` leaves it out"
+            )
         rules.append(f"{_rule_toml(rule)[:-1]}  # {comment}\n")
     return "\n".join(rules)
 
