@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from in_process import refused, shown
@@ -22,22 +21,6 @@ import reshard
 from reshard.arrays.dtypes import cast_once
 from reshard.convert.conversion import conversion
 from reshard.tree import nested
-
-STACKS = "".join(
-    rf"""
-[[rule]]
-from = '^model/layers/(\d+)/mlp/{name}/weight$'
-transpose = [1, 0]
-stack = {{ axis = 1, by = 1 }}
-to = 'params/layers/{name}/kernel'
-"""
-    for name in ("up", "gate")
-)
-STACKS += """
-[[rule]]
-from = '^model/norm/weight$'
-to = 'params/norm/scale'
-"""
 
 
 def map_of(folder, text):
@@ -54,104 +37,61 @@ def opened(folder, tensors):
     return reshard.open(folder / "model.safetensors")
 
 
-@pytest.fixture
-def weights():
-    rng = np.random.default_rng(0)
-    made = {
-        f"model.layers.{n}.mlp.{name}.weight": rng.standard_normal((5, 3)).astype("f4")
-        for n in range(11)
-        for name in ("up", "gate")
-    }
-    return made | {"model.norm.weight": rng.standard_normal(3).astype("f4")}
+def remapped(tmp_path, tree, rules, cast=None):
+    folder = tmp_path / f"tree{len(os.listdir(tmp_path))}"
+    ckpt = reshard.open(save_pytree(folder, tree))
+    return reshard.remap(reshard.cast(ckpt, cast) if cast else ckpt, map_of(tmp_path, rules))
 
 
 def values(ckpt):
     return {"/".join(map(str, a.path)): a.read() for a in ckpt.arrays}
 
 
-def test_a_map_makes_another_tree_and_back(tmp_path, weights):
-    opened(tmp_path, weights)
-    source, file = tmp_path / "model.safetensors", map_of(tmp_path, STACKS)
-    shown(tmp_path, "ckpt", source, tmp_path / "out", "--map", file)
-    stacked = {
-        name: np.stack([weights[f"model.layers.{n}.mlp.{name}.weight"].T for n in range(11)], 1)
-        for name in ("up", "gate")
-    }
-    found = ocp.PyTreeCheckpointer().restore(tmp_path / "out")
-    assert set(found) == {"params"}
-    assert set(found["params"]) == {"layers", "norm"}
-    for name, expected in stacked.items():
-        np.testing.assert_array_equal(found["params"]["layers"][name]["kernel"], expected)
-    np.testing.assert_array_equal(found["params"]["norm"]["scale"], weights["model.norm.weight"])
-    shown(tmp_path, "ckpt", tmp_path / "out", tmp_path / "back", "--map", file, "--reverse")
-    back = values(reshard.open(tmp_path / "back"))
-    assert back.keys() == {name.replace(".", "/") for name in weights}
-    for name, expected in weights.items():
-        np.testing.assert_array_equal(back[name.replace(".", "/")], expected)
+NORM = rule("^norm/weight$", "to = 'params/norm/scale'")
 
 
-def test_all_problems_are_told_at_once(tmp_path, weights):
-    weights |= {"lm_head.weight": np.zeros(3, "f4"), "rotary.freq": np.zeros(3, "f4")}
-    ckpt = opened(tmp_path, weights)
-    file = map_of(tmp_path, STACKS + "[[rule]]\nfrom = '^no/such$'\nto = 'a'\n")
+def test_all_problems_are_told_at_once(tmp_path):
+    names = ("norm.weight", "lm_head.weight", "rotary.freq")
+    ckpt = opened(tmp_path, dict.fromkeys(names, np.zeros(3, "f4")))
     with pytest.raises(reshard.TreeMismatchError) as error:
-        reshard.remap(ckpt, file)
+        reshard.remap(ckpt, map_of(tmp_path, NORM + rule("^no/such$", "to = 'a'")))
     assert error.value.problems == (
-        "rule 4, `^no/such$`: matches no leaf",
+        "rule 2, `^no/such$`: matches no leaf",
         "no rule applies to lm_head/weight",
         "no rule applies to rotary/freq",
     )
 
 
 def test_a_prefix_is_removed_and_comes_back_where_it_is_the_only_one(tmp_path):
-    file = map_of(tmp_path, "[[rule]]\nfrom = '^aux/'\nto = ''")
-    ckpt = reshard.open(save_pytree(tmp_path / "saved", {"aux": {"a": {"w": np.ones(2)}}}))
-    made = reshard.remap(ckpt, file)
+    made = remapped(tmp_path, {"aux": {"a": {"w": np.ones(2)}}}, rule("^aux/", "to = ''"))
     assert [*made] == [("a", "w")]
-    assert [*reshard.remap(made, file, reverse=True)] == [("aux", "a", "w")]
+    assert [*reshard.remap(made, tmp_path / "map.toml", reverse=True)] == [("aux", "a", "w")]
 
 
-def test_only_a_model_has_initial_values(tmp_path, weights):
-    file = map_of(tmp_path, "init = ['params/bias']\n" + STACKS)
+def test_only_a_model_has_initial_values(tmp_path):
     told = "`init` has `params/bias`, and only a model has initial values"
     with pytest.raises(reshard.TreeMismatchError, match=told):
-        reshard.remap(opened(tmp_path, weights), file)
+        remapped(tmp_path, {"norm": {"weight": np.ones(3)}}, "init = ['params/bias']\n" + NORM)
 
 
 def test_leaves_are_kept_by_name_and_lists_stay_lists(tmp_path):
     tree = {"params": {"w": np.ones(3)}, "opt": [np.zeros(2), {"mu": np.ones(2)}], "note": "text"}
-    ckpt = reshard.open(save_pytree(tmp_path / "saved", tree))
-    file = map_of(tmp_path, "[[rule]]\nfrom='^(opt|note)(.*)$'\nto='\\1\\2'\n[[rule]]\n"
-                  "from='^params/w$'\nto='model/w'")  # fmt: skip
-    made = reshard.remap(ckpt, file)
+    rules = rule("^(opt|note)(.*)$", r"to = '\1\2'") + rule("^params/w$", "to = 'model/w'")
+    made = remapped(tmp_path, tree, rules)
     assert {*made} == {("model", "w"), ("opt", 0), ("opt", 1, "mu"), ("note",)}
     assert made["note"] == "text"
 
 
 def test_operations_on_leaves_that_are_no_arrays_are_refused(tmp_path):
-    ckpt = reshard.open(
-        save_pytree(tmp_path / "saved", {"a": "text", "b": "other", "c": np.ones(1)})
-    )
-    text = "[[rule]]\nfrom=['^a$', '^b$']\nstack={axis=0}\nto='d'\n[[rule]]\nfrom='^c$'\nto='c'"
+    tree = {"a": "text", "b": "other", "c": np.ones(1)}
+    rules = "[[rule]]\nfrom = ['^a$', '^b$']\nstack = { axis = 0 }\nto = 'd'\n"
     told = r"a: Stack\(.*\) is for arrays, not for string"
     with pytest.raises(reshard.TreeMismatchError, match=told):
-        reshard.remap(ckpt, map_of(tmp_path, text))
+        remapped(tmp_path, tree, rules + rule("^c$", "to = 'c'"))
 
 
-def test_neither_flax_nor_jax_is_imported(tmp_path, weights):
-    opened(tmp_path, weights)
-    source, out, file = tmp_path / "model.safetensors", tmp_path / "out", map_of(tmp_path, STACKS)
-    loaded, _ = loaded_after(
-        "from reshard.cli import command\n"
-        f"words = ['ckpt', {str(source)!r}, {str(out)!r}, '--map', {str(file)!r}, '--quiet']\n"
-        "command(words, standalone_mode=False)"
-    )
-    assert loaded & FRAMEWORKS == set()
-    assert len(reshard.open(out)) == 3
-
-
-def test_reverse_needs_a_map(tmp_path, weights):
-    opened(tmp_path, weights)
+def test_reverse_needs_a_map(tmp_path):
+    opened(tmp_path, {"x": np.ones(1)})
     told = refused(tmp_path, "ckpt", "model.safetensors", "out", "--reverse")
     assert "--reverse requires --map FILE" in told
 
@@ -283,6 +223,19 @@ def test_the_worked_example_and_back(tmp_path, dtype):
     assert_bits(values(reshard.open(tmp_path / "hf")), expected)
 
 
+def test_neither_flax_nor_jax_is_imported(tmp_path):
+    opened(tmp_path, hugging_face())
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    source, out, file = tmp_path / "model.safetensors", tmp_path / "out", map_of(tmp_path, WORKED)
+    loaded, _ = loaded_after(
+        "from reshard.cli import command\n"
+        f"words = ['ckpt', {str(source)!r}, {str(out)!r}, '--map', {str(file)!r}, '--quiet']\n"
+        "command(words, standalone_mode=False)"
+    )
+    assert loaded & FRAMEWORKS == set()
+    assert len(reshard.open(out)) == 14
+
+
 def test_only_what_is_the_same_becomes_one(tmp_path):
     tensors = hugging_face()
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -336,13 +289,7 @@ def test_scales(tmp_path, dtype, factor):
         assert ulps.max() <= 1
     narrow = reshard.cast(made, BF16)["y"].read()  # in one rounding
     product = x.astype("f8") * np.array(factor, wide).astype("f8")
-    # NumPy rounds float64 twice, by way of float32: of its result and its neighbours, the nearest.
-    near = product.astype(BF16)
-    for end in (-np.inf, np.inf):
-        other = np.nextafter(product.astype(BF16), np.array(end, BF16))
-        closer = np.abs(other.astype("f8") - product) < np.abs(near.astype("f8") - product)
-        near = np.where(closer, other, near)
-    assert narrow.tobytes() == near.tobytes()
+    assert narrow.tobytes() == cast_once(product, BF16).tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["f2", BF16])
@@ -402,15 +349,8 @@ rope = { axis = 0, head_size = 'd', to = 'quarters' }
 interleave = { axis = 0, parts = 'a / 2', whole = true }
 [[rule]]
 from = '^x$'
-to = ['a', 'b']
-split = { axis = 0, into = ['c', 'd'] }
-[[rule]]
-from = '^x$'
 fill = { value = 1, shape = [1], dtype = 'float33' }
 to = 'y'
-[[rule]]
-from = ['^x$', '^y$']
-to = 'z'
 [[rule]]
 from = '^x$'
 equal = true
@@ -433,15 +373,13 @@ rule 2, `^x$`: `rope`: `head_size`: `d`: neither `[vars]` nor the config has `d`
 rule 2, `^x$`: `rope`: `to` must be `pairs` or `halves`, not 'quarters'
 rule 2, `^x$`: `interleave`: `parts` must be a whole number, not 1.5
 rule 2, `^x$`: `interleave`: `whole` is not known
-rule 3, `^x$`: `split` cannot be combined with `to`
-rule 4, `^x$`: `fill`: `dtype` must be a dtype, not 'float33'
-rule 4, `^x$`: `fill` needs either `to` or `from`
-rule 5, `^x$` + `^y$`: only `concat`, `stack` and `equal` take several regexes
-rule 6, `^x$`: `equal` needs a list in `from`
-rule 8, `^x$`: `add`: `9 ** 9 ** 9` has no value: math range error
-rule 8, `^x$`: `pad`: `to`: `f("os")` is not arithmetic: `+ - * / ** // %` and parentheses are all
-rule 8, `^x$`: `pad`: `value` is missing
-rule 9: `fill`: `count` must be a number from 1 to 65536, not 4611686018427387904
+rule 3, `^x$`: `fill`: `dtype` must be a dtype, not 'float33'
+rule 3, `^x$`: `fill` needs either `to` or `from`
+rule 4, `^x$`: `equal` needs a list in `from`
+rule 6, `^x$`: `add`: `9 ** 9 ** 9` has no value: math range error
+rule 6, `^x$`: `pad`: `to`: `f("os")` is not arithmetic: `+ - * / ** // %` and parentheses are all
+rule 6, `^x$`: `pad`: `value` is missing
+rule 7: `fill`: `count` must be a number from 1 to 65536, not 4611686018427387904
 """
 
 
@@ -540,12 +478,6 @@ def test_computed_leaves_of_a_model_and_back_by_the_record_and_by_the_map(tmp_pa
     assert any(problem.startswith(stuck) for problem in error.value.problems)
     (hint,) = error.value.hints
     assert "drop=" in hint and "init=" in hint
-
-
-def remapped(tmp_path, tree, rules, cast=None):
-    folder = tmp_path / f"tree{len(os.listdir(tmp_path))}"
-    ckpt = reshard.open(save_pytree(folder, tree))
-    return reshard.remap(reshard.cast(ckpt, cast) if cast else ckpt, map_of(tmp_path, rules))
 
 
 def pad(value):

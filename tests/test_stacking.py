@@ -14,12 +14,10 @@ from converted import filled
 from flax import nnx
 from flax.core import meta
 from flax.training.train_state import TrainState
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import BY_NAME, kernels, labelled
-from sampling import examples, few
+from sampling import few
 from twins import linear, made, norm
 
 import reshard
@@ -270,6 +268,11 @@ LAYERED = {  # the tree, where its layers are, the axis, and the tree with stack
         {f"w{i:02}": np.full((2, 3), i, "float32") for i in range(12)},
         *(("params/w{}", "params/w"), 1),
         {"w": np.stack([np.full((2, 3), i, "float32") for i in range(12)], 1)},
+    ),
+    "several kinds of layers": (
+        {"moe_0": {"w": np.ones(3)}, "moe_1": {"w": np.zeros(3)}, "mlp_0": {"v": np.ones(2)}},
+        *(("params/*_{}", "params/all_*"), 0),
+        {"all_moe": {"w": np.stack([np.ones(3), np.zeros(3)])}, "all_mlp": {"v": np.ones((1, 2))}},
     ),
     "keys with slashes and signs": (
         {f"mlp/l({i}) *": {"a.b": np.full((2,), i, "float32")} for i in range(2)},
@@ -773,52 +776,3 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
     assert form_of(stack(moved, "params/l{}", "params/l", names="stage")) == {
         ("params", "l"): ((2, 2, 3), np.dtype("float32"))
     }
-
-
-SIZES = st.sampled_from([2, 3, 4, 140])
-COUNTS = st.integers(1, 3)
-
-
-def stacked_shapes(layer, count, axis):
-    """The shapes of a layer, with the layers along a new axis."""
-    if isinstance(layer, dict):
-        return {key: stacked_shapes(shape, count, axis) for key, shape in layer.items()}
-    return np.stack([np.empty(layer)] * count, axis).shape
-
-
-@st.composite
-def states(draw):
-    """A random state with groups of layers beside other modules, a new axis, and what optax makes
-    of stacked layers."""
-    axis = draw(st.sampled_from([0, 0, 1, -1, -2]))
-    shape = st.lists(SIZES, min_size=int(axis in (1, -2)), max_size=2).map(tuple)
-    names = st.sampled_from(["kernel", "bias", "mu", "v", "w.x", "a/b"])
-    module = st.dictionaries(names, shape, min_size=1, max_size=2)
-    looped = {"embed": draw(module), "mu": draw(module)}
-    stacked = dict(looped)
-    for group in draw(st.lists(st.sampled_from(["dense", "moe", "nu"]), min_size=1, unique=True)):
-        layer, count = {"attention": draw(module), "mlp": {"0": draw(module)}}, draw(COUNTS)
-        looped |= {f"{group}_{i}": layer for i in range(count)}
-        stacked[f"all_{group}"] = stacked_shapes(layer, count, axis)
-    chain = draw(st.lists(st.sampled_from(list(OPTIMIZERS)), min_size=1, max_size=2, unique=True))
-    tx = optax.chain(*(OPTIMIZERS[name][1] for name in chain))
-    state = randomized(train_state(abstract(looped), tx), draw(st.integers(0, 99)))
-    return state, axis, form(train_state(abstract(stacked), tx))
-
-
-@settings(deadline=None, max_examples=examples(20))
-@given(states())
-def test_random_states_become_what_optax_has_of_stacked_layers_and_back(tmp_path_factory, case):
-    """Or they are refused since adafactor would look at the layers all together."""
-    state, axis, wanted = case
-    folder = tmp_path_factory.mktemp("case")
-    ckpt = put(folder / "a", state)
-    try:
-        stacked = stack(ckpt, "params/*_{}", "params/all_*", axis)
-    except TreeMismatchError as error:
-        assert error.summary == FOLLOW
-        reasons = ("adafactor would factor it", "adafactor may factor a parameter of the shape")
-        assert all(any(reason in text for reason in reasons) for text in error.problems)
-        return
-    assert form_of(stacked) == wanted
-    assert_undone(unstack(stacked, "params/all_*", "params/*_{}", axis), ckpt)
