@@ -294,6 +294,7 @@ def test_gates_that_differ_in_size_are_not_joined():
 
 
 GATES = {nnx.SimpleCell: [""], nnx.GRUCell: [*"rzn"], nnx.LSTMCell: [*"ifgo"]}
+HELD = "dense_i and dense_h"
 OTHER_CELL = "{}, perhaps {}: they are different recurrent cells"
 
 
@@ -333,31 +334,32 @@ def test_gates_of_nnx_that_are_arrays_are_refused(tmp_path):
     assert error.problems == (f"h and i, perhaps dense_h and dense_i: {text}",)
 
 
+def gates(names, shapes={"i": (8, 4), "h": (4, 4)}):  # noqa: B006
+    return {name: {"kernel": some(*shapes[name[0]])} for name in names.split()}
+
+
+CELL = of(nnx.GRUCell, 8, 4)
+
+
 @pytest.mark.parametrize(
-    "gates, listed",
-    [("ir iz in hr hz", "hr, hz, in, ... iz (5)"), ("i h", "h and i"), ("ir", "ir")],
+    "params, model, problem",
+    [
+        (gates("ir iz in hr hz"), CELL, OTHER_CELL.format("hr, hz, in, ... iz (5)", HELD)),
+        (gates("i h"), CELL, OTHER_CELL.format("h and i", HELD)),
+        (gates("ir"), CELL, OTHER_CELL.format("ir", HELD)),
+        ({"w": some(8, 4)}, CELL, OTHER_CELL.format("params/w", HELD)),
+        (
+            {"Dense_0/kernel/scale": some(4)},
+            lambda: nnx.WeightNorm(linear(), rngs=rngs()),
+            'params/"Dense_0/kernel/scale", perhaps layer_instance and scales: '
+            "the leaves that they normalise have no counterparts",
+        ),
+    ],
 )
-def test_a_model_that_is_a_cell_with_other_gates(gates, listed, tmp_path):
-    shapes = {"i": (8, 4), "h": (4, 4)}
-    params = {gate: {"kernel": some(*shapes[gate[0]])} for gate in gates.split()}
-    problems, hints = refusal_of(tmp_path, params, of(nnx.GRUCell, 8, 4))
-    assert problems == (OTHER_CELL.format(listed, "dense_i and dense_h"),)
-    assert hints[:1] == ("source=..., the Linen model, supplies the classes",)
+def test_a_model_that_is_another_layer(params, model, problem, tmp_path):
+    problems, hints = refusal_of(tmp_path, params, model)
+    assert problems == (problem,)
     assert not [hint for hint in hints if "NAME" in hint]
-
-
-def test_a_model_that_is_a_cell_beside_an_array(tmp_path):
-    problems, _ = refusal_of(tmp_path, {"w": some(8, 4)}, of(nnx.GRUCell, 8, 4))
-    assert problems == (OTHER_CELL.format("params/w", "dense_i and dense_h"),)
-
-
-def test_a_model_that_is_a_norm_of_another_layer(tmp_path):
-    params = {"Dense_0/kernel/scale": some(4)}
-    problems, _ = refusal_of(tmp_path, params, lambda: nnx.WeightNorm(linear(), rngs=rngs()))
-    assert problems == (
-        'params/"Dense_0/kernel/scale", perhaps layer_instance and scales: '
-        "the leaves that they normalise have no counterparts",
-    )
 
 
 def test_leaves_of_another_collection_are_refused():

