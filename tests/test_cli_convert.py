@@ -951,13 +951,28 @@ def test_verified_against_what_it_was_made_of(run, folder):
     assert run("verify", "again", "--against", "run/2", *TRAINING) == same("again", 16)
 
 
-def test_what_was_dropped_is_not_needed_to_verify_the_rest(run, folder):
+BIASLESS = """
+
+class Biasless(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(8, 16, rngs=rngs)
+        self.outer = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+"""
+
+
+@pytest.mark.parametrize("by_a_map", [False, True])
+def test_what_was_dropped_is_not_needed_to_verify_the_rest(by_a_map, run, folder):
     """The record says what that was: not what the source has got since then, nor other values. So
     it is with a model, too."""
-    flags = ("--model", "models:Net", "--init", "**/rngs/**")
+    flags, arrays = ("--model", "models:Net", "--init", "**/rngs/**"), 6
+    if by_a_map:
+        (folder / "models.py").write_text(MODELS + BIASLESS)
+        drop = "[[rule]]\nfrom = '^params/Dense_1/bias$'\ndrop = true\n"
+        (folder / "drop.toml").write_text(drop)
+        flags, arrays = ("--model", "models:Biasless", "--map", "drop.toml"), 3
     gone = ("--drop", "opt_state/**", "--drop", "step")
     done(run("convert", "run/1", "out", "--to", "nnx", *flags, *gone, "--quiet"))
-    told = f"`{folder}/out`: 6 arrays read, 6 compared with digests"
+    told = f"`{folder}/out`: {arrays} arrays read, {arrays} compared with digests"
     for more in ((), flags):
         for other in ("run/1", "run/2"):  # with another counter, which was dropped
             ran = run("verify", "out", "--against", other, *more)
