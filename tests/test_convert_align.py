@@ -435,10 +435,18 @@ def test_every_answer_for_a_vit_is_right(name, classes, block):
     pair, unrolled = (
         json.loads((PAIRS / f"{each}.json").read_text()) for each in (name, "vit_bigvision_bonsai")
     )
+    model = outline_of(vit(block))
+    shapes = {x.path: list(x.shape) for x in model.all_leaves() if not x.kind.startswith("Rng")}
+    assert shapes == {tuple(path.split("/")): leaf[0] for path, leaf in pair["nnx"].items()}
     linen = {tuple(path.split("/")): np.zeros(*leaf) for path, leaf in pair["linen"].items()}
-    found = align(linen_outline(linen, classes), outline_of(vit(block)))
+    found = align(linen_outline(linen, classes), model)
     assert pairs_of(found).items() <= unrolled["map"].items()
     assert found.mismatches == []
+    # Each leaf has a counterpart, or an abstention names it or a module that it is in.
+    named_leaves = {path for entry in found.abstentions for path in entry.linen}
+    mapped = {path for step in found.map.rows() for path in step.inputs}
+    for path in linen.keys() - mapped - named_leaves:
+        assert any(path[1 : len(module) + 1] == module for module in named_leaves)
 
 
 # What structure does not decide
