@@ -1,5 +1,4 @@
-"""Map files: reading, applying, writing, the opposite direction. What rules do is compared with a
-plain reading of them, by `re.sub` and numpy."""
+"""Map files: reading, applying, writing, the opposite direction."""
 
 import contextlib
 import random
@@ -10,7 +9,7 @@ import pytest
 from by_numpy import viewed
 from converted import refusal
 from flax import nnx
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from random_rows import PATHS, arrays_of, bits, random_rows
 from sampling import examples
@@ -260,20 +259,22 @@ LAYERED = st.builds(
 
 
 @settings(deadline=None, max_examples=examples(400))
-@given(
-    LAYERED.map(tree), st.booleans(), st.lists(st.sampled_from(RULES), max_size=9), st.integers(0)
-)
-def test_rules_do_together_what_each_does_and_can_be_undone(leaves, drop, rules, seed):
-    """Those that fit, one after another."""
+@given(LAYERED.map(tree), st.booleans(), st.integers(0), st.data())
+def test_rules_do_together_what_each_does_and_can_be_undone(leaves, drop, seed, data):
+    """Of all rules that fit, one is drawn; then one of all that fit its result."""
     arrays = arrays_of(leaves, seed)
-    made, fitting = dict(arrays), []
-    for rule in ["{from = 'bias$', drop = true}"] * drop + rules:
-        shapes = printed({path: value.shape for path, value in made.items()})
-        with contextlib.suppress(TreeMismatchError):
-            one = apply(f"rule = [{rule}]", shapes).map
+    made, rules = arrays, []
+    for each in [["{from = 'bias$', drop = true}"]] * drop + [RULES] * 5:
+        shapes, fitting = printed({path: value.shape for path, value in made.items()}), {}
+        for rule in each:
+            with contextlib.suppress(TreeMismatchError):
+                fitting[rule] = apply(f"rule = [{rule}]", shapes).map
+        if fitting:
+            rules.append(data.draw(st.sampled_from([*fitting])))
+            one = fitting[rules[-1]]
             made = viewed(one, {path: made[path] for path in one.sources()})
-            fitting.append(rule)
-    mapped = apply(f"rule = [{', '.join(fitting)}]", printed(leaves))
+    assume(len(rules) > 1)
+    mapped = apply(f"rule = [{', '.join(rules)}]", printed(leaves))
     kept = {path: arrays[path] for path in leaves if path not in mapped.map.dropped}
     assert bits(viewed(mapped.map, kept)) == bits(made)
     assert mapped.map.shapes == {path: value.shape for path, value in made.items()}
