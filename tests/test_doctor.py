@@ -162,6 +162,26 @@ def test_an_unfinished_job(copy, monkeypatch, words, command):
     assert doctor(copy / "3", "../out")[1][-1] == f"next     cd {copy} && {command}"
 
 
+def test_a_running_job_is_not_continued(copy, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["reshard", "ckpt", "run/3", "run/30"])
+    with layouts.killed_at_the_end():
+        reshard.save(reshard.open(copy / "3"), copy / "30")
+    monkeypatch.setattr("reshard.cli.unfinished.has_ended", lambda owner: False)
+    status, lines = doctor(copy, "30")
+    assert (status, lines[-1][-16:]) == (1, " (still running)")
+
+
+def test_a_job_in_a_directory_that_is_no_checkpoint(copy, monkeypatch):
+    """The directory is no uncommitted checkpoint; the job is named nevertheless."""
+    (copy / "work").mkdir()
+    monkeypatch.setattr(sys, "argv", ["reshard", "ckpt", "3", "work/out"])
+    with layouts.killed_at_the_end():
+        reshard.save(reshard.open(copy / "3"), copy / "work" / "out")
+    status, (first, *lines) = doctor(copy, "work")
+    assert (status, first) == (2, "work: not a checkpoint")
+    assert f"next     reshard commit {copy / 'work/out'}" in lines or "work/out" in lines[-1]
+
+
 def test_other_commands_name_the_unfinished_job(copy, monkeypatch):
     text = begin(copy, monkeypatch, "ckpt 3 out")
     for words in (("inspect", "out"), ("digest", "out"), ("ckpt", "out", "x"), ("verify", "out")):
