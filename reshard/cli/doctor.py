@@ -44,7 +44,7 @@ def command(path: str, **flags: Any) -> None:
     """Show what is at PATH, whether it is complete, and what to run next.
 
     Reads metadata and the sizes of data files, but no array: `reshard verify` reads the arrays.
-    Exits with 0 if the checkpoint can be used, 1 if something is wrong or unfinished, 2 if PATH
+    Exits with 0 if the checkpoint can be used, 1 if PATH itself is damaged or unfinished, 2 if it
     has no checkpoint.
 
     \b

@@ -71,6 +71,14 @@ def unfinished(path: str) -> tuple[list[str], list[str]]:
     return problems, hints
 
 
+def _is_plain(text: str) -> bool:
+    """Whether text is printable, and means the same to a shell with its quotes: a document may be
+    untrusted."""
+    with contextlib.suppress(ValueError):
+        return text.isprintable() and shlex.join(shlex.split(text)) == text
+    return False
+
+
 def _ways_to_finish(path: str, found: job.Found) -> list[str]:
     """The commands that finish a job."""
     # Documents of earlier versions have no folder.
@@ -80,6 +88,8 @@ def _ways_to_finish(path: str, found: job.Found) -> list[str]:
         return [f"reshard commit {path}"]
     ways = []
     for command, folder in commands:
+        if not (_is_plain(command) and folder.isprintable()):
+            continue
         start = "" if folder in here else f"cd {shlex.quote(folder)} && "
         if "--shard" in command:
             missing = [n for n in range(count) if str(n) not in found.parts] or [0]

@@ -107,15 +107,15 @@ def _key_ranges(
 ) -> Iterator[tuple[str, str, ts.KvStore.KeyRange, int]]:
     """Ranges of keys of linked arrays in a part of the source that has `count` keys: the path
     before and after, the keys below it, and their number. An array whose keys keep their names
-    below its own is one range, unless the part has keys of no array, or of arrays whose names begin
-    with its name."""
+    below its own is one range, unless the part has keys of no array, or its name begins like that
+    of another array, whose keys may be among its own."""
     values = item.ckpt.source.store.values
     array_keys = sum(v.part == part for found in values.values() for v in found.values())
-    names = (name.split("/")[:-1] for name in values)
-    outer = {above for keys in names for above in itertools.accumulate(keys, "{}/{}".format)}
+    above = {n: {*itertools.accumulate(n.split("/")[:-1], "{}/{}".format)} for n in values}
+    nested = {n for name, outer in above.items() for n in (name, *outer) if outer & values.keys()}
     for array in item.arrays:
         name, data = f"{stored_name(array.path)}/", unchanged(array.handle, array.encoding)
-        if array.linked and data is not None and data.name not in outer and count == array_keys:
+        if array.linked and data is not None and data.name not in nested and count == array_keys:
             part_keys = sum(value.part == part for value in values[data.name].values())
             if part_keys:
                 yield f"{data.name}/", name, _ALL_KEYS, part_keys
