@@ -50,6 +50,7 @@ def fails(x):
 
 NUMBER = 3
 """
+NORMALISED = "apply = 'functions:normalised'"
 
 
 class Codebook(nnx.Module):
@@ -94,13 +95,17 @@ def map_of(tmp_path, rule, head=""):
     return file
 
 
+def converted(tmp_path, rule=NORMALISED, model=Codebook, source="linen", **options):
+    """A checkpoint of Linen's as a model of NNX's, by a map with a rule."""
+    return reshard.to_nnx(source, model, map_file=map_of(tmp_path, rule), **options)
+
+
 EXECUTE = """
 import pickle, sys
 from reshard.writer.save import execute
 with open(sys.argv[1], "rb") as file:
     execute(pickle.load(file))
 """
-NORMALISED = "apply = 'functions:normalised'"
 
 
 def normalised(x):
@@ -113,7 +118,7 @@ def read(ckpt, path):
 
 def test_the_function_is_called_once_a_leaf_whatever_the_mesh(project, tmp_path):
     _, params = project
-    ckpt = reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, NORMALISED))
+    ckpt = converted(tmp_path)
     assert "functions" in sys.modules and sys.modules["functions"].CALLS == []
     told = "`functions:normalised` makes the values of codes/value, a whole leaf at a time"
     assert ckpt.notes[0] == told
@@ -141,7 +146,7 @@ def test_a_function_of_a_file_is_loaded_again_in_a_fresh_process(project, tmp_pa
     file = tmp_path / "lib" / "elsewhere.py"
     file.write_text("def twice(values):\n    return 2 * values\n")
     rule = f"apply = '{os.path.relpath(file)}:twice'"
-    ckpt = reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, rule))
+    ckpt = converted(tmp_path, rule)
     (tmp_path / "plan").write_bytes(pickle.dumps(reshard.plan(ckpt, tmp_path / "out")))
     command = [sys.executable, "-c", EXECUTE, str(tmp_path / "plan")]
     subprocess.run(command, check=True, cwd=tmp_path)
@@ -183,11 +188,8 @@ def lazy(project, tmp_path):
     (folder / "lazy.py").write_text(LAZY)
     (folder / "beside.py").write_text("FACTOR = 3\n")
 
-    def converted(function):
-        rule = f"apply = '{os.path.relpath(folder / 'lazy.py')}:{function}'"
-        return reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, rule))
-
-    yield converted
+    path = os.path.relpath(folder / "lazy.py")
+    yield lambda function: converted(tmp_path, f"apply = '{path}:{function}'")
     for name in ("lazy", "beside"):
         sys.modules.pop(name, None)
 
@@ -232,24 +234,21 @@ def test_what_it_makes_may_have_another_shape_and_dtype(project, tmp_path):
     """And another order of bytes, which is no other dtype."""
     _, params = project
     rule = "apply = { function = 'functions:halves', shape = [12, 4], dtype = 'float16' }\n"
-    made = map_of(tmp_path, rule + "transpose = [1, 0]")
-    out = reshard.to_nnx(
-        "linen", lambda: Codebook(nnx.Rngs(0), (4, 12), jnp.float16), map_file=made
-    )
+    rule += "transpose = [1, 0]"
+    out = converted(tmp_path, rule, lambda: Codebook(nnx.Rngs(0), (4, 12), jnp.float16))
     expected = params["codes"][:, :4].astype("f2").T
     np.testing.assert_array_equal(read(out, "codes/value"), expected)
     assert read(out, "codes/value")[1:3].tobytes() == expected[1:3].tobytes()
-    file = map_of(tmp_path, "apply = 'functions:big_endian'")
-    swapped = read(reshard.to_nnx("linen", Codebook, map_file=file), "codes/value")
+    swapped = read(converted(tmp_path, "apply = 'functions:big_endian'"), "codes/value")
     np.testing.assert_array_equal(swapped, 2 * params["codes"], strict=True)
 
 
 def test_what_it_makes_must_be_what_the_model_has(tmp_path):
-    error = refused(reshard.to_nnx, "linen", in_bfloat16, map_file=map_of(tmp_path, NORMALISED))
+    error = refused(converted, tmp_path, model=in_bfloat16)
     assert error.problems == ("params/codes -> codes: dtype float32, the model has bfloat16",)
     assert error.hints == ()
     said = "apply = { function = 'functions:normalised', dtype = 'bfloat16' }"
-    ckpt = reshard.to_nnx("linen", in_bfloat16, map_file=map_of(tmp_path, said))
+    ckpt = converted(tmp_path, said, in_bfloat16)
     told = str(refused(reshard.save, ckpt, tmp_path / "out", of=reshard.ReshardError))
     made = "returned float32[12, 5] for float32[12, 5], expected bfloat16[12, 5]"
     assert f"`functions:normalised` {made}" in told
@@ -259,7 +258,7 @@ def test_what_it_makes_must_be_what_the_model_has(tmp_path):
 def test_it_is_given_what_was_cast(project, tmp_path):
     _, params = project
     cast = reshard.cast(reshard.open("linen"), "bfloat16", "params/codes")
-    ckpt = reshard.to_nnx(cast, in_bfloat16, map_file=map_of(tmp_path, NORMALISED))
+    ckpt = converted(tmp_path, model=in_bfloat16, source=cast)
     found = read(ckpt, "codes/value")
     assert sys.modules["functions"].CALLS[-1] == "bfloat16"
     given = params["codes"].astype(ml_dtypes.bfloat16)
@@ -274,17 +273,15 @@ def test_optimizer_state_does_not_follow_through_a_function(project, tmp_path):
         model = Codebook(nnx.Rngs(0))
         return {"model": model, "optimizer": nnx.Optimizer(model, adam, wrt=nnx.Param)}
 
-    file = map_of(tmp_path, NORMALISED)
-    error = refused(reshard.to_nnx, "trained", training, map_file=file)
+    error = refused(converted, tmp_path, model=training, source="trained")
     assert [problem for problem in error.problems if "functions" in problem] == [
         f"opt_state/0/{name}/codes: `functions:normalised` changes its parameter, and does not "
         "apply to optimizer state"
         for name in ("mu", "nu")
     ]
     moments = "opt_state/0/*/codes"
-    ckpt = reshard.to_nnx(
-        "trained", training, map_file=file, drop=moments, init=f"optimizer/{moments}"
-    )
+    trained = {"model": training, "source": "trained"}
+    ckpt = converted(tmp_path, **trained, drop=moments, init=f"optimizer/{moments}")
     assert not read(ckpt, "optimizer/opt_state/0/mu/codes/value").any()
     np.testing.assert_array_equal(read(ckpt, "model/codes/value"), normalised(project[1]["codes"]))
 
@@ -336,7 +333,7 @@ def test_shares_by_two_versions_of_a_function_are_of_two_jobs(project, tmp_path)
 
 def test_the_whole_leaf_is_counted_before_and_after(tmp_path):
     plain = reshard.to_nnx("linen", Codebook)
-    ckpt = reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, NORMALISED))
+    ckpt = converted(tmp_path)
     costs = [decoded_together([c["codes/value"]]) for c in (plain, ckpt)]
     assert costs[1].nbytes - costs[0].nbytes == 2 * (240 + 240)
     assert costs[1].elements == costs[0].elements
@@ -352,18 +349,15 @@ def test_the_whole_leaf_is_counted_before_and_after(tmp_path):
     ],
 )
 def test_functions_that_there_are_not(tmp_path, function, problem):
-    file = map_of(tmp_path, f"apply = '{function}'")
-    error = refused(reshard.to_nnx, "linen", Codebook, of=reshard.ArgumentError, map_file=file)
+    error = refused(converted, tmp_path, f"apply = '{function}'", of=reshard.ArgumentError)
     (found,) = error.problems
     assert found.startswith(f"rule 1, `^params/codes$`: {problem}")
 
 
 def test_a_function_that_fails_leaves_nothing(tmp_path):
-    ckpt = reshard.to_nnx("linen", Codebook, map_file=map_of(tmp_path, "apply = 'functions:fails'"))
-    with pytest.raises(
-        reshard.ReshardError, match=r"the function `functions:fails` failed on float32\[12, 5\]"
-    ):
-        reshard.save(ckpt, tmp_path / "out")
+    ckpt = converted(tmp_path, "apply = 'functions:fails'")
+    told = str(refused(reshard.save, ckpt, tmp_path / "out", of=reshard.ReshardError))
+    assert "the function `functions:fails` failed on float32[12, 5]" in told
     assert list(tmp_path.glob("out*")) == []
 
 

@@ -17,6 +17,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from sampling import EXHAUSTIVE
+from twins import named
 
 import reshard
 from reshard.convert.align import align
@@ -216,15 +217,17 @@ def test_the_table_has_every_layer():
     assert {*TABLE, "MHA decode"} | ONE_SIDED == set(LAYERS)
 
 
+def told(leaves, outline):
+    """The rows and the abstentions of an alignment, as text."""
+    found = align(linen_outline(leaves), outline)
+    return list(map(str, found.map.rows())), list(map(str, found.abstentions))
+
+
 def test_a_simple_cell_is_not_taken_for_one_by_its_names_alone():
     layer = TABLE["SimpleCell"]
-    leaves = flatten_dict(variables_of(layer))
     others = {leaf.path: leaf.value for leaf in flatten_state(layer.nnx()).leaves}
-    found = align(linen_outline(leaves), path_outline(others))
-    assert found.map.rows() == []
-    assert list(map(str, found.abstentions)) == [
-        "h and i, perhaps dense_h and dense_i: ambiguous: neither names nor classes decide"
-    ]
+    open_ = "h and i, perhaps dense_h and dense_i: ambiguous: neither names nor classes decide"
+    assert told(flatten_dict(variables_of(layer)), path_outline(others)) == ([], [open_])
 
 
 @pytest.mark.parametrize("batch_axes", [(2,), pytest.param((2, 3), marks=EXHAUSTIVE)])
@@ -286,11 +289,10 @@ def test_a_layer_that_nnx_lacks_becomes_no_other(name, named):
 def test_gates_that_differ_in_size_are_not_joined():
     leaves = flatten_dict(variables_of(TABLE["GRU"]))
     leaves["params", "ir", "kernel"] = np.zeros((8, 5))
-    found = align(linen_outline(leaves), converted.outline_of(TABLE["GRU"].nnx))
-    assert found.map.rows() == []
-    assert list(map(str, found.abstentions)) == [
-        "hn, hr, hz, ... iz (6), perhaps dense_i and dense_h: they are different recurrent cells"
-    ]
+    assert told(leaves, converted.outline_of(TABLE["GRU"].nnx)) == (
+        [],
+        ["hn, hr, hz, ... iz (6), perhaps dense_i and dense_h: they are different recurrent cells"],
+    )
 
 
 GATES = {nnx.SimpleCell: [""], nnx.GRUCell: [*"rzn"], nnx.LSTMCell: [*"ifgo"]}
@@ -334,8 +336,8 @@ def test_gates_of_nnx_that_are_arrays_are_refused(tmp_path):
     assert error.problems == (f"h and i, perhaps dense_h and dense_i: {text}",)
 
 
-def gates(names, shapes={"i": (8, 4), "h": (4, 4)}):  # noqa: B006
-    return {name: {"kernel": some(*shapes[name[0]])} for name in names.split()}
+def gates(names):
+    return {name: {"kernel": some(8 if name[0] == "i" else 4, 4)} for name in names.split()}
 
 
 CELL = of(nnx.GRUCell, 8, 4)
@@ -382,14 +384,13 @@ def test_leaves_of_another_collection_are_refused():
 def test_a_name_in_two_collections_goes_by_the_class_of_the_variable():
     leaves = {("params", "scale"): some(3), ("batch_stats", "scale"): some(3, seed=2)}
     outline = converted.outline_of(lambda: Of(scale=nnx.BatchStat(jnp.zeros(3))))
-    found = align(linen_outline(leaves), outline)
-    assert list(map(str, found.map.rows())) == ["batch_stats/scale -> scale"]
-    assert list(map(str, found.abstentions)) == ["params/scale: NNX has no counterpart"]
-    found = align(linen_outline(leaves), path_outline({("scale",): some(3)}))
-    assert found.map.rows() == []
-    assert list(map(str, found.abstentions)) == [
-        "batch_stats/scale and params/scale, perhaps scale: the same name in several collections"
-    ]
+    open_ = ["params/scale: NNX has no counterpart"]
+    assert told(leaves, outline) == (["batch_stats/scale -> scale"], open_)
+    several = "the same name in several collections"
+    assert told(leaves, path_outline({("scale",): some(3)})) == (
+        [],
+        [f"batch_stats/scale and params/scale, perhaps scale: {several}"],
+    )
 
 
 class TestNorms:
@@ -439,37 +440,27 @@ class TestNorms:
             def __call__(self, x):
                 return nn.Dense(3)(nn.tanh(nn.Dense(8, name="deep")(x)))
 
-        class InnerTwin(nnx.Module):
-            def __init__(self):
-                self.deep = linear(8)
-                self.out = linear(3)
-
-            def __call__(self, x):
-                return self.out(nnx.tanh(self.deep(x)))
-
-        InnerTwin.__name__ = "Inner"
-
         def function(x):
             return nn.SpectralNorm(Inner())(x, update_stats=False)
 
         inputs = (some(5, 8),)
         variables = random_variables(Compact(function), *inputs)
-        assert ("batch_stats", "SpectralNorm_0", "Inner_0/Dense_0/kernel/u") in flatten_dict(
-            variables
-        )
+        key = ("batch_stats", "SpectralNorm_0", "Inner_0/Dense_0/kernel/u")
+        assert key in flatten_dict(variables)
+        twin = named("Inner", deep=lambda: linear(8), out=lambda: linear(3))
+        twin.__call__ = lambda self, x: self.out(nnx.tanh(self.deep(x)))
         norm = functools.partial(nnx.SpectralNorm, update_stats=False)
-        made = carried(variables, lambda: nnx.Dict(n=norm(InnerTwin(), rngs=rngs())))
+        made = carried(variables, lambda: nnx.Dict(n=norm(twin(), rngs=rngs())))
         expected = Compact(function).apply(variables, *inputs)
         assert_same_outputs(made.model["n"](*inputs), expected)
 
     def test_without_the_layer_that_they_are_for(self):
         leaves = flatten_dict(variables_of(TABLE["WeightNorm"]))
         del leaves["params", "layer_instance", "kernel"]
-        found = align(linen_outline(leaves), converted.outline_of(TABLE["WeightNorm"].nnx))
-        assert list(map(str, found.map.rows())) == [
-            "params/layer_instance/bias -> layer_instance/bias"
-        ]
-        assert list(map(str, found.abstentions)) == [
-            'params/"layer_instance/kernel/scale", perhaps layer_instance and scales: '
-            "the leaves that they normalise have no counterparts"
-        ]
+        assert told(leaves, converted.outline_of(TABLE["WeightNorm"].nnx)) == (
+            ["params/layer_instance/bias -> layer_instance/bias"],
+            [
+                'params/"layer_instance/kernel/scale", perhaps layer_instance and scales: '
+                "the leaves that they normalise have no counterparts"
+            ],
+        )

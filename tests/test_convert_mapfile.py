@@ -2,7 +2,6 @@
 plain reading of them, by `re.sub` and numpy."""
 
 import contextlib
-import json
 import random
 
 import layouts
@@ -214,24 +213,6 @@ def test_arithmetic_is_that_of_python(text, value):
     pattern = parse_pattern(r"^(\d+)/(?P<n>\d+)$")
     replacement = parse_template(f"a{{{text}}}b", [pattern], ["i"])
     assert replacement.replaced(pattern, "7/5", lambda match: {"i": 2}) == f"a{value}b"
-
-
-@pytest.mark.parametrize("name", ["lm1b", "vit_bigvision_bonsai"])
-def test_every_leaf_of_a_public_pair_lands_where_the_true_map_says(name, data):
-    models = json.loads((data / "pairs" / f"{name}.json").read_text())
-    shapes = {text: tuple(shape) for text, (shape, *_) in models["linen"].items()}
-    rules = [("^params/", ""), *models["rules"]]
-    text = "".join(f"[[rule]]\nfrom = '{one}'\nto = '{other}'\n" for one, other in rules)
-    mapped = apply(text, shapes)
-    assert says(mapped, [step(text, models["map"][text]) for text in shapes])
-    assert printed(mapped.map.shapes) == {models["map"][text]: s for text, s in shapes.items()}
-    assert set(printed(mapped.map.shapes)) == set(models["nnx"])
-    assert ([*mapped.map.dropped], mapped.untouched) == ([], [])
-
-    again = apply(write_map(mapped.map), shapes)
-    assert again == mapped
-    back = apply_map(inverse(read_map("map.toml")), mapped.map.shapes)
-    assert printed(back.map.shapes) == shapes
 
 
 # Random maps

@@ -470,6 +470,14 @@ def test_the_source_model_tells_classes_where_a_map_renames(rules, tmp_path):
     assert not forth(tmp_path, linen, made(norm=norm, out=linear), rules, truth, named)
 
 
+def test_names_tell_classes_where_a_map_renames_on_the_way_back(tmp_path):
+    linen = random_tree({"params/Dense_0": DENSE, "params/inner": NORM})
+    there = paired(linen, {"Dense_0": "out", "inner": "norm"})
+    trained = unflatten_dict({path: array for (_, path), array in there.items()}, sep="/")
+    rules, truth = renames([("norm", "inner")]), {path: array for (path, _), array in there.items()}
+    assert not back(tmp_path, trained, linen, made(norm=norm, out=linear), rules, truth)
+
+
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_name_like_one_of_linens_own_is_none_where_a_map_renames(backwards, tmp_path):
     model = made(norm=norm, proj=linear)
@@ -484,15 +492,6 @@ def test_a_name_like_one_of_linens_own_is_none_where_a_map_renames(backwards, tm
         linen = random_tree({"params/Dense_0": DENSE, "params/inner": NORM})
         text = forth(tmp_path, linen, model, RULES, source=named)
     assert "Dense_0, perhaps proj: ambiguous: neither names nor classes decide" in text
-
-
-def test_the_source_model_tells_classes_where_a_map_renames_on_the_way_back(tmp_path):
-    trained = random_tree({"norm": NORM, "out": DENSE})
-    linen = random_tree({"params/Dense_0": DENSE, "params/inner": NORM})
-    truth = {f"params/Dense_0/{name}": array for name, array in trained["out"].items()}
-    truth |= {f"params/inner/{name}": array for name, array in trained["norm"].items()}
-    rules, model = renames([("norm", "inner")]), made(norm=norm, out=linear)
-    assert not back(tmp_path, trained, linen, model, rules, truth)
 
 
 # What is made first has the name that Linen would give to the second.

@@ -33,33 +33,25 @@ DIFFERENT = (
 
 
 class Linen(nn.Module):
-    """Two norms of one class, which only order tells apart, and what differs in training."""
-
-    dtype: str | None = None
+    """With what differs in training."""
 
     @nn.compact
     def __call__(self, x, train=False):
-        x = nn.Dense(WIDTH, dtype=self.dtype)(x)
-        x = nn.BatchNorm(use_running_average=not train)(x)
-        x = nn.Dropout(0.5, deterministic=not train)(x)
-        x = nn.Dense(WIDTH, dtype=self.dtype)(nn.gelu(nn.LayerNorm(dtype=self.dtype)(x)))
-        return nn.LayerNorm(dtype=self.dtype)(x)
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(WIDTH)(x))
+        return nn.LayerNorm()(nn.Dropout(0.5, deterministic=not train)(x))
 
 
 class Nnx(nnx.Module):
     """The same."""
 
-    def __init__(self, rngs, dtype=None):
-        self.first = nnx.Linear(4, WIDTH, rngs=rngs, dtype=dtype)
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, WIDTH, rngs=rngs)
         self.bn = nnx.BatchNorm(WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs, dtype=dtype)
-        self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs, dtype=dtype)
-        self.last = nnx.LayerNorm(WIDTH, rngs=rngs, dtype=dtype)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
 
     def __call__(self, x):
-        x = self.dropout(self.bn(self.first(x)))
-        return self.last(self.second(nnx.gelu(self.norm(x))))
+        return self.norm(self.dropout(self.bn(self.dense(x))))
 
 
 def linen(module=None):
@@ -155,14 +147,17 @@ def test_leaves_with_other_names_than_the_model_of_the_source_has_need_a_rule(tm
 
 
 def test_models_that_say_bfloat16_are_compared_in_float32(tmp_path):
-    def model():
-        return linen(Linen("bfloat16"))
-
     def net():
-        return Nnx(nnx.Rngs(0), dtype=jnp.bfloat16)
+        dense = nnx.Linear(4, WIDTH, dtype="bfloat16", rngs=nnx.Rngs(0))
+        norm = twins.norm(WIDTH, dtype="bfloat16")
+        return Net(lambda net, x: net.norm(net.dense(x)), dense=dense, norm=norm)
 
+    def parts(x):
+        return nn.LayerNorm(dtype="bfloat16")(nn.Dense(WIDTH, dtype="bfloat16")(x))
+
+    model = of_ones(Compact(parts))
     check = (jnp.asarray(inputs(), "bfloat16"),), {}
-    assert equal(compared(tmp_path, model, net, check, random(model), init=RANDOM))
+    assert equal(compared(tmp_path, model, net, check, random(model)))
 
 
 class Delegating(nn.Module):
