@@ -454,6 +454,14 @@ UNDECIDED = {
         "Dense_0 and Dense_1, perhaps a and b: head in Linen may be, or hold, one of them\n"
         "head: NNX has no counterpart",
     ),
+    "another that is neither of two": (
+        dense("Dense_0", bias=False) | dense("Dense_1") | layer_norm("ln"),
+        {"a": bare, "b": square},
+        "params/Dense_0/kernel -> a/kernel\n"
+        "params/Dense_1/bias -> b/bias\n"
+        "params/Dense_1/kernel -> b/kernel\n"
+        "ln: NNX has no counterpart",
+    ),
     "another that may hold one of them": (
         *(dense("Dense_0") | dense("Mlp_0__Dense_0"), {"a": square}),
         "Dense_0, perhaps a: Mlp_0 in Linen may be, or hold, one of them\n"
