@@ -610,22 +610,50 @@ def test_models_import_modules_beside_their_file_when_they_are_made(run, folder)
     assert (ran.status, "outputs equal" in ran.out) == (0, True), ran.err
 
 
-LISTED = """
+SCANNED = """
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(4, name="dense")(x), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        axes = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
+        return nn.scan(Block, length=3, **axes)(name="blocks")(x, None)
+
+
+def linen():
+    return Scanned().init(jax.random.key(0), jnp.ones((2, 4)))
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
 
 
 class Listed(nnx.Module):
     def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(4, 5, rngs=rngs) for _ in range(3)])
+        self.layers = nnx.List([Layer(rngs) for _ in range(3)])
 """
 
 
-def test_a_rule_that_is_shown_is_copied_from_the_terminal_into_a_file(run, folder):
-    (folder / "listed.py").write_text(LISTED)
-    shapes = {"kernel": (4, 3, 5), "bias": (5, 3)}
-    layers = {name: jnp.asarray(layouts.random(shape)) for name, shape in shapes.items()}
-    layouts.save_standard(folder / "stack", {"params": {"blocks": layers}})
-    words = ("convert", "stack", "out", "--to", "nnx", "--model", "listed:Listed")
+@pytest.mark.parametrize("name", ["Block", "Layer"])
+def test_a_rule_that_is_shown_is_copied_from_the_terminal_into_a_file(name, run, folder):
+    """The models are known, and the classes of their layers have the same name or not."""
+    (folder / "scanned.py").write_text(f"{SCANNED}\n\nLayer.__name__ = {name!r}\n")
+    shapes = {"kernel": (4, 3, 4), "bias": (4, 3)}
+    layers = {leaf: jnp.asarray(layouts.random(shape)) for leaf, shape in shapes.items()}
+    layouts.save_standard(folder / "stack", {"params": {"blocks": {"dense": layers}}})
+    words = ("convert", "stack", "out", "--to", "nnx", "--model", "scanned:Listed")
+    words += ("--source-model", "scanned:linen")
     ran = run(*words)
     ((shown, _),) = re.findall(
         r"(?m)^hint: --map FILE decides, by a rule such as:\n(( +.*\n)+)", ran.err
@@ -638,8 +666,8 @@ def test_a_rule_that_is_shown_is_copied_from_the_terminal_into_a_file(run, folde
     (folder / "copied.toml").write_text(shown)
     done(run(*words, "--map", "copied.toml"))
     assert by_path(load("out")) == {
-        f"layers/{i}/{name}/value": layouts.bits(jnp.take(leaf, i, 1))
-        for name, leaf in layers.items()
+        f"layers/{i}/dense/{leaf}/value": layouts.bits(jnp.take(value, i, 1))
+        for leaf, value in layers.items()
         for i in range(3)
     }
 
@@ -923,13 +951,28 @@ def test_verified_against_what_it_was_made_of(run, folder):
     assert run("verify", "again", "--against", "run/2", *TRAINING) == same("again", 16)
 
 
-def test_what_was_dropped_is_not_needed_to_verify_the_rest(run, folder):
+BIASLESS = """
+
+class Biasless(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(8, 16, rngs=rngs)
+        self.outer = nnx.Linear(16, 4, use_bias=False, rngs=rngs)
+"""
+
+
+@pytest.mark.parametrize("by_a_map", [False, True])
+def test_what_was_dropped_is_not_needed_to_verify_the_rest(by_a_map, run, folder):
     """The record says what that was: not what the source has got since then, nor other values. So
     it is with a model, too."""
-    flags = ("--model", "models:Net", "--init", "**/rngs/**")
+    flags, arrays = ("--model", "models:Net", "--init", "**/rngs/**"), 6
+    if by_a_map:
+        (folder / "models.py").write_text(MODELS + BIASLESS)
+        drop = "[[rule]]\nfrom = '^params/Dense_1/bias$'\ndrop = true\n"
+        (folder / "drop.toml").write_text(drop)
+        flags, arrays = ("--model", "models:Biasless", "--map", "drop.toml"), 3
     gone = ("--drop", "opt_state/**", "--drop", "step")
     done(run("convert", "run/1", "out", "--to", "nnx", *flags, *gone, "--quiet"))
-    told = f"`{folder}/out`: 6 arrays read, 6 compared with digests"
+    told = f"`{folder}/out`: {arrays} arrays read, {arrays} compared with digests"
     for more in ((), flags):
         for other in ("run/1", "run/2"):  # with another counter, which was dropped
             ran = run("verify", "out", "--against", other, *more)
