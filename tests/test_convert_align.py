@@ -454,6 +454,14 @@ UNDECIDED = {
         "Dense_0 and Dense_1, perhaps a and b: head in Linen may be, or hold, one of them\n"
         "head: NNX has no counterpart",
     ),
+    "another that is neither of two": (
+        dense("Dense_0", bias=False) | dense("Dense_1") | layer_norm("ln"),
+        {"a": bare, "b": square},
+        "params/Dense_0/kernel -> a/kernel\n"
+        "params/Dense_1/bias -> b/bias\n"
+        "params/Dense_1/kernel -> b/kernel\n"
+        "ln: NNX has no counterpart",
+    ),
     "another that may hold one of them": (
         *(dense("Dense_0") | dense("Mlp_0__Dense_0"), {"a": square}),
         "Dense_0, perhaps a: Mlp_0 in Linen may be, or hold, one of them\n"
@@ -462,6 +470,16 @@ UNDECIDED = {
     "one in a module of NNX's": (
         *(dense("Dense_0"), {"a": square, "b": named("Mlp", c=square)}),
         "Dense_0, perhaps a: b in NNX may hold one of them",
+    ),
+    "modules of one class without a common name": (
+        *(dense("Mlp_0__Dense_0"), {"a": named("Mlp", b=named("Wrap", c=square))}),
+        "Mlp_0, perhaps a: the two sides have no name in common",
+    ),
+    "a whole model": (
+        {"cls": (3,)} | dense("Body__one"),
+        {"token": lambda: nnx.Param(jnp.zeros(3)), "layers": lambda: nnx.List([square()])},
+        "params/cls and Body, perhaps layers/0 and token: "
+        "ambiguous: neither names nor classes decide",
     ),
     "flattened": (
         dense("MlpBlock_0__Dense_0") | dense("MlpBlock_0__Dense_1"),
@@ -841,7 +859,7 @@ def test_where_sides_differ_no_answer_is_wrong(tree, side, data):
     assert wrong == {}
     # What has no answer is told.
     told = {path for entry in found.abstentions for path in entry.linen}
-    told |= {leaf.path for entry in found.mismatches for leaf in entry.linen}
+    told |= {leaf.path for entry in found.mismatches for leaf in entry.inputs}
     for path in twins.linen.keys() - answers(found).keys():
         assert path in told or any(path[1 : len(p) + 1] == p for p in told)
 
