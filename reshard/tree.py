@@ -237,7 +237,7 @@ def nearest(name: str, paths: Iterable[Path]) -> list[str]:
     """
     texts = [format_path(path) for path in itertools.islice(paths, 10_000)]
     close = difflib.get_close_matches(name, texts, n=3, cutoff=0.5)
-    if not close:  # perhaps in one key
+    if not close:  # perhaps one key is misspelt
         keys = {key: text for text in texts for key in text.split("/")}
         wrong = [key for key in name.split("/") if key not in keys]
         near = [other for key in wrong for other in difflib.get_close_matches(key, keys)]

@@ -243,7 +243,7 @@ class World:
 
     def _process(self) -> dict[str, Any]:
         assert self.running is not None
-        return {"pid": self.running.number, "host": self.running.host}
+        return {"pid": self.running.number, "host": str(self.running.host)}
 
     def _has_ended(self, owner: dict[str, Any]) -> bool | None:
         assert self.running is not None

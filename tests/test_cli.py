@@ -440,3 +440,10 @@ def test_commands_import_little(cwd, monkeypatch):
     )
     found = re.findall("^loaded (.*)$", ran.stdout, re.MULTILINE)
     assert found == ["click", *["click numpy tensorstore"] * 3], ran.stderr
+
+
+@pytest.mark.parametrize("option", ["--item", "--step"])
+def test_an_option_with_one_value_is_not_given_twice(tmp_path, option):
+    status, _, err = reshard_in(tmp_path, "inspect", "x", option, "1", option, "2")
+    assert status == 2
+    assert err.endswith(f"Error: Invalid value for '{option}': one value is taken, not 1, 2\n")

@@ -14,6 +14,7 @@ from test_loader import uncommit
 
 import reshard
 from reshard.units import count_of
+from reshard.writer.job import dumped
 
 ORBAX = version("orbax-checkpoint")
 DEVICES = f"orbax    {ORBAX} is installed; to restore without a target, it needs 8 devices"
@@ -160,6 +161,54 @@ def test_an_unfinished_job(copy, monkeypatch, words, command):
     assert problems == ["problem  nothing exists at `out`", f"problem  {text}"]
     assert by.endswith(f": reshard {words}")
     assert doctor(copy / "3", "../out")[1][-1] == f"next     cd {copy} && {command}"
+
+
+def test_a_running_job_is_not_continued(copy, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["reshard", "ckpt", "run/3", "run/30"])
+    with layouts.killed_at_the_end():
+        reshard.save(reshard.open(copy / "3"), copy / "30")
+    monkeypatch.setattr("reshard.cli.unfinished.has_ended", lambda owner: False)
+    status, lines = doctor(copy, "30")
+    assert (status, lines[-1][-16:]) == (1, " (still running)")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"count": 0},
+        {"count": 1 << 40},
+        {"owner": {}},
+        {"owner": [1]},
+        {"command": 5},
+        {"folder": 7},
+        {"part": 3},
+        {"command": "reshard ckpt 3 out; rm -r x"},
+        {"command": "reshard ckpt 3 'o\nut'"},
+        {"folder": "a\nb"},
+    ],
+)
+def test_the_document_of_a_job_may_be_untrusted(copy, wrong):
+    """Its hash is no secret. It is damaged, or its command is not shown."""
+    about = {"job": "j", "count": 2, "owner": {"pid": 1, "host": "h", "machine": ""}}
+    about |= {"command": "reshard ckpt 3 out", "since": "now", "folder": "/nowhere"} | wrong
+    name = f"{0:016x}"
+    place = copy / f".reshard-x.{name}" / f"ocdbt.process_{name}" / "begun.json"
+    place.parent.mkdir(parents=True)
+    place.write_bytes(dumped(about))
+    status, lines = doctor(copy, str(copy))
+    assert status == 0 and any(line.startswith("job ") for line in lines)
+    assert not [line for line in lines if "--resume" in line and line.startswith("next ")]
+
+
+def test_a_job_in_a_directory_that_is_no_checkpoint(copy, monkeypatch):
+    """The directory is no uncommitted checkpoint; the job is named nevertheless."""
+    (copy / "work").mkdir()
+    monkeypatch.setattr(sys, "argv", ["reshard", "ckpt", "3", "work/out"])
+    with layouts.killed_at_the_end():
+        reshard.save(reshard.open(copy / "3"), copy / "work" / "out")
+    status, (first, *lines) = doctor(copy, "work")
+    assert (status, first) == (2, "work: not a checkpoint")
+    assert f"next     reshard commit {copy / 'work/out'}" in lines or "work/out" in lines[-1]
 
 
 def test_other_commands_name_the_unfinished_job(copy, monkeypatch):

@@ -293,3 +293,15 @@ def test_linked_arrays_keep_their_own_keys(junk, tmp_path):
     assert {n: found[n].tobytes() for n in found} == {
         n: tree[o].tobytes() for n, o in names.items()
     }
+
+
+def test_a_linked_array_inside_the_name_of_one_that_is_dropped(tmp_path):
+    """With zarr v3, the chunks of `a` are below the name of the array `a/c`."""
+    rng = np.random.default_rng(0)
+    tree = {"a": rng.random(16), "x": rng.random(16), "a/c": rng.random((256, 64))}
+    ckpt = reshard.select(put(tmp_path / "in", tree, use_zarr3=True), drop="a")
+    plan = reshard.save(reshard.rename(ckpt, {"^x$": "a"}), tmp_path / "out")
+    assert plan.shared_bytes > 0
+    found = layouts.load_pytree(tmp_path / "out")
+    assert found["a"].tobytes() == tree["x"].tobytes()
+    assert found["a/c"].tobytes() == tree["a/c"].tobytes()

@@ -11,6 +11,7 @@ from watched import Watched
 import reshard
 from reshard.arrays.digests import Digest, digest_of
 from reshard.units import format_bytes
+from reshard.writer import arrays
 
 ROWS, COLUMNS = 64, 1024
 SPECS = {"rows": P("data"), "columns": P(None, "data"), "both": P("data", "model")}
@@ -172,6 +173,36 @@ def test_large_chunks_of_a_box_are_read_into_buffers_of_their_own(tmp_path, monk
     assert read == pytest.approx(stored(path), abs=64)  # both touch both source chunks
     assert reshard.digest(tmp_path / "out") == {("w",): digest_of(values)}
     np.testing.assert_array_equal(layouts.load_pytree(tmp_path / "out")["w"], values)
+
+
+@pytest.fixture
+def several_boxes(tmp_path):
+    """A checkpoint whose boxes hold two large chunks each, and its values."""
+    values = np.random.default_rng(2).standard_normal((1024, 4096)).astype("f4")
+    on = NamedSharding(layouts.mesh((4, 1)), P("data", "model"))
+    path = save(tmp_path / "saved", {"w": jax.device_put(values, on)})
+    return reshard.to_mesh(reshard.open(path), "2x2"), values
+
+
+@pytest.mark.parametrize("share_bytes", [1 << 20, 1 << 30])
+def test_large_chunks_of_later_boxes(several_boxes, tmp_path, monkeypatch, share_bytes):
+    ckpt, values = several_boxes
+    monkeypatch.setattr("reshard.writer.plan.SHARE_BYTES", share_bytes)
+    (array,) = reshard.save(ckpt, tmp_path / "out", ocdbt=True).arrays
+    assert (array.box, array.chunk) == ((512, 4096), (512, 2048))
+    np.testing.assert_array_equal(layouts.load_pytree(tmp_path / "out")["w"], values)
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_shares_with_the_same_chunk(several_boxes, tmp_path, monkeypatch, ocdbt):
+    """The counts of elements agree, and another chunk is missing: nothing is committed."""
+    ckpt, _ = several_boxes
+    monkeypatch.setattr("reshard.writer.plan.SHARE_BYTES", 1 << 20)
+    whole = arrays.grid_boxes((512, 4096), (512, 2048))
+    monkeypatch.setattr(arrays, "_chunk_boxes", lambda *_, parts=[*whole]: parts)
+    with pytest.raises(reshard.CorruptCheckpointError, match="several shares hold the same chunk"):
+        reshard.save(ckpt, tmp_path / "out", ocdbt=ocdbt)
+    assert not (tmp_path / "out").exists()
 
 
 def test_large_chunks_are_not_all_in_flight_at_once(tmp_path, monkeypatch):

@@ -642,6 +642,10 @@ def test_short_names_of_dtypes(tmp_path):
     names |= {f"{f}{n}": f"float{n}" for f in ("f", "fp") for n in (16, 32, 64, "8_e4m3fn")}
     for short, name in names.items():
         assert {handle.dtype.name for handle in reshard.cast(ckpt, short).arrays} == {name}
+    reshard.save(reshard.cast(ckpt, ">f2"), tmp_path / "out")  # stored in one byte order
+    assert {x.tobytes() for x in layouts.load_pytree(tmp_path / "out").values()} == {
+        np.ones(8, "float16").tobytes()
+    }
     for short in ("f4", "f8", "fp8", "float8", "bf", "fp4", "f128"):
         with pytest.raises(reshard.ArgumentError, match=f"^not a dtype: '{short}'\n"):
             reshard.cast(ckpt, short)

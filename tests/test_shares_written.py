@@ -35,7 +35,7 @@ from reshard.arrays.operations import Apply, Split
 from reshard.errors import CorruptCheckpointError
 from reshard.verify import verification
 from reshard.writer import plan
-from reshard.writer.job import Attempt
+from reshard.writer.job import Attempt, job_token
 
 pytestmark = pytest.mark.usefixtures("forked")
 SHARES = 7
@@ -334,6 +334,17 @@ def test_a_task_that_runs_again_after_its_job_was_committed(jobs, tmp_path):
     shutil.rmtree(*unfinished(out))
     assert reshard.commit(out) is False
     assert_same(out, whole)
+
+
+def test_jobs_that_differ_have_different_tokens(tmp_path):
+    """In a name, a dtype, or a leaf that is no array."""
+    layouts.save_pytree(tmp_path / "in", {"w": np.ones(4, "f4"), "a": "x", "b": "y"})
+    ckpt = reshard.open(tmp_path / "in")
+    others = [ckpt, *(reshard.rename(ckpt, {"^w$": name}) for name in "vu")]
+    others += [reshard.cast(ckpt, dtype) for dtype in ("float16", "bfloat16")]
+    others += [reshard.select(ckpt, drop=name) for name in "ab"]
+    tokens = {job_token(reshard.plan(each, tmp_path / "out"), False) for each in others}
+    assert len(tokens) == len(others)
 
 
 # Jobs whose shares others write, at the same time.

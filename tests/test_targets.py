@@ -906,6 +906,12 @@ TREE = {"w": jnp.ones((8, 8)), "layer": {"b": jnp.ones((8,))}}
         ),
         (
             reshard.ArgumentError,
+            {"model": "net:Net"},
+            "the model is the text 'net:Net'\n\n"
+            "hint: import it, and give its class, or a function that returns its state",
+        ),
+        (
+            reshard.ArgumentError,
             {"inputs": (X,)},
             "the model is a dict: only a module or a function takes `inputs`",
         ),

@@ -298,8 +298,8 @@ def stored_chunks(handle: ArrayHandle, encoding: zarr.Encoding) -> dict[str, Sto
 
 
 def unchanged(handle: ArrayHandle, encoding: zarr.Encoding) -> StoredArray | None:
-    """The stored array whose values an array has in an encoding, metadata too, under the same keys
-    below its name; None if there is none."""
+    """The stored array that can be copied with its keys and its metadata; None if it must be
+    decoded, or its keys or metadata change."""
     data = handle.stored
     same = data is not None and not data.store.ranged and data.encoding == encoding
     return data if same else None  # a ranged store has no metadata

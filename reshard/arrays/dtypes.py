@@ -70,7 +70,8 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
 
 
 def parse_dtype(dtype: Any) -> np.dtype:
-    """A numpy dtype from its name, including JAX's own (`bfloat16`, `float8_*`, `int4`)."""
+    """A numpy dtype in native byte order, from its name, including JAX's own (`bfloat16`,
+    `float8_*`, `int4`)."""
     if isinstance(dtype, str):
         # Short names: `bf16`, `fp16`, `f32`, `fp8_e4m3fn`.
         name = re.sub(r"^(b?)(?:f|(?<!b)fp)(?=\d\d$|\d_)", r"\1float", dtype)
@@ -78,7 +79,7 @@ def parse_dtype(dtype: Any) -> np.dtype:
     try:
         if dtype is None or str(dtype) in ("f4", "f8"):
             raise TypeError("this name is ambiguous: write `float32` or `float64`")
-        return np.dtype(dtype)
+        return np.dtype(dtype).newbyteorder("=")
     except TypeError as error:
         raise ArgumentError(
             f"not a dtype: {dtype!r}", hints=["`bfloat16`, `float16`, `float32`"]

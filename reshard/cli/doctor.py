@@ -44,7 +44,7 @@ def command(path: str, **flags: Any) -> None:
     """Show what is at PATH, whether it is complete, and what to run next.
 
     Reads metadata and the sizes of data files, but no array: `reshard verify` reads the arrays.
-    Exits with 0 if the checkpoint can be used, 1 if something is wrong or unfinished, 2 if PATH
+    Exits with 0 if the checkpoint can be used, 1 if PATH itself is damaged or unfinished, 2 if it
     has no checkpoint.
 
     \b
@@ -60,11 +60,12 @@ def command(path: str, **flags: Any) -> None:
         sys.exit(status)
 
 
-def _examined(path: str, place: dict[str, Any]) -> dict[str, Any]:
-    """The JSON document: the worst state of the trees at a path, and each tree."""
+def _examined(path: str, place: dict[str, Any], first: bool = True) -> dict[str, Any]:
+    """The JSON document: the worst state of the trees at a path, and each tree. The first one has
+    the unfinished jobs."""
     try:
         with explained(path, place["step"], f"reshard doctor {shlex.quote(path)}"):
-            trees = [_tree(open_checkpoint(path, **place))]
+            trees = [_tree(open_checkpoint(path, **place), first)]
     except StoreError:
         raise
     except ReshardError as error:
@@ -72,7 +73,7 @@ def _examined(path: str, place: dict[str, Any]) -> dict[str, Any]:
         items = error.problems if error.hints and error.hints[0].startswith("item=") else ()
         if not items or not isinstance(error, CheckpointNotFoundError):
             return _refused(path, error)
-        found = [_examined(path, {**place, "item": item}) for item in items]
+        found = [_examined(path, {**place, "item": n}, n == items[0]) for n in items]
         trees = [tree for each in found for tree in each["trees"] or [each]]
     state = max((tree["state"] for tree in trees), key=lambda state: _STATUS[state])
     return {"path": path, "state": state, "trees": trees}
@@ -88,10 +89,10 @@ def _refused(path: str, error: ReshardError) -> dict[str, Any]:
     if any("unknown value type" in problem for problem in error.problems):
         hint = "a newer Orbax may have written it: pip install -U orbax-checkpoint reshard"
         document["hints"].append(hint)
-    return {"path": path, "state": state, **document, "trees": []}
+    return {"path": path, "state": state, **document, "unfinished": [], "trees": []}
 
 
-def _tree(ckpt: Checkpoint) -> dict[str, Any]:
+def _tree(ckpt: Checkpoint, first: bool) -> dict[str, Any]:
     """The document of a tree, from its metadata and the sizes of its files."""
     source, document = ckpt.source, ckpt.document()
     try:
@@ -107,10 +108,12 @@ def _tree(ckpt: Checkpoint) -> dict[str, Any]:
         recorded = sum(record is not None and record.digest(a) is not None for a in ckpt.arrays)
     except ReshardError as error:
         problems += [error.summary, *error.problems]
+    jobs, finish = list[str](), list[str]()
     try:
-        jobs, finish = unfinished(str(source.root)) if source.root.is_local else ([], [])
+        if first and source.root.is_local:
+            jobs, finish = unfinished(str(source.root))
     except ReshardError as error:  # a document of a job is damaged
-        jobs, finish = [error.summary], []
+        jobs = [error.summary]
     keys = ("kind", "v1", "format", "meshes", "steps", "step", "items", "item", "bytes")
     return {
         "path": str(source.path),

@@ -74,6 +74,13 @@ def refusal(error: ReshardError, dst: str | None) -> dict[str, Any]:
     return document
 
 
+def _once(ctx: click.Context, param: click.Parameter, given: Sequence[str]) -> str | None:
+    """The value of an option of which click would take the last one."""
+    if len(given) > 1:
+        raise click.BadParameter(f"one value is taken, not {', '.join(given)}")
+    return given[0] if given else None
+
+
 COUNT = click.IntRange(1)
 CONCURRENCY = value(
     "--concurrency",
@@ -82,9 +89,15 @@ CONCURRENCY = value(
     type=COUNT,
     default=REQUESTS,
 )
-ITEM = value("--item", None, "Item to read, if a step has several.")
+ITEM = value("--item", None, "Item to read, if a step has several.", multiple=True, callback=_once)
 PLACE = all_of(
-    value("--step", None, "Steps of a root to read: N, N,M, N..M or all; the latest by default."),
+    value(
+        "--step",
+        None,
+        "Steps of a root to read: N, N,M, N..M or all; the latest by default.",
+        multiple=True,
+        callback=_once,
+    ),
     ITEM,
 )
 SELECTION = all_of(

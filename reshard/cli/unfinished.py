@@ -36,8 +36,9 @@ def explained(path: str, step: int | None, command: str | None = None) -> Iterat
         problems, hints = unfinished(path)
         if not problems:
             raise
-        problems = [*error.problems, *problems]
-        raise UncommittedCheckpointError(error.summary, problems, hints) from error
+        own = any(found.documents for found in commit.jobs(place).values())
+        kind = UncommittedCheckpointError if own else type(error)  # or a job writes something in it
+        raise kind(error.summary, [*error.problems, *problems], hints) from error
     except CorruptCheckpointError as error:
         if step is None:
             earlier = sorted(manager_steps(parse_location(path), committed=True))[-2:-1]
@@ -70,19 +71,31 @@ def unfinished(path: str) -> tuple[list[str], list[str]]:
     return problems, hints
 
 
+def _is_plain(text: str) -> bool:
+    """Whether text is printable, and means the same to a shell with its quotes: a document may be
+    untrusted."""
+    with contextlib.suppress(ValueError):
+        return text.isprintable() and shlex.join(shlex.split(text)) == text
+    return False
+
+
 def _ways_to_finish(path: str, found: job.Found) -> list[str]:
     """The commands that finish a job."""
-    commands = {document["command"] for document in found.documents}
-    count = found.count or 0
-    folder = found.documents[0].get("folder", "")  # documents of earlier versions have none
-    start = "" if folder in ("", kernel_text("self/cwd")) else f"cd {shlex.quote(folder)} && "
+    # Documents of earlier versions have no folder.
+    commands = sorted({(d["command"], d.get("folder", "")) for d in found.documents})
+    here, count = ("", kernel_text("self/cwd")), found.count or 0
     if len(found.parts) > count:  # all shares, and the unshared part
         return [f"reshard commit {path}"]
-    parted = min((command for command in commands if "--shard" in command), default=None)
-    if parted is not None:
-        missing = [n for n in range(count) if str(n) not in found.parts] or [0]
-        return [start + re.sub(r"--shard[ =]\S+", f"--shard {n}/{count}", parted) for n in missing]
-    return [
-        start + (commit.continued(c) if c.startswith("reshard ") else f"{c}, with resume=True")
-        for c in commands
-    ]
+    ways = []
+    for command, folder in commands:
+        if not (_is_plain(command) and folder.isprintable()):
+            continue
+        start = "" if folder in here else f"cd {shlex.quote(folder)} && "
+        if "--shard" in command:
+            missing = [n for n in range(count) if str(n) not in found.parts] or [0]
+            shards = (re.sub(r"--shard[ =]\S+", f"--shard {n}/{count}", command) for n in missing)
+            return [start + each for each in shards]
+        of_shell = command.startswith("reshard ")
+        again = commit.continued(command) if of_shell else f"{command}, with resume=True"
+        ways.append(start + again)
+    return ways

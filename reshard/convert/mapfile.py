@@ -135,8 +135,9 @@ def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) ->
     except (OSError, ValueError) as error:
         why, hints = str(error), [_EXAMPLE]
         if isinstance(error, OSError):
-            file = pathlib.Path(path)
-            names = [other.name for other in file.parent.glob("*") if other != file]
+            file, names = pathlib.Path(path), []
+            with contextlib.suppress(OSError):  # the name is too long, or the directory is closed
+                names = [other.name for other in file.parent.glob("*") if other != file]
             near = get_close_matches(file.name, names, 1, 0.8)
             why = error.strerror or why
             hints = [f"the nearest file is `{file.with_name(other)}`" for other in near]

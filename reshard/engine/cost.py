@@ -137,7 +137,7 @@ def first_cell(handle: ArrayHandle) -> Box:
 def decoded_together(handles: Sequence[ArrayHandle]) -> Decoded:
     """The largest cost of decoding one box of each array together. All have one grid of boxes."""
     first, data = handles[0], handles[0].data
-    if len(handles) == 1 and not isinstance(data, Derived):  # of one chunk: most arrays are alone
+    if len(handles) == 1 and not isinstance(data, Derived):  # one chunk: most arrays are read alone
         elements = math.prod(map(min, first.shape, first.chunk_shape))
         decoded = math.prod(first.chunk_shape) * first.stored_dtype.itemsize
         nbytes = decoded + data.store.largest_chunk(data.name)

@@ -238,6 +238,9 @@ def state_of(model: Any, mesh: Any = None, inputs: Sequence[Any] = ()) -> Any:
 def maker(model: Any, inputs: Sequence[Any] = ()) -> Callable[..., Any] | None:
     """The function that makes the state of a model from `inputs`; None if the model is a state."""
     linen, nnx = imported("flax.linen"), imported("flax.nnx")
+    if isinstance(model, str):
+        hint = "import it, and give its class, or a function that returns its state"
+        raise ArgumentError(f"the model is the text {model!r}", hints=[hint])
     if linen is not None and isinstance(model, linen.Module):
         if not inputs:
             raise ArgumentError(

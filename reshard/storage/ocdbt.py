@@ -49,6 +49,7 @@ _NODES = "nodes/"
 _MEMORY_NODES = {"base": {"driver": "memory", "path": _NODES}, "prefix": _NODES}
 _SMALL_NODE = 1 << 14
 _PREFIXES = ("btree_node_data_prefix", "version_tree_node_data_prefix", "value_data_prefix")
+SAME_CHUNK = "several shares hold the same chunk"
 # Nodes of a B-tree in a bucket that are read at once.
 _NODES_AHEAD = 8
 
@@ -125,7 +126,7 @@ def build_root(
     """Writes the nodes of a database that refers to what others in its directory hold, each of so
     many keys; `name` is as of `root_spec`. Its manifest, which is written nowhere. A few commits,
     one after another: one of all takes much memory, and one for each database the square of their
-    number."""
+    number. Raises CorruptCheckpointError if two of them have the same key."""
     most = max_memory // (2 * _KEY_BYTES)
     context = new_context(cache_bytes)
     memory = {"driver": "memory"}
@@ -144,7 +145,11 @@ def build_root(
         for copy in copies:
             wait_written(copy, directory)
         wait_written(transaction.commit_async(), directory)
-    return ts.KvStore.open(memory, context=context).result().read(MANIFEST).result().value
+    manifest = ts.KvStore.open(memory, context=context).result()
+    newest = ocdbt.dump(manifest).result()["versions"][-1]
+    if newest["root"]["statistics"]["num_keys"] != sum(keys for _, keys in databases):
+        raise CorruptCheckpointError(SAME_CHUNK)
+    return manifest.read(MANIFEST).result().value
 
 
 def entry_copies(

@@ -44,8 +44,8 @@ _Copy = tuple[str, StoredChunk, ts.Future]
 # Each commit makes nodes that no later one reads, and a merge reads each node once: a large cache
 # would only fill up with them.
 CACHE_BYTES = 4 << 20
-# Chunks of so many decoded bytes have buffers of their own. To numpy, smaller buffers are not worth
-# huge pages, and to touch several of them takes as long as copying parts of one.
+# Target chunks of at least these decoded bytes are read into buffers of their own. NumPy uses huge
+# pages only from 4 MiB; below, page faults cost as much as the copy that is saved.
 _LARGE_CHUNK = 4 << 20
 _NOT_WRITTEN = "the written data cannot be read back"
 
@@ -371,16 +371,20 @@ def units(share: ItemShare) -> Iterator[Unit]:
             elements = math.prod(shape_of(boxes[0]))
             pairs = zip(group, boxes, strict=True)
             yield Unit(
-                [Read(a.handle, part, a) for a, box in pairs for part in _parts(share, a, box)],
+                [
+                    Read(a.handle, part, a)
+                    for a, box in pairs
+                    for part in _chunk_boxes(share, a, box)
+                ],
                 elements * sum(array.read_itemsize for array in group),
                 sum(array.consumer_bytes(elements) for array in group),
             )
 
 
-def _parts(share: ItemShare, array: ArrayPlan, box: Box) -> Iterable[Box]:
+def _chunk_boxes(share: ItemShare, array: ArrayPlan, box: Box) -> Iterable[Box]:
     """The parts of a box that are read into buffers of their own: each large target chunk, which is
     then encoded where it is. Columns of a larger buffer would first be copied into new memory. A
-    derived box is one part: what it is computed from is computed once."""
+    derived box stays one part, so that its inputs are computed once."""
     large = math.prod(array.chunk) * array.target_itemsize >= _LARGE_CHUNK
     if share.files or not large or isinstance(array.handle.data, Derived):
         return [box]

@@ -48,6 +48,8 @@ _DOCUMENT = re.compile(rf"(?:.*/)?{_TOKEN}/(\w+)\.json", re.DOTALL)
 # Documents that are read at once, and bytes of the largest that is read.
 _READS = 32
 _LARGEST = 1 << 28
+# The most shares of a job: a plan has one for each GiB.
+_MOST_SHARES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,13 +198,25 @@ def look(directory: Location) -> Found:
         read = pool.map(lambda match: parsed(directory / match[0]), names)
         for match, document in zip(names, read, strict=True):
             token, part = match.groups()
-            if document is not None and part == BEGUN:
-                begun.append(document)
-            elif document is not None and document["part"] != part:
+            if document is None:
+                continue
+            if not _is_of_a_job(document) or document.get("part", BEGUN) != part:
                 raise _damaged(directory / match[0])
-            elif document is not None:
+            if part == BEGUN:
+                begun.append(document)
+            else:
                 parts.setdefault(part, {})[token] = document
     return Found(sizes, begun, parts)
+
+
+def _is_of_a_job(document: Mapping[str, Any]) -> bool:
+    """Whether a document says which job it is of, and who writes. It may be untrusted."""
+    owner, count = document.get("owner"), document.get("count")
+    texts = [document.get(key) for key in ("job", "command", "since")]
+    if not isinstance(owner, dict) or type(count) is not int or type(owner.get("pid")) is not int:
+        return False
+    texts += [owner.get("host"), document.get("folder", "")]
+    return 0 < count <= _MOST_SHARES and all(isinstance(text, str) for text in texts)
 
 
 def is_of_an_attempt(path: str) -> bool:

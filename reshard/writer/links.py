@@ -91,8 +91,8 @@ def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
         small = ts.KvStore.open(spec, context=context).result()
         for copy in entry_copies(stored, small, source.values):
             wait_written(copy, directory / part)
-        for old, new, inside, count in _moves(item, part, len(small.list().result())):
-            copies.append((small / old).experimental_copy_range_to(root / new, inside))
+        for old, new, key_range, count in _key_ranges(item, part, len(small.list().result())):
+            copies.append((small / old).experimental_copy_range_to(root / new, key_range))
             keys += count
     for copy in copies:
         wait_written(copy, directory)
@@ -102,22 +102,23 @@ def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
     return Written({name: keys}, dict(files), nodes)
 
 
-def _moves(
+def _key_ranges(
     item: ItemPlan, part: str, count: int
 ) -> Iterator[tuple[str, str, ts.KvStore.KeyRange, int]]:
     """Ranges of keys of linked arrays in a part of the source that has `count` keys: the path
     before and after, the keys below it, and their number. An array whose keys keep their names
-    below its own is one range, unless the part has keys of no array, or arrays inside of it."""
+    below its own is one range, unless the part has keys of no array, or its name begins like that
+    of another array, whose keys may be among its own."""
     values = item.ckpt.source.store.values
-    known = sum(value.part == part for found in values.values() for value in found.values())
-    names = (name.split("/")[:-1] for name in values)
-    outer = {above for keys in names for above in itertools.accumulate(keys, "{}/{}".format)}
+    array_keys = sum(v.part == part for found in values.values() for v in found.values())
+    above = {n: {*itertools.accumulate(n.split("/")[:-1], "{}/{}".format)} for n in values}
+    nested = {n for name, outer in above.items() for n in (name, *outer) if outer & values.keys()}
     for array in item.arrays:
         name, data = f"{stored_name(array.path)}/", unchanged(array.handle, array.encoding)
-        if array.linked and data is not None and data.name not in outer and count == known:
-            own = sum(value.part == part for value in values[data.name].values())
-            if own:
-                yield f"{data.name}/", name, _ALL_KEYS, own
+        if array.linked and data is not None and data.name not in nested and count == array_keys:
+            part_keys = sum(value.part == part for value in values[data.name].values())
+            if part_keys:
+                yield f"{data.name}/", name, _ALL_KEYS, part_keys
         elif array.linked:
             for key, chunk in (stored_chunks(array.handle, array.encoding) or {}).items():
                 if chunk.value.part == part:

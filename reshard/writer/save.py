@@ -24,7 +24,14 @@ from reshard.loader.detection import MARKER, RECORD
 from reshard.loader.safetensors import INDEX
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location, parse_location
-from reshard.storage.ocdbt import MANIFEST, build_root, node_files, ocdbt_spec, stage_spec
+from reshard.storage.ocdbt import (
+    MANIFEST,
+    SAME_CHUNK,
+    build_root,
+    node_files,
+    ocdbt_spec,
+    stage_spec,
+)
 from reshard.tree import format_path
 from reshard.verify.digest_record import FILE
 from reshard.verify.values import Progress, counted
@@ -504,8 +511,10 @@ def complete(
             arrays = _with_digests(entry, own)
             record = {**entry["record"], "arrays": arrays}
             files[job.path(number, FILE)] = json.dumps(record).encode()
-            for each in own:
-                files |= {job.path(number, k): job.path(number, v) for k, v in each.chunks.items()}
+            chunks = [pair for each in own for pair in each.chunks.items()]
+            if len(dict(chunks)) < len(chunks):
+                raise errors.CorruptCheckpointError(SAME_CHUNK)
+            files |= {job.path(number, name): job.path(number, file) for name, file in chunks}
             manifest = None
             if entry["ocdbt"] and arrays:
                 manifest, nodes = _merge(attempt, number, entry, own, unshared["max_memory"])
