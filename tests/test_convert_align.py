@@ -99,12 +99,10 @@ def assert_converted(function, make, call, variables, *inputs):
 
 
 class LinenBlock(nn.Module):
-    width: int = 6
-
     @nn.compact
     def __call__(self, x, _=None):
         y = nn.Dense(7)(nn.LayerNorm()(x))
-        return nn.LayerNorm()(x + nn.Dense(self.width)(nn.gelu(y))), None
+        return nn.LayerNorm()(x + nn.Dense(6)(nn.gelu(y))), None
 
 
 LinenBlock.__name__ = "Block"
@@ -113,11 +111,11 @@ LinenBlock.__name__ = "Block"
 class Block(nnx.Module):
     """Attributes against the alphabet."""
 
-    def __init__(self, width=6, *, rngs):
-        self.pre = nnx.LayerNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, 7, rngs=rngs)
-        self.down = nnx.Linear(7, width, rngs=rngs)
-        self.last = nnx.LayerNorm(width, rngs=rngs)
+    def __init__(self, *, rngs):
+        self.pre = nnx.LayerNorm(6, rngs=rngs)
+        self.up = nnx.Linear(6, 7, rngs=rngs)
+        self.down = nnx.Linear(7, 6, rngs=rngs)
+        self.last = nnx.LayerNorm(6, rngs=rngs)
 
     def __call__(self, x):
         return self.last(x + self.down(nnx.gelu(self.up(self.pre(x)))))

@@ -214,9 +214,6 @@ def test_arithmetic_is_that_of_python(text, value):
     assert replacement.replaced(pattern, "7/5", lambda match: {"i": 2}) == f"a{value}b"
 
 
-# Random maps
-
-
 RULES = [
     r"{from = '^params/', to = ''}",
     r"{from = 'layer_(\d+)/', to = 'layers/\1/'}",

@@ -417,8 +417,6 @@ def test_the_zeros_that_adafactor_has_instead_of_moments_stay_what_they_are():
 
 
 FROM_4 = optax.adafactor(1e-3, min_dim_size_to_factor=4)
-
-
 FROM_128, NOTHING = optax.adafactor(1e-3), optax.adafactor(1e-3, factored=False)
 
 
@@ -592,16 +590,16 @@ CHAINS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(deadline=None, max_examples=examples(200))
 @given(random_rows(), CHAINS)
 def test_any_map_gives_optax_state_of_the_new_parameters_and_back(case, names):
     """Step by step, and then the axes of all that is made are turned."""
     leaves, rows = case
     hypothesis.assume(not any(isinstance(each.operation, Copies) for each in rows))
     tx = optax.chain(*(OPTIMIZERS[name] for name in names))
-    shapes, steps, after = below(leaves, "net"), [], {}
+    shapes, steps, after = {(*path, "w"): shape for path, shape in leaves.items()}, [], {}
     for each in rows:
-        sides = (tuple(("params", "net", *p) for p in side) for side in (each.inputs, each.outputs))
+        sides = (tuple(("params", *p, "w") for p in side) for side in (each.inputs, each.outputs))
         pad = isinstance(each.operation, Pad)
         steps.append(Row(*sides, Pad(each.operation.widths, 0) if pad else each.operation))
     for path, shape in from_rows(steps, below(shapes, "params")).shapes.items():

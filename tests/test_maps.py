@@ -325,13 +325,13 @@ def test_state_of_what_is_computed_must_be_dropped(tmp_path):
     weights = {"layer_0": {"w": np.ones(3, "f4")}, "layer_1": {"w": np.ones(3, "f4")}}
     tree = {"params": weights, "opt_state": [{"mu": weights, "count": np.zeros((), "i4")}]}
     ckpt = reshard.open(save_pytree(tmp_path / "saved", tree))
-    rules = r"[[rule]]\nfrom = '^(opt_state.*|params/layer_1/w)$'\nto = '\1'\n[[rule]]\n"
-    rules += r"from = '^params/layer_0/w$'\nadd = 1\nto = 'params/layer_0/scale'"
-    file = map_of(tmp_path, rules.replace("\\n", "\n"))
+    rules = rule("^(opt_state.*|params/layer_1/w)$", r"to = '\1'")
+    rules += rule("^params/layer_0/w$", "add = 1", "to = 'params/layer_0/scale'")
+    file = map_of(tmp_path, rules)
     told = "opt_state/0/mu/layer_0/w: it is optimizer state of params/layer_0/w, whose values"
-    with pytest.raises(reshard.TreeMismatchError) as error:
+    with pytest.raises(reshard.TreeMismatchError, match=told) as error:
         reshard.remap(ckpt, file)
-    assert [text.startswith(told) for text in error.value.problems] == [True]
+    assert len(error.value.problems) == 1
     made = reshard.remap(reshard.select(ckpt, drop="opt_state/0/mu/layer_0"), file)
     np.testing.assert_array_equal(made["params/layer_0/scale"].read(), np.full(3, 2, "f4"))
 
@@ -384,9 +384,8 @@ rule 7: `fill`: `count` must be a number from 1 to 65536, not 461168601842738790
 
 
 def test_what_is_wrong_with_numbers_and_operations(tmp_path):
-    opened(tmp_path, {"x": np.ones(1, "f4")})
     with pytest.raises(reshard.ArgumentError) as error:
-        reshard.remap(reshard.open(tmp_path / "model.safetensors"), map_of(tmp_path, WRONG))
+        remapped(tmp_path, {"x": np.ones(1)}, WRONG)
     assert error.value.problems == tuple(TOLD.strip().splitlines())
 
 

@@ -549,13 +549,8 @@ def refused(function, ckpt, arguments, **names):
     axis, indices = (*rest, *(0, None)[len(rest) :])
     with pytest.raises(reshard.ReshardError) as error:
         function(ckpt, before, after, axis, indices=indices, **names)
-    assert type(error.value) is (
-        ShardingError
-        if names
-        else reshard.ArgumentError
-        if error.value.summary == UNCLEAR
-        else TreeMismatchError
-    )
+    kind = reshard.ArgumentError if error.value.summary == UNCLEAR else TreeMismatchError
+    assert type(error.value) is (ShardingError if names else kind)
     return str(error.value)
 
 
