@@ -1,7 +1,9 @@
 """The map that a refused conversion leaves: all that is decided, and `TODO` for what is open."""
 
 import json
+import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,15 @@ import pytest
 from converted import Of, map_of, refused
 from flax import nnx
 from flax.traverse_util import unflatten_dict
-from twins import linear
 
 import reshard
 from reshard.cli.convert import _draft
 from reshard.convert.map_rules import parse_pattern
 from reshard.convert.mapfile import read_map
 from reshard.errors import ArgumentError
-from reshard.tree import split_path
+from reshard.tree import format_path, split_path
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
 def finished(draft, true):
@@ -84,29 +87,34 @@ def module(tree):
     return Of(**inside)
 
 
-def test_the_draft_for_gates_in_one_array_converts_once_it_is_finished(tmp_path):
-    shapes, params, true = {"gating_einsum": (2, 3, 4), "linear": (4, 3)}, {}, {}
-    for n in range(2):
-        layer = {name: layouts.random(shape, seed=n) for name, shape in shapes.items()}
-        params[f"layer_{n}"] = layer
-        gates = [f"layers/{n}/{name}_proj/kernel" for name in ("gate", "up")]
-        true[f"params/layer_{n}/gating_einsum"] = gates
-    path = layouts.save_standard(tmp_path / "linen", params)
+def test_the_draft_of_the_example_converts_once_it_is_finished(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import lm_linen
+    import lm_nnx
 
-    def model():
-        def gated():
-            gates = {name: linear(3, 4, use_bias=False) for name in ("gate_proj", "up_proj")}
-            return Of(**gates, linear=nnx.Param(jnp.zeros((4, 3))))
-
-        return Of(layers=nnx.List([gated() for _ in range(2)]))
-
-    draft = refused_map(refused(reshard.to_nnx, path, model), tmp_path / "draft.toml")
-    (tmp_path / "map.toml").write_text(finished(draft, true))
-    made = reshard.restore(reshard.to_nnx(path, model, map_file=tmp_path / "map.toml"), model())
-    for layer, one in zip(params.values(), made.layers, strict=True):
-        gates = (one.gate_proj.kernel[...], one.up_proj.kernel[...])
-        np.testing.assert_array_equal(np.stack(gates), layer["gating_einsum"])
-        np.testing.assert_array_equal(one.linear[...], layer["linear"])
+    try:
+        state = lm_linen.train_state()
+        path = layouts.save_standard(tmp_path / "linen", state.params)
+        error = refused(reshard.to_nnx, path, lm_nnx.LanguageModel)
+        draft = refused_map(error, tmp_path / "draft.toml")
+        true = {}
+        for n in range(len(state.params)):
+            layer, there = f"params/layer_{n}/mlp", f"layers/{n}/mlp"
+            gates = [f"{there}/{name}_proj/kernel" for name in ("gate", "up")]
+            true[f"{layer}/gating_einsum"] = gates
+            true[f"{layer}/Dense_0/kernel"] = [f"{there}/down_proj/kernel"]
+        (tmp_path / "map.toml").write_text(finished(draft, true))
+        made = reshard.to_nnx(path, lm_nnx.LanguageModel, map_file=tmp_path / "map.toml")
+        (tmp_path / "own.toml").write_text(
+            re.search(r'MAP = r"""(.*?)"""', (EXAMPLES / "linen_to_nnx.py").read_text(), re.S)[1]
+        )
+        own = {"map_file": tmp_path / "own.toml", "init": "**/dropout/rngs/**"}
+        expected = reshard.to_nnx(path, lm_nnx.LanguageModel, **own)
+        assert reshard.diff(made, expected, values=True).equal
+        assert {format_path(leaf) for leaf in made} == {format_path(leaf) for leaf in expected}
+    finally:
+        for name in ("lm_linen", "lm_nnx"):
+            sys.modules.pop(name, None)
 
 
 def test_keys_have_the_shape_that_the_model_has(tmp_path):

@@ -15,10 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.convert.model import definition_orders, linen_classes, nnx_outline
-from reshard.convert.module_tree import (
-    linen_outline,
-    without,
-)
+from reshard.convert.module_tree import linen_outline, unlifted, without
 from reshard.errors import ArgumentError
 from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import state_of
@@ -117,6 +114,21 @@ class TestLinen:
             ("dense_1", ""): {},
             ("norm", ""): {},
         }
+
+    def test_names_of_lifted_classes_are_as_flax_makes_them(self):
+        several = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        lifted = {
+            "CheckpointDense": nn.remat(nn.Dense),
+            "JitDense": nn.jit(nn.Dense),
+            "Fold_rngsDense": nn.fold_rngs(nn.Dense),
+            "VmapDense": nn.vmap(nn.Dense, axis_size=2, **several),
+            "Remat_scanDense": nn.remat_scan(nn.Dense, lengths=(2, 3)),
+        }
+        for kind, dense in lifted.items():
+            model = Compact(lambda x, dense=dense: dense(3)(x))
+            made = linen_outline(variables_of(model, array(2, 3)))
+            assert classes(made) == {(f"{kind}_0", kind, 0): {}}
+            assert unlifted(kind)[-1][0] == "Dense"
 
 
 class Inner(nnx.Module):

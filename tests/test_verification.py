@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from in_process import refused, shown
+from jax.sharding import PartitionSpec as P
 from jobs import FORMATS
 from layouts import save_pytree as save
 from sampling import some
@@ -89,6 +90,28 @@ def test_progress(made):
 
 
 # Something is, and all of it is told.
+
+
+def exchange(one, other):
+    """Two files or directories, each in the other's place."""
+    one.rename(one.with_name("x"))
+    other.rename(one)
+    one.with_name("x").rename(other)
+
+
+def test_exchanged_chunks_and_arrays(tmp_path):
+    spec = P("data", "model")
+    tree = layouts.small_tree(layouts.mesh((2, 4)), dict.fromkeys("abcd", spec), (8, 8))
+    path = save(tmp_path / "saved", tree, use_ocdbt=False)
+    reshard.digest(path, write=True)
+    exchange(path / "a" / "0.1", path / "a" / "1.3")
+    exchange(path / "b", path / "c")
+    assert repr(reshard.verify(path)) == (
+        f"`{path}`: 4 arrays read, 4 compared with digests, 3 problems\n"
+        "  a: its values are not those on record\n"
+        "  b: its values are not those on record\n"
+        "  c: its values are not those on record"
+    )
 
 
 def test_files_around_the_arrays(saved, tmp_path):
