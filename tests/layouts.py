@@ -58,7 +58,8 @@ class Named(meta.AxisMetadata[Any]):
     def add_axis(self, index, params):
         return self
 
-    remove_axis = add_axis
+    def remove_axis(self, index, params):
+        return self
 
 
 def mesh(

@@ -179,7 +179,7 @@ def failing(processes, whole, other, layout, interrupted=None):
     ],
 )
 def test_a_failure_of_one_process_ends_all(processes, copies, layout, copy, kind, text):
-    """Of a read for the exchange, or for that process alone; or it has no checkpoint, or is
+    """One process fails in a read for the exchange or for itself alone, finds no checkpoint, or is
     interrupted."""
     interrupted = 1 if copy == "whole" else None
     found = failing(processes, copies / "whole", copies / copy, layout, interrupted)

@@ -823,7 +823,7 @@ def requests_of(forming, on=None):
 
 
 def assert_read(forming, requests, memory):
-    """They are read in no more than the memory."""
+    """Reads the requests, and asserts that their values are right and that the memory suffices."""
     with pytest.MonkeyPatch.context() as patch:
         seen = Watched(patch)
         arrays = read_arrays(requests, memory)

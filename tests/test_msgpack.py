@@ -207,7 +207,7 @@ def test_files_that_are_not_one_tree(tmp_path):
 
 
 def test_arrays_in_other_files_are_refused(data, tmp_path):
-    """Of several processes, and of Orbax 0.2."""
+    """Several processes wrote one of the checkpoints, and Orbax 0.2 the other."""
     (tmp_path / "checkpoint").write_bytes(pack({"w": "//GDAPlaceholder:w", "b": np.arange(3)}))
     for path in (tmp_path, data / "orbax-0.2.7" / "ocdbt_False"):
         assert refused(reshard.CheckpointFormatError, reshard.open, path) == (

@@ -387,7 +387,11 @@ def test_what_is_not_tried_stays_in_the_warning_of_order(tmp_path, monkeypatch):
     def net():
         layers = {name: twins.linear(4, 4, use_bias=False) for name in "abc"}
         norms = {name: twins.norm(4) for name in "de"}
-        call = lambda m, x: m.c(jnp.sin(m.e(m.b(jnp.sin(m.d(m.a(x)))))))  # noqa: E731
+
+        def call(model, x):
+            x = jnp.sin(model.d(model.a(x)))
+            return model.c(jnp.sin(model.e(model.b(x))))
+
         return Net(call, **layers, **norms)
 
     model = of_ones(Compact(parts))

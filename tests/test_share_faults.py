@@ -80,7 +80,7 @@ def reshard_ended(process):
 
 
 def awaited(look):
-    """What a function finds, as soon as it finds something."""
+    """Calls a function until it returns something, and returns that."""
     until = time.monotonic() + 60
     while not (found := look()):
         assert time.monotonic() < until
