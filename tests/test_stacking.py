@@ -263,7 +263,7 @@ def test_random_state_is_stacked_and_unstacked_and_restored(tmp_path):
 EXTRA = {"none": None, "dict": {}, "list": [], "text": "relu"}
 
 
-LAYERED = {  # the tree, where its layers are, the axis, the tree with stacks, and if `unstack` undoes it
+LAYERED = {  # the tree, where its layers are, the axis, the tree with stacks, undone
     "arrays": (
         {f"w{i:02}": np.full((2, 3), i, "float32") for i in range(12)},
         ("params/w{}", "params/w"),
