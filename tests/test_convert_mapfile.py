@@ -214,7 +214,7 @@ def test_arithmetic_is_that_of_python(text, value):
     assert replacement.replaced(pattern, "7/5", lambda match: {"i": 2}) == f"a{value}b"
 
 
-RULES = [
+RENAMES = [
     r"{from = '^params/', to = ''}",
     r"{from = 'layer_(\d+)/', to = 'layers/\1/'}",
     r"{from = 'layer_(\d+)/', to = 'stages/{\1 // 2}/{\1 % 2}/'}",
@@ -222,6 +222,8 @@ RULES = [
     r"{from = 'mlp/', to = 'x/'}",
     r"{from = 'attn/', to = 'mlp/'}",
     r"{from = '^(.*)x/', to = '\1attn/'}",
+]
+OPERATIONS = [
     r"{from = 'kernel$', transpose = [1, 0]}",
     r"{from = 'kernel$', transpose = [2, 0, 1], to = 'turned'}",
     r"{from = '(kernel|bias)$', reshape = [2, -1]}",
@@ -258,10 +260,10 @@ LAYERED = st.builds(
 @settings(deadline=None, max_examples=examples(400))
 @given(LAYERED.map(tree), st.booleans(), st.integers(0), st.data())
 def test_rules_do_together_what_each_does_and_can_be_undone(leaves, drop, seed, data):
-    """Of all rules that fit, one is drawn; then one of all that fit its result."""
+    """One of the operations that fit, one of the renames that fit its result, and so on."""
     arrays = arrays_of(leaves, seed)
     made, rules = arrays, []
-    for each in [["{from = 'bias$', drop = true}"]] * drop + [RULES] * 5:
+    for each in [["{from = 'bias$', drop = true}"]] * drop + [OPERATIONS, RENAMES] * 3:
         shapes, fitting = printed({path: value.shape for path, value in made.items()}), {}
         for rule in each:
             with contextlib.suppress(TreeMismatchError):
