@@ -6,6 +6,7 @@ byte is read. This takes the same `ts.Context` on both sides, and a source datab
 inside the target's: the source is opened with the destination's files and its own manifest.
 """
 
+import collections
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -81,19 +82,23 @@ def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
     transaction = ts.Transaction(atomic=True)
     spec = root_spec(directory, name)
     root = ts.KvStore.open(spec, context=context).result().with_transaction(transaction)
-    copies, keys = [], 0
+    databases, complete = {}, set[str]()
+    counts = collections.Counter(v.part for found in source.values.values() for v in found.values())
     for part in source.parts:
         spec = ocdbt_spec(directory / part, source.directory / part)
         stored = ts.KvStore.open(spec, context=context).result()
         # In a B-tree of small nodes, whose manifest is in memory: each of many ranges takes as
         # long to copy as the node that it is in is large.
         spec = memory_manifest(directory / part, f"{part}/", name)
-        small = ts.KvStore.open(spec, context=context).result()
-        for copy in entry_copies(stored, small, source.values):
+        databases[part] = ts.KvStore.open(spec, context=context).result()
+        for copy in entry_copies(stored, databases[part], source.values):
             wait_written(copy, directory / part)
-        for old, new, key_range, count in _key_ranges(item, part, len(small.list().result())):
-            copies.append((small / old).experimental_copy_range_to(root / new, key_range))
-            keys += count
+        if len(databases[part].list().result()) == counts[part]:
+            complete.add(part)
+    copies, keys = [], 0
+    for part, old, new, key_range, count in _key_ranges(item, complete):
+        copies.append((databases[part] / old).experimental_copy_range_to(root / new, key_range))
+        keys += count
     for copy in copies:
         wait_written(copy, directory)
     wait_written(transaction.commit_async(), directory)
@@ -103,23 +108,24 @@ def write_linked(item: ItemPlan, directory: Location, name: str) -> Written:
 
 
 def _key_ranges(
-    item: ItemPlan, part: str, count: int
-) -> Iterator[tuple[str, str, ts.KvStore.KeyRange, int]]:
-    """Ranges of keys of linked arrays in a part of the source that has `count` keys: the path
-    before and after, the keys below it, and their number. An array whose keys keep their names
-    below its own is one range, unless the part has keys of no array, or its name begins like that
-    of another array, whose keys may be among its own."""
+    item: ItemPlan, complete: set[str]
+) -> Iterator[tuple[str, str, str, ts.KvStore.KeyRange, int]]:
+    """Ranges of keys of linked arrays: the part of the source, the path before and after, the keys
+    below it, and their number. An array whose keys keep their names below its own is one range in
+    each part, unless a part is not in `complete`, because it has keys of no array, or its name
+    begins like that of another array, whose keys may be among its own."""
     values = item.ckpt.source.store.values
-    array_keys = sum(v.part == part for found in values.values() for v in found.values())
     above = {n: {*itertools.accumulate(n.split("/")[:-1], "{}/{}".format)} for n in values}
     nested = {n for name, outer in above.items() for n in (name, *outer) if outer & values.keys()}
     for array in item.arrays:
+        if not array.linked:
+            continue
         name, data = f"{stored_name(array.path)}/", unchanged(array.handle, array.encoding)
-        if array.linked and data is not None and data.name not in nested and count == array_keys:
-            part_keys = sum(value.part == part for value in values[data.name].values())
-            if part_keys:
-                yield f"{data.name}/", name, _ALL_KEYS, part_keys
-        elif array.linked:
-            for key, chunk in (stored_chunks(array.handle, array.encoding) or {}).items():
-                if chunk.value.part == part:
-                    yield f"{chunk.name}/{chunk.key}", name + key, _ONE_KEY, 1
+        if data is not None and data.name not in nested:
+            parts = collections.Counter(value.part for value in values[data.name].values())
+            if parts.keys() <= complete:
+                for part, count in parts.items():
+                    yield part, f"{data.name}/", name, _ALL_KEYS, count
+                continue
+        for key, chunk in (stored_chunks(array.handle, array.encoding) or {}).items():
+            yield chunk.value.part, f"{chunk.name}/{chunk.key}", name + key, _ONE_KEY, 1
