@@ -2,7 +2,9 @@
 on a disk and in buckets; and files that are wrong."""
 
 import json
+import shutil
 
+import hf_models
 import layouts
 import ml_dtypes
 import numpy as np
@@ -13,10 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import refused
 from releases import older
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import reshard
-from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
+from reshard.errors import CheckpointFormatError, CheckpointNotFoundError, CorruptCheckpointError
+from reshard.storage.location import parse_location
 
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 DTYPES += ["float16", "bfloat16", "float32", "float64", "complex64"]
@@ -278,3 +281,54 @@ def test_a_consolidated_file_and_its_shards(parts, tensors):
     lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
     twice = [f"  `{name}` is in `consolidated.safetensors` and in `model-0000" for name in tensors]
     assert all(any(line.startswith(text) for line in lines) for text in twice)
+
+
+def test_a_cache_of_hugging_face(parts, tensors, tmp_path):
+    model = hf_models.in_cache(parts, tmp_path / "hub")
+    (snapshot,) = (model / "snapshots").iterdir()
+    for path in (model, snapshot):
+        assert_tensors(
+            {".".join(p): a.view().read().result() for p, a in reshard.open(path).items()}, tensors
+        )
+    reshard.save(reshard.open(model), tmp_path / "out", max_memory="64MiB")
+    reshard.export(reshard.open(model), tmp_path / "back", like=model)
+    for out in ("out", "back"):
+        assert reshard.diff(model, tmp_path / out, values=True).equal
+        assert not any(path.is_symlink() for path in (tmp_path / out).rglob("*"))
+    (one, *_) = snapshot.glob("model-00001-*")
+    assert len(reshard.open(one)) == len(load_file(one))
+    assert reshard.open(model).source.root == parse_location(snapshot)
+
+
+def test_a_cache_without_its_snapshot(parts, tmp_path):
+    model = hf_models.in_cache(parts, tmp_path / "hub")
+    (snapshot,) = (model / "snapshots").iterdir()
+    (model / "refs" / "main").write_text("f" * 40)
+    shutil.copytree(snapshot, other := model / "snapshots" / ("a" * 40), symlinks=True)
+    hints = f"\n\nhint: {other}\nhint: {snapshot}"
+    text = refused(CheckpointNotFoundError, reshard.open, model)
+    assert text == f"`{model}` has no snapshot `{'f' * 40}`, which its `refs/main` names{hints}"
+    for wrong in ("../../elsewhere", ""):
+        (model / "refs" / "main").write_text(wrong)
+        text = refused(CheckpointNotFoundError, reshard.open, model)
+        assert text == f"`{model}` has no snapshot `{wrong}`, which its `refs/main` names{hints}"
+    (model / "refs" / "main").unlink()
+    text = refused(CheckpointNotFoundError, reshard.open, model)
+    assert text == f"`{model}` has no `refs/main`, which names the snapshot to open{hints}"
+    for hint in (other, snapshot):
+        assert len(reshard.open(hint)) == 13
+
+
+def test_links_of_a_directory_that_lead_to_no_file(parts, tmp_path):
+    first, second, _ = sorted(parts.glob("*.safetensors"))
+    for file, target in ((first, "nowhere"), (second, tmp_path)):
+        file.unlink()
+        file.symlink_to(target)
+    lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
+    assert f"  `{first}` is a symbolic link to `nowhere`, which does not exist" in lines
+    assert f"  `{second}` is a directory, not a file" in lines
+    index = parts / "model.safetensors.index.json"
+    index.unlink()
+    index.symlink_to("nowhere")
+    text = refused(CheckpointFormatError, reshard.open, parts)
+    assert text == f"`{index}` is a symbolic link to `nowhere`, which does not exist"
