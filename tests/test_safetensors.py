@@ -300,12 +300,12 @@ def test_a_cache_of_hugging_face(parts, tensors, tmp_path):
     assert reshard.open(model).source.root == parse_location(snapshot)
 
 
-def test_a_cache_without_its_snapshot(parts, tmp_path):
+def test_a_cache_without_its_snapshot(parts, tensors, tmp_path):
     model = hf_models.in_cache(parts, tmp_path / "hub")
     (snapshot,) = (model / "snapshots").iterdir()
     (model / "refs" / "main").write_text("f" * 40)
     shutil.copytree(snapshot, other := model / "snapshots" / ("a" * 40), symlinks=True)
-    hints = f"\n\nhint: {other}\nhint: {snapshot}"
+    hints = f"\n\nhint: {snapshot}\nhint: {other}"
     text = refused(CheckpointNotFoundError, reshard.open, model)
     assert text == f"`{model}` has no snapshot `{'f' * 40}`, which its `refs/main` names{hints}"
     for wrong in ("../../elsewhere", ""):
@@ -316,7 +316,7 @@ def test_a_cache_without_its_snapshot(parts, tmp_path):
     text = refused(CheckpointNotFoundError, reshard.open, model)
     assert text == f"`{model}` has no `refs/main`, which names the snapshot to open{hints}"
     for hint in (other, snapshot):
-        assert len(reshard.open(hint)) == 13
+        assert len(reshard.open(hint)) == len(tensors)
 
 
 def test_links_of_a_directory_that_lead_to_no_file(parts, tmp_path):

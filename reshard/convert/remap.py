@@ -55,6 +55,7 @@ from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.mapfile import config_numbers, map_of, read_map
 from reshard.convert.optimizer import followers
 from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
+from reshard.loader.hf_cache import snapshot
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import parse_location
 
@@ -330,8 +331,8 @@ def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
     """The document `config.json` of a directory, beside a file, or of its own path."""
     place = parse_location(config)
     if place.name != _CONFIG:
-        place = (place.parent if place.is_file() else place) / _CONFIG
-    document = read_json(place)
+        place = (place.parent if place.is_file() else snapshot(place)) / _CONFIG
+    document = read_json(place, follow=True)
     if document is None:
         raise ArgumentError(f"there is no `{place}`", hints=["config=..."])
     inner = document.get("text_config")

@@ -16,6 +16,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     UncommittedCheckpointError,
 )
+from reshard.loader.hf_cache import snapshot
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import MANIFEST, PROCESS
@@ -104,6 +105,8 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     if files := {} if is_one else _flax_steps(root):
         return locate(root / files[_chosen_step(text, files, step)], None, item)
     _refuse(text, step, None)
+    if not is_one and (current := snapshot(root)) != root:
+        return locate(current, None, item)
     if foreign := _of_another_program(root):
         _refuse(text, None, item)
         return foreign

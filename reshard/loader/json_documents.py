@@ -21,10 +21,10 @@ _MAX_DIGITS = 40
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_json(path: Location) -> dict[str, Any] | None:
+def read_json(path: Location, follow: bool = False) -> dict[str, Any] | None:
     """The JSON object in a file, or None without a file. Raises CorruptCheckpointError for anything
-    else."""
-    data = path.read()
+    else. `follow`: also through a symbolic link, as in the cache of Hugging Face."""
+    data = path.read(follow)
     if data is None:
         return None
     try:

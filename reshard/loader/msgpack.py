@@ -100,7 +100,7 @@ class _Reader:
 
     def __init__(self, root: Location, file: str):
         self.file, self._place = file, root / file
-        self.size = self._place.file_bytes() or 0
+        self.size = self._place.file_bytes(follow=True) or 0
         self.at = self._begin = self._consumed = self._entries = 0
         self._piece = b""
         self.leaves: list[tuple[Path, Any]] = []

@@ -148,6 +148,7 @@ def values_file(item: Item) -> Location | None:
     file = item.directory / "checkpoint"
     if detection.describe_file(file) != detection.MSGPACK:
         return None
+    file.file_bytes()  # raises for a link, whose target may be outside the checkpoint
     document = read_json(item.directory / detection.TREE_FILE)
     if document is None:
         return file

@@ -90,7 +90,7 @@ def checkpoint(
 
 def index_problems(index: Location, files: Mapping[str, str]) -> Iterator[str]:
     """The differences between an index, if it exists, and the `files` of arrays."""
-    document = read_json(index)
+    document = read_json(index, follow=True)
     if document is None:
         return
     named = document.get("weight_map")

@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.arrays.dtypes import parse_dtype
 from reshard.checkpoint import Checkpoint, Item
-from reshard.errors import UncommittedCheckpointError
+from reshard.errors import CheckpointFormatError, UncommittedCheckpointError
 from reshard.loader.detection import RECORD, SAFETENSORS
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.loader.orbax import tree_problems
@@ -88,7 +88,11 @@ def _check_complete(root: Location) -> None:
 def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[str, PlainArray]]:
     """The tensors of a file, by name. Appends the file's defects to the problems."""
     place = root / file
-    size = place.file_bytes() or 0
+    try:
+        size = place.file_bytes(follow=True) or 0
+    except CheckpointFormatError as error:  # a link to a directory, or to nothing
+        problems.append(error.summary)
+        return
     header, start = _header(place, size, problems)
     ends = []
     for name, entry in header.items():

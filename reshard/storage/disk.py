@@ -224,11 +224,15 @@ class Location:
         """The identity of the version of each file that the listing has without one."""
         return []
 
-    def file_bytes(self) -> int | None:
+    def file_bytes(self, follow: bool = False) -> int | None:
         """Bytes of a file, or None if it does not exist. Raises CheckpointFormatError for anything
         else. The target of a symbolic link may be outside the checkpoint, and a pipe may never
-        end."""
-        entry = self.entry()
+        end. With `follow`, a link to a file is that file."""
+        entry = self.entry(follow)
+        if entry is None and self.is_symlink():
+            raise CheckpointFormatError(
+                f"`{self}` is a symbolic link to `{os.readlink(self)}`, which does not exist"
+            )
         if entry is None:
             return None
         if entry.is_file:
@@ -263,10 +267,11 @@ class Location:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def read(self) -> bytes | None:
+    def read(self, follow: bool = False) -> bytes | None:
         """All bytes of a small file, or None if it does not exist. Raises CorruptCheckpointError if
-        it is large or unreadable, and CheckpointFormatError if it is not a file."""
-        size = self.file_bytes()
+        it is large or unreadable, and CheckpointFormatError if it is not a file. `follow`: as of
+        `file_bytes`."""
+        size = self.file_bytes(follow)
         if size is None:
             return None
         if size > MAX_DOCUMENT:
@@ -442,7 +447,7 @@ def not_a_file(location: Location) -> CheckpointFormatError:
         )
     return CheckpointFormatError(
         f"`{location}` is neither a file nor a directory",
-        hints=["replace a symbolic link by what it points to"],
+        hints=["make a copy that has files in place of symbolic links: cp -rL DIRECTORY COPY"],
     )
 
 

@@ -14,6 +14,7 @@ from reshard.arrays.handle import array_text, stored_name
 from reshard.checkpoint import Checkpoint, check_checkpoints, name_clashes
 from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
+from reshard.loader.hf_cache import snapshot
 from reshard.loader.json_documents import read_json
 from reshard.loader.safetensors import INDEX, MAX_HEADER
 from reshard.storage import location
@@ -152,7 +153,7 @@ def plan_export(
     """What `export` would write. Its `errors` are those that `export` would raise."""
     check_checkpoints(ckpt)
     place = location.parse_location(destination)
-    model = None if like is None else location.parse_location(like)
+    model = None if like is None else snapshot(location.parse_location(like))
     limit = units.parse_bytes(max_memory)
     problems = [*_unwritable(ckpt), *_clashes(ckpt), *_unlike(ckpt, model)]
     handles = [h for h in ckpt.arrays if target_format.why_not_written(h) is None]
@@ -254,7 +255,7 @@ def _unlike(ckpt: Checkpoint, like: location.Location | None) -> Iterator[errors
     if any(name.endswith(detection.SAFETENSORS) for name in like.names()):
         found = open_checkpoint(like)
         shapes = {stored_name(handle.path): handle.shape for handle in found.arrays}
-    elif (document := read_json(like / INDEX)) is not None:
+    elif (document := read_json(like / INDEX, follow=True)) is not None:
         names = document.get("weight_map", {})
         if not isinstance(names, dict):
             yield errors.CorruptCheckpointError(
