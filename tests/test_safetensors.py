@@ -18,7 +18,12 @@ from releases import older
 from safetensors.numpy import load_file, save_file
 
 import reshard
-from reshard.errors import CheckpointFormatError, CheckpointNotFoundError, CorruptCheckpointError
+from reshard.errors import (
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DestinationError,
+)
 from reshard.storage.location import parse_location
 
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
@@ -276,11 +281,96 @@ def test_a_file_that_is_missing_where_there_is_no_index(parts, tensors):
     assert len(reshard.open(parts / "model-00001-of-00003.safetensors"))
 
 
-def test_a_consolidated_file_and_its_shards(parts, tensors):
-    save_file(tensors, parts / "consolidated.safetensors")
+@pytest.mark.parametrize("name", ["model", "diffusion_pytorch_model", "a.fp16"])
+def test_only_the_files_of_the_index_are_read(parts, tensors, name):
+    (parts / "model.safetensors.index.json").rename(parts / f"{name}.safetensors.index.json")
+    others = ("consolidated", "model.fp16", "model")
+    for other in others:
+        save_file(
+            {key: values * 2 for key, values in tensors.items()}, parts / f"{other}.safetensors"
+        )
+    (parts / "broken.safetensors").write_bytes(b"1234")
+    ckpt = reshard.open(parts)
+    assert_tensors({".".join(p): a.view().read().result() for p, a in ckpt.items()}, tensors)
+    left = "`broken.safetensors`, `consolidated.safetensors`, `model.fp16.safetensors`"
+    assert ckpt.notes == (
+        f"`{name}.safetensors.index.json` does not name {left}, `model.safetensors`: not read",
+    )
+
+
+def test_an_index_whose_files_are_missing_beside_another_file(parts, tensors):
+    save_file(tensors, parts / "model.safetensors")
+    for file in parts.glob("model-*"):
+        file.unlink()
     lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
+    assert len(lines) == 6 and all(" is missing, with " in line for line in lines[1:4])
+    assert lines[4:] == [
+        "",
+        f"hint: open a file that is not in the index: {parts}/model.safetensors",
+    ]
+    assert [*reshard.open(parts / "model.safetensors")]
+
+
+@pytest.mark.parametrize(
+    "variant", ["model.fp16.safetensors.index", "model.safetensors.index.fp16"]
+)
+def test_two_indexes(parts, tensors, tmp_path, variant):
+    halves = {name: values.astype("f2") for name, values in tensors.items()}
+    save_file(halves, parts / "model-00001-of-00001.fp16.safetensors")
+    index = dict.fromkeys(halves, "model-00001-of-00001.fp16.safetensors")
+    both = sorted([f"{variant}.json", "model.safetensors.index.json"])
+    (parts / f"{variant}.json").write_text(json.dumps({"weight_map": index}))
+    text = refused(CheckpointNotFoundError, reshard.open, parts)
+    assert text == f"`{parts}` has several indexes\n  {both[0]}\n  {both[1]}\n\n" + "\n".join(
+        f"hint: open one of them: {parts / name}" for name in both
+    )
+    for name, expected in ((f"{variant}.json", halves), ("model.safetensors.index.json", tensors)):
+        ckpt = reshard.open(parts / name)
+        got = {".".join(p): a.view().read().result() for p, a in ckpt.items()}
+        assert_tensors(got, expected)
+        out = tmp_path / name
+        reshard.export(ckpt, out, like=parts / name)
+        assert reshard.diff(parts / name, out, values=True).equal
+        assert sorted(p.name for p in out.iterdir()) == [
+            "config.json",
+            "model.safetensors",
+            "reshard_digests.json",
+        ]
+        text = refused(DestinationError, reshard.export, ckpt, parts, overwrite=True)
+        assert "overlap" in text
+    assert "`model-00001-of-00001.fp16.safetensors`: not read" in ckpt.notes[0]
+
+
+def test_tensors_in_several_files_without_an_index(parts, tensors):
+    (parts / "model.safetensors.index.json").unlink()
+    save_file(tensors, parts / "consolidated.safetensors")
+    *lines, empty, hint = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
     twice = [f"  `{name}` is in `consolidated.safetensors` and in `model-0000" for name in tensors]
     assert all(any(line.startswith(text) for line in lines) for text in twice)
+    assert (empty, hint) == ("", f"hint: open one of the files: {parts}/consolidated.safetensors")
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123456\n"
+
+
+def test_pointers_of_git_lfs(parts, tmp_path):
+    first, _, last = sorted(parts.glob("*.safetensors"))
+    hint = f"\n\nhint: git -C {parts} lfs pull"
+    what = "is a pointer of git-lfs, not the file itself"
+    for file in (first, last):
+        file.write_text(POINTER)
+    text = refused(CorruptCheckpointError, reshard.open, parts)
+    assert text.startswith(f"`{parts}` cannot be read as safetensors\n  `{first}` {what}\n")
+    assert f"  `{last}` {what}\n" in text and text.endswith(hint)
+    text = refused(CorruptCheckpointError, reshard.open, first)
+    assert text == f"`{first}` cannot be read as safetensors\n  `{first}` {what}{hint}"
+    (parts / "model.safetensors.index.json").write_text(POINTER)
+    text = refused(CorruptCheckpointError, reshard.open, parts)
+    assert text == f"`{parts}/model.safetensors.index.json` {what}{hint}"
+    for name in ("flax_model.msgpack", "pytorch_model.bin"):
+        (tmp_path / name).write_text(POINTER)
+        text = refused(CheckpointFormatError, reshard.open, tmp_path / name)
+        assert text == f"`{tmp_path / name}` {what}\n\nhint: git -C {tmp_path} lfs pull"
 
 
 def test_a_cache_of_hugging_face(parts, tensors, tmp_path):
