@@ -14,7 +14,7 @@ import numpy as np
 from reshard.convert.model_run import Arguments, Run, moved
 from reshard.convert.remap import read_config
 from reshard.errors import ArgumentError
-from reshard.loader.hf_cache import snapshot
+from reshard.loader.hf_files import snapshot
 from reshard.storage.location import parse_location
 
 

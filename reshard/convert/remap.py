@@ -55,7 +55,7 @@ from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.mapfile import config_numbers, map_of, read_map
 from reshard.convert.optimizer import followers
 from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
-from reshard.loader.hf_cache import snapshot
+from reshard.loader.hf_files import snapshot
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import parse_location
 

@@ -16,7 +16,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     UncommittedCheckpointError,
 )
-from reshard.loader.hf_cache import snapshot
+from reshard.loader.hf_files import check_no_pointer, snapshot
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import MANIFEST, PROCESS
@@ -49,7 +49,10 @@ RECORD_FILES = (RECORD_FILE, RECORD_TEMPORARY)
 # Ends and beginnings of names that are copied with the weights of a Hugging Face directory.
 _ENDS = (".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt")
 _BEGINS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_NOT_COPIED = (".index.json", RECORD_FILE, RECORD)
+_NOT_COPIED = (RECORD_FILE, RECORD)
+# The name of an index: `model.safetensors.index.json`, or of a variant of the weights,
+# `model.safetensors.index.fp16.json`.
+_INDEX = re.compile(r"(.*)\.index(\.[^.]+)?\.json")
 # The files of an export.
 _EXPORTED = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 # Names that an error lists.
@@ -85,8 +88,9 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     if not root.exists():
         raise CheckpointNotFoundError(f"nothing exists at `{text}`", hints=_siblings(root))
     if not root.is_dir():
-        is_safetensors = root.name.endswith(SAFETENSORS)
+        is_safetensors = root.name.endswith(SAFETENSORS) or is_index(root.name)
         if not is_safetensors and (description := describe_file(root)) != MSGPACK:
+            check_no_pointer(root)
             raise CheckpointFormatError(f"`{text}` is {description}")
         _refuse(text, step, item)
         return Item(root, "safetensors" if is_safetensors else "msgpack")
@@ -269,7 +273,14 @@ def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
 
 def is_copied(name: str) -> bool:
     """Whether a file of a Hugging Face directory is copied with its weights, by its name."""
-    return (name.endswith(_ENDS) or name.startswith(_BEGINS)) and not name.endswith(_NOT_COPIED)
+    kept = name.endswith(_NOT_COPIED) or _INDEX.fullmatch(name)
+    return (name.endswith(_ENDS) or name.startswith(_BEGINS)) and not kept
+
+
+def is_index(name: str) -> bool:
+    """Whether a file is an index of safetensors files, by its name."""
+    match = _INDEX.fullmatch(name)
+    return match is not None and match[1].endswith(SAFETENSORS)
 
 
 def _is_exported(file: Location) -> bool:

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from reshard.errors import CorruptCheckpointError
+from reshard.loader.hf_files import check_no_pointer
 from reshard.storage.location import Location
 
 # The deepest nesting. Orbax's documents have less than ten levels; users attach deeper ones.
@@ -30,6 +31,7 @@ def read_json(path: Location, follow: bool = False) -> dict[str, Any] | None:
     try:
         document = parse_json(data)
     except ValueError as error:
+        check_no_pointer(path)
         raise CorruptCheckpointError(f"`{path}` is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise CorruptCheckpointError(f"`{path}` is JSON, but not an object")

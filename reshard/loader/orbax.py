@@ -96,7 +96,7 @@ def source_of(
 ) -> Source:
     """The source of a checkpoint, in a bucket with the state of its files, except ignored ones. On
     a disk, the plan reads their state soon enough."""
-    state = "" if item.directory.is_local else item.directory.state(ignored)
+    state = "" if store.directory.is_local else store.directory.state(ignored)
     facts = {"metadata": document, "metadata_apart": metadata_apart, "state": state}
     return Source(**vars(item), store=store, **facts)
 

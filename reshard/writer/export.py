@@ -14,9 +14,9 @@ from reshard.arrays.handle import array_text, stored_name
 from reshard.checkpoint import Checkpoint, check_checkpoints, name_clashes
 from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
-from reshard.loader.hf_cache import snapshot
-from reshard.loader.json_documents import read_json
-from reshard.loader.safetensors import INDEX, MAX_HEADER
+from reshard.loader.hf_files import snapshot
+from reshard.loader.plain_arrays import weight_map
+from reshard.loader.safetensors import MAX_HEADER, find_index
 from reshard.storage import location
 from reshard.verify import values
 from reshard.writer import format as target_format
@@ -175,6 +175,8 @@ def plan_export(
     written = ckpt.replace({handle.path: handle for handle in handles})
     item = planning.plan_item(written, place, limit, "keep", form, False, False, problems)
     copied = []
+    if model is not None and detection.is_index(model.name):
+        model = model.parent
     if model is not None and model.is_dir():
         for name in filter(detection.is_copied, model.names()):
             file = (model / name).resolved()  # it may be a link into a cache
@@ -248,21 +250,15 @@ def _unlike(ckpt: Checkpoint, like: location.Location | None) -> Iterator[errors
     """How the tensors differ from those of a Hugging Face directory."""
     if like is None:
         return
-    if not like.is_dir():
+    if not like.is_dir() and not detection.is_index(like.name):
         yield errors.CheckpointNotFoundError(f"there is no directory `{like}`")
         return
     shapes: dict[str, tuple[int, ...] | None] = {}
-    if any(name.endswith(detection.SAFETENSORS) for name in like.names()):
+    if not like.is_dir() or any(name.endswith(detection.SAFETENSORS) for name in like.names()):
         found = open_checkpoint(like)
         shapes = {stored_name(handle.path): handle.shape for handle in found.arrays}
-    elif (document := read_json(like / INDEX, follow=True)) is not None:
-        names = document.get("weight_map", {})
-        if not isinstance(names, dict):
-            yield errors.CorruptCheckpointError(
-                f"`{like / INDEX}`: `weight_map` is not a JSON object"
-            )
-            return
-        shapes = dict.fromkeys(names)
+    elif index := find_index(like):
+        shapes = dict.fromkeys(weight_map(index))
     own = {stored_name(handle.path): handle for handle in ckpt.arrays}
     problems = [f"missing: `{name}`, which `{like}` has" for name in shapes if name not in own]
     for name, handle in own.items() if shapes else ():

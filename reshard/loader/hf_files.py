@@ -1,12 +1,26 @@
-"""The cache of Hugging Face: a directory for each model, with its snapshots.
+"""Directories of Hugging Face: a model in the cache, with its snapshots, and a clone of git-lfs.
 
-    models--ORG--NAME/refs/main            the name of the snapshot that is current
-    models--ORG--NAME/snapshots/NAME/      links to the files of a model
-    models--ORG--NAME/blobs/               these files
+models--ORG--NAME/refs/main            the name of the snapshot that is current
+models--ORG--NAME/snapshots/NAME/      links to the files of a model
+models--ORG--NAME/blobs/               these files
 """
 
-from reshard.errors import CheckpointNotFoundError
+import shlex
+
+from reshard.errors import CheckpointFormatError, CheckpointNotFoundError
 from reshard.storage.location import Location
+
+# The beginning of the file that stands for one that git-lfs has not fetched.
+_POINTER = b"version https://git-lfs.github.com/spec/v1"
+
+
+def check_no_pointer(file: Location) -> None:
+    """Raises CheckpointFormatError for a file that git-lfs has not fetched."""
+    if file.is_file() and file.part(0, len(_POINTER)) == _POINTER:
+        raise CheckpointFormatError(
+            f"`{file}` is a pointer of git-lfs, not the file itself",
+            hints=[f"git -C {shlex.quote(str(file.parent))} lfs pull"],
+        )
 
 
 def snapshot(directory: Location) -> Location:
