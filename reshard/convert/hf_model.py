@@ -15,7 +15,6 @@ from reshard.convert.model_run import Arguments, Run, moved
 from reshard.convert.remap import read_config
 from reshard.errors import ArgumentError
 from reshard.loader.hf_files import snapshot
-from reshard.storage.location import parse_location
 
 
 class _Model(NamedTuple):
@@ -37,7 +36,7 @@ def run(directory: str, arguments: Arguments | None, exchanges: object) -> Run:
     Raises:
       ArgumentError: the directory or the token ids are not usable, or no library runs the model.
     """
-    place = pathlib.Path(snapshot(parse_location(directory)))
+    place = pathlib.Path(snapshot(directory))
     if not (place / "config.json").is_file():
         raise ArgumentError(f"`{directory}` is not a local directory with `config.json`")
     arguments, tokens = _tokens(arguments, read_config(place).get("vocab_size"))

@@ -5,10 +5,11 @@ models--ORG--NAME/snapshots/NAME/      links to the files of a model
 models--ORG--NAME/blobs/               these files
 """
 
+import os
 import shlex
 
 from reshard.errors import CheckpointFormatError, CheckpointNotFoundError
-from reshard.storage.location import Location
+from reshard.storage.location import Location, parse_location
 
 # The beginning of the file that stands for one that git-lfs has not fetched.
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
@@ -23,9 +24,10 @@ def check_no_pointer(file: Location) -> None:
         )
 
 
-def snapshot(directory: Location) -> Location:
-    """The current snapshot of a model's directory in a cache; of anything else, the location
-    itself. Raises CheckpointNotFoundError if it has no such snapshot."""
+def snapshot(path: str | os.PathLike[str]) -> Location:
+    """The current snapshot of a model's directory in a cache; of any other path, its location.
+    Raises CheckpointNotFoundError if there is no such snapshot."""
+    directory = parse_location(path)
     try:
         names = directory.names()
     except (FileNotFoundError, NotADirectoryError):

@@ -153,7 +153,7 @@ def plan_export(
     """What `export` would write. Its `errors` are those that `export` would raise."""
     check_checkpoints(ckpt)
     place = location.parse_location(destination)
-    model = None if like is None else snapshot(location.parse_location(like))
+    model = None if like is None else snapshot(like)
     limit = units.parse_bytes(max_memory)
     problems = [*_unwritable(ckpt), *_clashes(ckpt), *_unlike(ckpt, model)]
     handles = [h for h in ckpt.arrays if target_format.why_not_written(h) is None]
