@@ -430,7 +430,7 @@ def configured(model):
     return model[0]
 
 
-CHANGED = "`torch_dtype` and `dtype` in config.json become float32, as the tensors are"
+CHANGED = "config.json is copied with `torch_dtype` and `dtype` = float32, the dtype of the tensors"
 
 
 def test_the_dtype_in_the_configuration_is_that_of_the_tensors(source, configured, tmp_path):
@@ -453,35 +453,45 @@ def test_the_dtype_in_the_configuration_is_that_of_the_tensors(source, configure
     assert objects(tmp_path / "shares") == objects(out)
 
 
-def test_the_dtype_of_a_cast_by_a_map(source, configured, tmp_path):
+CASTING = """
+[[rule]]
+from = '^odd$'
+drop = true
+[[rule]]
+to = 'odd'
+fill = { value = 0.5, shape = [7, 3, 5], dtype = 'float16' }
+"""
+
+
+def test_the_dtype_of_a_map(source, configured, tmp_path):
     """Tensors that are no floats do not count, nor those of 8 bits."""
-    (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '.*'\ncast = 'float16'")
-    saved = reshard.select(reshard.open(source), drop="count")
-    ckpt = reshard.remap(saved, tmp_path / "map.toml")
-    other = load_file(configured / "model.safetensors")
-    del other["count"]
-    save_file(other, configured / "model.safetensors")
-    reshard.export(ckpt, tmp_path / "out", like=configured)
+    saved = reshard.select(reshard.open(source), ["odd", "count", "layers/1/both"])
+    rules = "[[rule]]\nfrom = '^(count|layers/1/both)$'\nto = '\\1'\n"
+    (tmp_path / "map.toml").write_text(CASTING + rules)
+    ckpt = reshard.cast(saved, "float8_e4m3fn", "layers/**")
+    ckpt = reshard.remap(ckpt, tmp_path / "map.toml")
+    zeros = load_file(configured / "model.safetensors")
+    zeros = {name: zeros[name] for name in ("odd", "count", "layers.1.both")}
+    save_file(zeros, configured / "model.safetensors")
+    made = reshard.export(ckpt, tmp_path / "out", like=configured)
+    assert made.notes == (CHANGED.replace("float32", "float16"),)
     assert json.loads((tmp_path / "out/config.json").read_text()) == with_dtype("float16")
-    ckpt = reshard.cast(ckpt, "float8_e4m3fn", "layers/**")
-    planned = plan_export(ckpt, tmp_path / "out8", like=configured)
-    assert planned.notes == (CHANGED.replace("float32", "float16"),)
 
 
 def test_tensors_of_several_dtypes(source, configured, tmp_path):
     """The configuration has the dtype of most values: `transformers` casts all to it."""
     planned = reshard.export(reshard.open(source), tmp_path / "most", like=configured)
     assert planned.notes == (
-        "`torch_dtype` and `dtype` in config.json become float32, as most values are. "
-        "transformers casts the bfloat16 tensors to it",
+        f"{CHANGED.replace('the tensors', 'most values')}: transformers casts the bfloat16 tensors "
+        "to it",
     )
     assert json.loads((tmp_path / "most/config.json").read_text()) == with_dtype("float32")
     ckpt = reshard.cast(reshard.open(source), "bfloat16", "layers/**")
     (configured / "config.json").write_text(json.dumps(with_dtype("bfloat16")))
     planned = reshard.export(ckpt, tmp_path / "kept", like=configured)
     assert planned.notes == (
-        "`torch_dtype` and `dtype` in config.json stay bfloat16, as most values are. "
-        "transformers casts the float32 tensors to it",
+        "config.json is copied with `torch_dtype` and `dtype` = bfloat16, the dtype of most "
+        "values: transformers casts the float32 tensors to it",
     )
     kept = (tmp_path / "kept/config.json").read_text()
     assert kept == json.dumps(with_dtype("bfloat16")), "copied"
@@ -495,7 +505,11 @@ def test_a_configuration_without_a_dtype_is_copied(source, configured, tmp_path)
     assert (tmp_path / "out/config.json").read_text() == config
     (configured / "config.json").write_text("{")
     text = refused(
-        CorruptCheckpointError, plan_export, reshard.open(source), tmp_path / "2", like=configured
+        CorruptCheckpointError,
+        reshard.export,
+        reshard.open(source),
+        tmp_path / "2",
+        like=configured,
     )
     assert text.startswith(f"`{configured / 'config.json'}` is not JSON")
 

@@ -4,17 +4,21 @@ It is a job like any other; see `reshard.writer.save`. In a bucket, the index is
 single file has no index: then its configuration is the last.
 """
 
+import collections
+import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
 from reshard import errors, tree, units
-from reshard.arrays.handle import array_text, stored_name
+from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint, check_checkpoints, name_clashes
 from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
-from reshard.loader.hf_files import snapshot
+from reshard.loader.hf_files import check_no_pointer, snapshot
+from reshard.loader.json_documents import read_json
 from reshard.loader.plain_arrays import weight_map
 from reshard.loader.safetensors import MAX_HEADER, find_index
 from reshard.storage import location
@@ -28,6 +32,8 @@ from reshard.writer.save import execute
 _NAMED = 8
 # Bytes of an object that s3 copies in one request.
 _MOST_COPIED = 5 << 30
+# Dtypes of models. Others are quantized weights.
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Export(Plan):
@@ -40,8 +46,13 @@ class Export(Plan):
 
     @property
     def copied(self) -> tuple[str, ...]:
-        """Names of the files that are copied from `like`."""
-        return tuple(sibling.path for sibling in self.siblings)
+        """Names of the files that are copied from `like` unchanged."""
+        return tuple(sibling.path for sibling in self.siblings if sibling.data is None)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of the files that are copied from `like` with another dtype in them."""
+        return tuple(sibling.path for sibling in self.siblings if sibling.data is not None)
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +73,7 @@ class Export(Plan):
                 for file in self.files
             ],
             "copied": list(self.copied),
+            **({"changed": list(self.changed)} if self.changed else {}),
             **({"rounded": self.rounded._asdict()} if self.rounded.arrays else {}),
         }
 
@@ -73,6 +85,7 @@ class Export(Plan):
         files = units.count_of(len(self.files), "file")
         lines = [f"{arrays}, {units.format_bytes(self.nbytes)} in {files}"]
         lines += [f"copy     {', '.join(self.copied)}"] * bool(self.copied)
+        lines += [f"change   {', '.join(self.changed)}"] * bool(self.changed)
         lines += [f"rounded  {self.rounded}"] * bool(self.rounded.arrays)
         lines += [f"note     {note}" for note in self.notes]
         return "\n".join(lines)
@@ -174,15 +187,10 @@ def plan_export(
         problems.append(errors.ArgumentError(text, large, ['file_size="5GB"']))
     written = ckpt.replace({handle.path: handle for handle in handles})
     item = planning.plan_item(written, place, limit, "keep", form, False, False, problems)
-    copied = []
     if model is not None and detection.is_index(model.name):
         model = model.parent
-    if model is not None and model.is_dir():
-        for name in filter(detection.is_copied, model.names()):
-            file = (model / name).resolved()  # it may be a link into a cache
-            if (entry := file.entry()) is not None and entry.is_file:
-                copied.append(siblings.Sibling(name, file, entry))
     notes: list[str] = []
+    copied = [] if model is None else _copied(model, handles, notes, problems)
     try:
         if model is not None:
             planning.check_apart(place, model, "directory of `like`")
@@ -197,6 +205,62 @@ def plan_export(
         ),
         problems,
     )
+
+
+def _copied(
+    like: location.Location,
+    handles: Sequence[ArrayHandle],
+    notes: list[str],
+    problems: list[errors.ReshardError],
+) -> list[siblings.Sibling]:
+    """The files of a Hugging Face directory that are copied. They may be links into a cache."""
+    found = []
+    for name in filter(detection.is_copied, like.names() if like.is_dir() else ()):
+        file = like / name
+        try:
+            if not file.is_dir():
+                file.file_bytes(follow=True)  # raises for a link to nothing
+                check_no_pointer(file)
+                data = _with_dtype(file, handles, notes) if name == "config.json" else None
+                entry = file.resolved().entry()
+                assert entry is not None
+                found.append(siblings.Sibling(name, file.resolved(), entry, data))
+        except errors.ReshardError as error:
+            problems.append(error)
+    return found
+
+
+def _with_dtype(
+    config: location.Location, handles: Sequence[ArrayHandle], notes: list[str]
+) -> bytes | None:
+    """A `config.json` with the dtype of most exported values: transformers loads all floats in it.
+    None if it has no dtype or this one. Appends a note if a value is not what it was."""
+    counts = collections.Counter[str]()
+    for handle in handles:
+        counts[handle.dtype.name] += math.prod(handle.shape) * (handle.dtype.name in _FLOATS)
+    dtypes = [dtype for dtype, count in counts.most_common() if count]
+    document = read_json(config, follow=True) or {}
+    old = _set_dtype(document, dtypes[0]) if dtypes else []
+    is_changed = any(dtype != dtypes[0] for _, dtype in old)
+    if is_changed or (old and dtypes[1:]):
+        keys = " and ".join(f"`{key}`" for key in dict.fromkeys(key for key, _ in old))
+        casts = f"most values: transformers casts the {' and '.join(dtypes[1:])} tensors to it"
+        what = casts if dtypes[1:] else "the tensors"
+        notes.append(f"config.json is copied with {keys} = {dtypes[0]}, the dtype of {what}")
+    return (json.dumps(document, indent=2) + "\n").encode() if is_changed else None
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> list[tuple[str, str]]:
+    """Sets each dtype in a model's configuration and in those inside of it. Returns the keys, with
+    the dtypes before."""
+    old = []
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and isinstance(value, str) and value != "auto":
+            old.append((key, value))
+            config[key] = dtype
+        elif isinstance(value, dict) and key.endswith("_config") and key != "quantization_config":
+            old += _set_dtype(value, dtype)
+    return old
 
 
 def _check_no_step(destination: location.Location) -> None:

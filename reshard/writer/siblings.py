@@ -41,12 +41,13 @@ _COPIES = 32
 
 
 class Sibling(NamedTuple):
-    """A file or a directory that is copied unchanged: its path below the destination and the
-    source's root, and its size and time when it was listed."""
+    """A file or a directory that is copied: its path below the destination and the source's root,
+    its size and time when it was listed, and the bytes that a changed file has instead."""
 
     path: str
     source: Location
     entry: Entry
+    data: bytes | None = None
 
     @property
     def is_file(self) -> bool:
@@ -54,7 +55,8 @@ class Sibling(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return max(self.entry.nbytes, 0) if self.is_file else 0
+        nbytes = self.entry.nbytes if self.data is None else len(self.data)
+        return max(nbytes, 0) if self.is_file else 0
 
 
 def siblings(checkpoints: Sequence[Checkpoint]) -> list[Sibling]:
@@ -131,13 +133,17 @@ def copy_siblings(
     names = {sibling.path: str(number) for number, sibling in enumerate(files)}
 
     def copy(sibling: Sibling) -> None:
-        sibling.source.copy(directory / names[sibling.path], sibling.entry.nbytes)
+        new = directory / names[sibling.path]
+        if sibling.data is None:
+            sibling.source.copy(new, sibling.entry.nbytes)
+        else:
+            new.write(sibling.data)
 
     with concurrent.futures.ThreadPoolExecutor(_COPIES) as pool:
         for some in in_groups(files, lambda s: copy_bytes(s.nbytes), max_memory, _COPIES):
             for sibling, _ in zip(some, pool.map(copy, some), strict=True):
                 report(sibling.nbytes)
-    return {sibling.path: (names[sibling.path], sibling.entry.nbytes) for sibling in files}
+    return {sibling.path: (names[sibling.path], sibling.nbytes) for sibling in files}
 
 
 def source_state(
