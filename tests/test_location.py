@@ -7,7 +7,6 @@ import pathlib
 import pickle
 import re
 import shutil
-import subprocess
 import types
 
 import layouts
@@ -200,12 +199,14 @@ def test_local_files_are_mapped_and_those_of_a_network_are_read(saved, monkeypat
     assert ocdbt.new_context()["file_io_mode"].to_json() == {}
 
 
-def odd(path):
+def odd(path, more=b"\xff"):
     """The path with one more byte, which then is not UTF-8."""
-    return pathlib.Path(os.fsdecode(os.fsencode(path) + b"\xff"))
+    return pathlib.Path(os.fsdecode(os.fsencode(path) + more))
 
 
-NOT_UTF8 = "is not UTF-8, and TensorStore opens no such path"
+def not_opened(path):
+    text = f"`{path}` holds a backslash, or a byte that is not UTF-8\n".replace("\udcff", "\\udcff")
+    return f"{text}  TensorStore opens no such path\n\nhint: give it another name"
 
 
 @pytest.fixture
@@ -214,43 +215,41 @@ def state(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["item", "of a step", "step", "safetensors", "msgpack"])
-def test_a_source_whose_path_is_not_utf8(state, tmp_path, kind):
-    path = told = odd(tmp_path / "moved")
+@pytest.mark.parametrize("byte", [b"\xff", b"\\"])
+def test_a_source_whose_path_tensorstore_does_not_open(state, tmp_path, kind, byte):
+    path = told = odd(tmp_path / "moved", byte)
     if kind == "item":
         shutil.copytree(state, path)
     elif kind == "of a step":
-        told = odd(path / "state")
+        path = tmp_path / "step"
+        told = odd(path / "state", byte)
         shutil.copytree(state, told)
         (path / "_CHECKPOINT_METADATA").write_text("{}")
     elif kind == "step":
         path = tmp_path / "run"
-        told = pathlib.Path(f"{odd(path / 'a')}_3")
+        told = pathlib.Path(f"{odd(path / 'a', byte)}_3")
         shutil.copytree(state, told)
     elif kind == "safetensors":
         path = told = pathlib.Path(f"{path}.safetensors")
         save_file({"w": np.arange(3)}, path)
     else:
         path.write_bytes(msgpack_serialize({"w": np.arange(3)}))
-    link = tmp_path / "link"
     text = layouts.refused(reshard.CheckpointFormatError, reshard.open, path)
-    shown = str(told).replace("\udcff", "\\udcff")
-    quoted = os.fsencode(told).decode("latin-1").replace("\xff", "\\xff")
-    assert text == f"`{shown}` {NOT_UTF8}\n\nhint: mv $'{quoted}' NAME"
-    line = text.partition("hint: ")[2].replace("NAME", str(link))
-    subprocess.run(["bash", "-c", line], check=True)
-    assert os.path.lexists(link) and not told.exists()
+    assert text == not_opened(told)
+    assert command(["inspect", str(path)])[::2] == (2, f"Error: {text}\n")
 
 
-def test_a_destination_whose_path_is_not_utf8(state, tmp_path):
-    ckpt, out = reshard.open(state), odd(tmp_path / "out")
+@pytest.mark.parametrize("byte", [b"\xff", b"\\"])
+def test_a_destination_that_tensorstore_does_not_open(state, tmp_path, byte):
+    ckpt, out = reshard.open(state), odd(tmp_path / "out", byte)
     for write, more in itertools.product((reshard.save, reshard.export), ({}, {"share": (0, 1)})):
-        text = layouts.refused(reshard.DestinationError, write, ckpt, out, **more)
-        assert text == f"`{tmp_path}/out\\udcff` {NOT_UTF8}\n\nhint: choose another name"
+        text = layouts.refused(reshard.CheckpointFormatError, write, ckpt, out, **more)
+        assert text == not_opened(out)
     assert [*tmp_path.iterdir()] == [state]
 
 
 def test_names_that_are_not_utf8_in_a_checkpoint(state, stores, tmp_path):
-    """Files that are copied, and files of tensors, may have any name. Arrays and objects may not."""
+    """Files that are copied may have any name, and files of tensors; arrays and objects not."""
     step, root = tmp_path / "run" / "3", tmp_path / "run"
     shutil.copytree(state, step)
     odd(root / "log").write_text("text")
@@ -264,7 +263,7 @@ def test_names_that_are_not_utf8_in_a_checkpoint(state, stores, tmp_path):
         reshard.DestinationError, reshard.save, ckpt, f"{stores.bucket('s3')}/out"
     )
     assert text == (
-        "names in a bucket must be UTF-8\n  log\\udcff\n  logs\\udcff\n  logs\\udcff/inner\\udcff"
+        "names in a bucket must be UTF-8\n  logs\\udcff\n  logs\\udcff/inner\\udcff\n  log\\udcff"
     )
     values = {"a": np.random.default_rng(0).standard_normal((5, 7))}
     save_file(values, tmp_path / "x")
@@ -284,14 +283,14 @@ def test_names_that_are_not_utf8_in_a_checkpoint(state, stores, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["other disk", "same disk"])
-@pytest.mark.parametrize("name", ["out", "o u\\t"])
+@pytest.mark.parametrize("name", ["out", "o u"])
 def test_a_destination_that_is_a_mount_point(state, tmp_path, monkeypatch, kind, name):
     ckpt, out = reshard.open(state), tmp_path / name
     reshard.save(ckpt, out)
-    point = f"{tmp_path.resolve()}/{name}".replace("\\", "\\134").replace(" ", "\\040")
+    point = f"{tmp_path.resolve()}/{name}".replace(" ", "\\040")
     lines = f"1 0 1:1 / / rw - ext4 a rw\n64 44 254:0 /s {point} rw,x - ext4 b rw\n"
     if kind == "other disk":
-        monkeypatch.setattr(os.path, "ismount", str(out).__eq__)
+        monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(out))
         lines = ""
     monkeypatch.setattr(disk, "kernel_text", {"self/mountinfo": lines}.__getitem__)
     before = layouts.hashes(tmp_path)

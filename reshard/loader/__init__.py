@@ -54,6 +54,7 @@ def open(
         with parse_location(path).cached_listing():
             located = detection.locate(path, step, item)
             detection.check_inside(located)
+            located.directory.check_opens()
             if located.kind in _FOREIGN:
                 return _FOREIGN[located.kind].read(located, concurrency)
             if file := orbax.values_file(located):

@@ -115,6 +115,15 @@ class Location:
         """The key-value store below it."""
         return ts.KvStore.open(self.spec, context=context).result()
 
+    def check_opens(self) -> None:
+        """Raises CheckpointFormatError for a path that TensorStore does not open."""
+        if "\\" in self.path or not is_utf8(self.path):
+            raise CheckpointFormatError(
+                f"`{self}` holds a backslash, or a byte that is not UTF-8",
+                ["TensorStore opens no such path"],
+                ["give it another name"],
+            )
+
     def cached_listing(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, nothing below a directory of a bucket is expected to change. Each
         directory is listed once, and each small document is read once."""
@@ -380,6 +389,18 @@ class Location:
         """Deletes empty directories below it, and itself if it is empty then."""
         for directory, _, _ in os.walk(self, topdown=False):
             remove_empty(directory)
+
+
+def is_utf8(path: str) -> bool:
+    """Whether the bytes of a path are UTF-8. Python keeps others as surrogates."""
+    return path == path.encode(errors="replace").decode()
+
+
+def is_mount_point(path: AnyPath) -> bool:
+    """Whether a file system is mounted there: on Linux, also one from the same disk."""
+    real = os.path.realpath(path).translate({ord(c): f"\\{ord(c):03o}" for c in "\\ \t\n"})
+    lines = kernel_text("self/mountinfo").splitlines()
+    return os.path.ismount(path) or any(line.split()[4] == real for line in lines)
 
 
 def write_box(

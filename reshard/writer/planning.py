@@ -152,6 +152,9 @@ def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
         if array.verbatim and not array.linked and needed > limit:
             yield too_large(array, needed, limit)
     if place is not None and not place.is_local:
+        odd = [sibling.path for sibling in plan.siblings if not disk.is_utf8(sibling.path)]
+        if odd:
+            yield errors.DestinationError("names in a bucket must be UTF-8", odd)
         large = [sibling for sibling in plan.siblings if copy_bytes(sibling.nbytes) > limit]
         if large:
             least = max(copy_bytes(sibling.nbytes) for sibling in large)
@@ -212,6 +215,7 @@ def check_destination(
     there. Steps of a manager's root that are not `exported` become such a root."""
     parent = destination.parent
     steps = [c.source for c in checkpoints if c.source.step and not exported]
+    destination.check_opens()
     check_apart(destination, checkpoints[0].source.root)
     with parent.cached_listing():
         names = parent.names() if not parent.is_local or parent.is_dir() else ()
@@ -254,6 +258,11 @@ def _check_directory(destination: Location, steps: Sequence[Source], overwrite: 
     if destination.is_symlink() or (exists and not destination.is_dir()):
         raise errors.DestinationExistsError(
             f"`{destination}` is a file or a symbolic link, not a directory"
+        )
+    if exists and disk.is_mount_point(destination):
+        raise errors.DestinationError(
+            f"`{destination}` is a mount point, which no new checkpoint can replace",
+            hints=[f"write to a directory in it: {destination / 'new'}"],
         )
     reserved = committing.REPLACED_SUFFIX in destination.name
     if reserved or destination.name.startswith(UNFINISHED_PREFIX):
