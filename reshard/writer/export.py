@@ -115,7 +115,7 @@ def export(
       destination: the new directory, or the prefix in a bucket.
       file_size: the most bytes of tensors in a file. A larger tensor has its own file.
       like: a Hugging Face directory. Its configuration, tokenizer, licence and model card are
-        copied. The names and shapes of its tensors, if it has any, must be those of `ckpt`.
+        copied; the configuration gets the dtype of the written tensors. The names and shapes of its tensors, if it has any, must be those of `ckpt`.
       max_memory: the most bytes of arrays in memory, in each worker.
       overwrite: replace an earlier export on a disk once the new one is complete; ignore the
         leftovers of unfinished jobs.
