@@ -273,8 +273,8 @@ def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
 
 def is_copied(name: str) -> bool:
     """Whether a file of a Hugging Face directory is copied with its weights, by its name."""
-    kept = name.endswith(_NOT_COPIED) or _INDEX.fullmatch(name)
-    return (name.endswith(_ENDS) or name.startswith(_BEGINS)) and not kept
+    ours = name.endswith(_NOT_COPIED) or _INDEX.fullmatch(name)
+    return not ours and (name.endswith(_ENDS) or name.startswith(_BEGINS))
 
 
 def is_index(name: str) -> bool:

@@ -117,7 +117,7 @@ class Location:
 
     def check_opens(self) -> None:
         """Raises CheckpointFormatError for a path that TensorStore does not open."""
-        if "\\" in self.path or not is_utf8(self.path):
+        if (self.is_local and "\\" in self.path) or not is_utf8(self.path):
             raise CheckpointFormatError(
                 f"`{self}` holds a backslash, or a byte that is not UTF-8",
                 ["TensorStore opens no such path"],

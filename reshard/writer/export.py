@@ -115,7 +115,8 @@ def export(
       destination: the new directory, or the prefix in a bucket.
       file_size: the most bytes of tensors in a file. A larger tensor has its own file.
       like: a Hugging Face directory. Its configuration, tokenizer, licence and model card are
-        copied; the configuration gets the dtype of the written tensors. The names and shapes of its tensors, if it has any, must be those of `ckpt`.
+        copied; the configuration gets the dtype of the written tensors. The names and shapes of
+        its tensors, if it has any, must be those of `ckpt`.
       max_memory: the most bytes of arrays in memory, in each worker.
       overwrite: replace an earlier export on a disk once the new one is complete; ignore the
         leftovers of unfinished jobs.
@@ -217,13 +218,14 @@ def _copied(
     found = []
     for name in filter(detection.is_copied, like.names() if like.is_dir() else ()):
         file = like / name
+        entry = file.entry(follow=True)
         try:
-            if not file.is_dir():
-                file.file_bytes(follow=True)  # raises for a link to nothing
+            if entry is None or (not entry.is_file and not entry.is_dir):
+                file.file_bytes(follow=True)  # raises for a link to nothing, and for a pipe
+            elif entry.is_file:
                 check_no_pointer(file)
                 data = _with_dtype(file, handles, notes) if name == "config.json" else None
-                entry = file.resolved().entry()
-                assert entry is not None
+                entry = entry if data is None else entry._replace(nbytes=len(data))
                 found.append(siblings.Sibling(name, file.resolved(), entry, data))
         except errors.ReshardError as error:
             problems.append(error)

@@ -42,7 +42,7 @@ _COPIES = 32
 
 class Sibling(NamedTuple):
     """A file or a directory that is copied: its path below the destination and the source's root,
-    its size and time when it was listed, and the bytes that a changed file has instead."""
+    its size and time when it was listed, and the bytes of a file that is changed, of that size."""
 
     path: str
     source: Location
@@ -55,8 +55,7 @@ class Sibling(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        nbytes = self.entry.nbytes if self.data is None else len(self.data)
-        return max(nbytes, 0) if self.is_file else 0
+        return max(self.entry.nbytes, 0) if self.is_file else 0
 
 
 def siblings(checkpoints: Sequence[Checkpoint]) -> list[Sibling]:
@@ -143,7 +142,7 @@ def copy_siblings(
         for some in in_groups(files, lambda s: copy_bytes(s.nbytes), max_memory, _COPIES):
             for sibling, _ in zip(some, pool.map(copy, some), strict=True):
                 report(sibling.nbytes)
-    return {sibling.path: (names[sibling.path], sibling.nbytes) for sibling in files}
+    return {sibling.path: (names[sibling.path], sibling.entry.nbytes) for sibling in files}
 
 
 def source_state(
