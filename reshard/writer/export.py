@@ -50,17 +50,13 @@ class Export(Plan):
         return tuple(sibling.path for sibling in self.siblings if sibling.data is None)
 
     @property
-    def changed(self) -> tuple[str, ...]:
-        """Names of the files that are copied from `like` with another dtype in them."""
-        return tuple(sibling.path for sibling in self.siblings if sibling.data is not None)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all safetensors files."""
         return sum(file.nbytes for file in self.files)
 
     def document(self, *_: Any) -> dict[str, Any]:
         """What `reshard export --json` prints."""
+        changed = [sibling.path for sibling in self.siblings if sibling.data is not None]
         return {
             "destination": str(self.destination),
             "bytes": self.nbytes,
@@ -73,7 +69,7 @@ class Export(Plan):
                 for file in self.files
             ],
             "copied": list(self.copied),
-            **({"changed": list(self.changed)} if self.changed else {}),
+            **({"changed": changed} if changed else {}),
             **({"rounded": self.rounded._asdict()} if self.rounded.arrays else {}),
         }
 
@@ -85,7 +81,6 @@ class Export(Plan):
         files = units.count_of(len(self.files), "file")
         lines = [f"{arrays}, {units.format_bytes(self.nbytes)} in {files}"]
         lines += [f"copy     {', '.join(self.copied)}"] * bool(self.copied)
-        lines += [f"change   {', '.join(self.changed)}"] * bool(self.changed)
         lines += [f"rounded  {self.rounded}"] * bool(self.rounded.arrays)
         lines += [f"note     {note}" for note in self.notes]
         return "\n".join(lines)
