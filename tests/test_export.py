@@ -604,7 +604,9 @@ def test_too_little_room_for_temporary_files(source, bucket, stores, monkeypatch
 def test_in_a_bucket(source, model, bucket, stores, tmp_path, size, monkeypatch):
     monkeypatch.setattr(commit, "_LARGE", 1 << 12)  # more is copied on the server
     url, ckpt = f"{bucket}/hf", reshard.open(source)
+    (model[0] / "config.json").write_text(json.dumps(CONFIG))
     reshard.export(ckpt, tmp_path / "near", like=model[0], file_size=size)
+    assert json.loads((tmp_path / "near/config.json").read_text()) == with_dtype("float32")
     stores.reset()
     reshard.export(ckpt, url, like=model[0], file_size=size)
     near, found = objects(tmp_path / "near"), objects(url)
