@@ -1827,7 +1827,7 @@ def test_recurrent_cells_in_layers_that_a_map_stacks(tmp_path):
     hint = "NNX's GRUCell has no bias in its recurrent part: use your own cell with that bias"
     assert error.hints == (hint,)
     for cell in layers:
-        cell["hn"]["bias"] = np.zeros(5, "float32")
+        cell["hn"]["bias"] = np.array([0, -0.0, 0, 0, -0.0], "float32")
     save(tmp_path / "linen", tree)
     reshard.save(convert(tmp_path / "linen"), tmp_path / "nnx")
     with pytest.raises(reshard.TreeMismatchError) as error:
