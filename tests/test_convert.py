@@ -1828,8 +1828,12 @@ def test_recurrent_cells_in_layers_that_a_map_stacks(tmp_path):
     assert error.hints == (hint,)
     for cell in layers:
         cell["hn"]["bias"] = np.array([0, -0.0, 0, 0, -0.0], "float32")
+    save(tmp_path / "minus", tree)
+    for cell in layers:
+        cell["hn"]["bias"] = np.zeros(5, "float32")
     save(tmp_path / "linen", tree)
     reshard.save(convert(tmp_path / "linen"), tmp_path / "nnx")
+    assert reshard.diff(convert(tmp_path / "minus"), tmp_path / "nnx", values=True).equal
     with pytest.raises(reshard.TreeMismatchError) as error:
         like_recorded(reshard.open(tmp_path / "wrong"), reshard.open(tmp_path / "nnx"))
     assert error.value.problems == tuple(f"{path}: it was zero, but is not now" for path in paths)
