@@ -482,6 +482,9 @@ def test_exit_status_1_of_a_damaged_checkpoint(copied, made, run):
     assert (status, err, document["ok"]) == (1, "", False)
     assert document["problems"] == [problem, f"w: its values are not those of `{other}`"]
     (path / "_METADATA").write_text("{")
+    status, out, err = run("verify", path)
+    assert (status, err) == (1, "")
+    assert run("verify", path, "--quiet") == (1, "", out)
     status, out, err = run("verify", path, "--json")
     problem = layouts.refused(reshard.CorruptCheckpointError, reshard.verify, path)
     assert problem.startswith(f"`{path}/_METADATA` is not JSON: ")

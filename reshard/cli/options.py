@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -195,6 +195,13 @@ def wants_text(flags: Mapping[str, Any], document: Callable[[], Mapping[str, Any
     else:
         click.echo(json.dumps(document()))
     return False
+
+
+def answer_no(flags: Flags, document: Callable[[], Mapping[str, Any]], text: str) -> NoReturn:
+    """Prints the answer no, with --quiet as text on stderr, and exits with 1."""
+    if wants_text(flags, document) or not flags["as_json"]:
+        click.echo(text, err=flags["quiet"])
+    sys.exit(1)
 
 
 def kind_text(kind: str, v1: bool) -> str:
