@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import fuzz_maps
 import jax
@@ -334,6 +335,53 @@ def test_state_of_what_is_computed_must_be_dropped(tmp_path):
     assert len(error.value.problems) == 1
     made = reshard.remap(reshard.select(ckpt, drop="opt_state/0/mu/layer_0"), file)
     np.testing.assert_array_equal(made["params/layer_0/scale"].read(), np.full(3, 2, "f4"))
+
+
+def test_a_name_that_the_map_and_the_config_define_has_one_value(tmp_path):
+    config = {
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "layers": 2,
+        "tied": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lines = ["head_dim = 'hidden_size // num_attention_heads'", "layers = 3", "tied = 0", "k = 1"]
+    names = rule("^x$", "scale = 'head_dim ** -0.5'", "to = 'y'")
+    ckpt = reshard.open(save_pytree(tmp_path / "in", {"x": np.ones(1)}))
+    with pytest.raises(reshard.ArgumentError) as error:
+        reshard.remap(ckpt, map_of(tmp_path, "\n".join(["[vars]", *lines, names])), config=tmp_path)
+    assert error.value.problems == (
+        "the file: `vars`: `head_dim` is 12, but config.json has 16",
+        "the file: `vars`: `layers` is 3, but config.json has 2",
+        "the file: `vars`: `tied` is 0, but config.json has 1",
+    )
+    same = f"[vars]\nhead_dim = '4 * num_attention_heads'\nlayers = 2.0\n{names}"
+    assert reshard.remap(ckpt, map_of(tmp_path, same), config=tmp_path)["y"].read() == [0.25]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": None}))
+    own = map_of(tmp_path, "\n".join(["[vars]", lines[0], names]))
+    np.testing.assert_array_equal(
+        reshard.remap(ckpt, own, config=tmp_path)["y"].read(), [np.float32(12**-0.5)]
+    )
+
+
+def test_the_example_of_the_help_takes_the_size_of_a_head_from_the_config(tmp_path):
+    (example,) = re.findall(
+        r"```toml\n(\[vars\].*?)```", shown(tmp_path, "help", "maps"), re.DOTALL
+    )
+    config = {"hidden_size": 24, "num_attention_heads": 2, "head_dim": 16, "vocab_size": 20}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    embed, query = (rng.normal(size=size).astype("f4") for size in ((20, 24), (32, 24)))
+    names = ("model.embed_tokens.weight", "model.layers.3.self_attn.q_proj.weight")
+    ckpt = opened(tmp_path, dict(zip(names, (embed, query), strict=True)))
+    found = values(reshard.remap(ckpt, map_of(tmp_path, example)))
+    pairs = query.reshape(2, 2, 8, 24).swapaxes(1, 2).reshape(32, 24)
+    np.testing.assert_array_equal(found.pop("params/layers_3/query/kernel"), pairs.T * 0.25)
+    padded = np.concatenate([embed, np.zeros((108, 24), "f4")])
+    for name in ("params/embed/embedding", "params/head/embedding"):
+        np.testing.assert_array_equal(found.pop(name), padded)
+    assert not found
 
 
 WRONG = r"""
