@@ -360,9 +360,7 @@ def test_a_name_that_the_map_and_the_config_define_has_one_value(tmp_path):
     assert reshard.remap(ckpt, map_of(tmp_path, same), config=tmp_path)["y"].read() == [0.25]
     (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": None}))
     own = map_of(tmp_path, "\n".join(["[vars]", lines[0], names]))
-    np.testing.assert_array_equal(
-        reshard.remap(ckpt, own, config=tmp_path)["y"].read(), [np.float32(12**-0.5)]
-    )
+    np.testing.assert_array_equal(reshard.remap(ckpt, own, config=tmp_path)["y"].read(), [12**-0.5])
 
 
 def test_the_example_of_the_help_takes_the_size_of_a_head_from_the_config(tmp_path):

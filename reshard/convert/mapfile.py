@@ -168,8 +168,11 @@ def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {
     file = _File([], dict(numbers))
     variables = file.checked(document.get("vars", {}), _TABLE, "the file: `vars`") or {}
     for key, given in variables.items():
-        if (value := file.checked(given, _NUMBER, f"the file: `vars`: `{key}`")) is not None:
-            file.numbers[key] = value
+        where = f"the file: `vars`: `{key}`"
+        if (value := file.checked(given, _NUMBER, where)) is None:
+            continue
+        if file.numbers.setdefault(key, value) != value:
+            file.problems.append(f"{where} is {value}, but config.json has {file.numbers[key]}")
     rest = {key: value for key, value in document.items() if key != "vars"}
     top = file.checked(rest, _DOCUMENT, "the file") or {}
     optional = top["optional"] or {}
