@@ -179,11 +179,11 @@ def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> l
 
 def _ready_maps(ckpt: Checkpoint) -> Iterator[str]:
     """The ready maps that take a Hugging Face directory."""
-    from reshard.convert.remap import PREFIX, maps_for, read_config, ready_map
+    from reshard.convert.remap import PREFIX, find_map, maps_for, read_config
 
     with contextlib.suppress(ReshardError):  # no configuration, or one that no map takes
         for name in maps_for(read_config(ckpt.source.root)):
-            ready_map(PREFIX + name, ckpt.source.root)
+            find_map(PREFIX + name, ckpt)
             yield PREFIX + name
 
 

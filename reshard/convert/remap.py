@@ -46,7 +46,8 @@ from typing import Any
 import ml_dtypes
 
 from reshard import tree
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.dtypes import kind_of
+from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes, type_name
 from reshard.convert.layout import OPTIMIZERS
@@ -66,6 +67,11 @@ _MOST_LAYERS = 4096
 # Problems of `apply_map`.
 _NO_RULE = "no rule applies to "
 _OTHER_SHAPE = re.compile(r"its shape is (\[[\d, ]*\]), not (\[[\d, ]*\])")
+# Leaves that no output of a text model depends on: those below a key at the top, those with a name
+# at their end, and the random state of NNX. Nothing else is known to be without effect.
+_OTHER_TREES = {*OPTIMIZERS, "step", "vision_tower", "multi_modal_projector"}
+_BUFFERS = {"inv_freq", "position_ids", "masked_bias", "cos_cached", "sin_cached"}
+_DEQUANTIZE = "dequantize its tensors, and remove `quantization_config` from its `config.json`"
 _NO_OPERATIONS = {"hf", "to", "shape", "when", "first", "stack"}
 
 
@@ -229,8 +235,7 @@ def ready_map(
     values = read_config(config)
     if quantization := values.get("quantization_config"):
         problems = [f"`quantization_config` is {quantization}"]
-        hint = "dequantize its tensors, and remove `quantization_config` from its `config.json`"
-        raise ArgumentError(f"the model of `{config}` is quantized", problems, [hint])
+        raise ArgumentError(f"the model of `{config}` is quantized", problems, [_DEQUANTIZE])
     maps, wanted = ready_maps(), name.removeprefix(PREFIX)
     kind, fitting = values.get("model_type"), maps_for(values)
     model = (fitting or [""])[0].partition("-")[0]
@@ -272,11 +277,15 @@ def find_map(
 ) -> Map:
     """The map that an argument means: a map, a file, or the ready map for a Hugging Face
     checkpoint, whose configuration is beside it if no other is given. Raises ArgumentError, as
-    `ready_map` and `read_map`."""
-    if isinstance(map_file, Map):
-        return map_file
+    `ready_map` and `read_map`; TreeMismatchError: a ready map, and weights that are quantized."""
     if isinstance(map_file, str) and map_file.startswith(PREFIX):
-        return ready_map(map_file, config or ckpt.source.root, to=to)
+        map_file = ready_map(map_file, config or ckpt.source.root, to=to)
+    if isinstance(map_file, Map):
+        if map_file.name.startswith(PREFIX) and (packed := [*_quantized(ckpt)]):
+            raise TreeMismatchError(
+                f"{map_file.name}: the weights are quantized", packed, [_DEQUANTIZE]
+            )
+        return map_file
     try:
         numbers = config_numbers(read_config(config or ckpt.source.root))
     except ReshardError:
@@ -303,6 +312,25 @@ def maps_for(config: Mapping[str, Any]) -> list[str]:
     return [name for name, model in models.items() if kind in model["model_type"]]
 
 
+def _glob_without_effect(path: tree.Path) -> str | None:
+    """A glob for a leaf and others that no output of a model depends on; None if one may."""
+    if path[0] in _OTHER_TREES:
+        return tree.format_glob(path[:1]) + "/**" * (len(path) > 1)
+    if path[-1] in _BUFFERS:
+        return f"**/{path[-1]}"
+    return "**/rngs/**" if "rngs" in path else None
+
+
+def _quantized(ckpt: Checkpoint) -> Iterator[str]:
+    """The arrays that hold integers, or floating-point numbers of 8 bits or fewer, before casts."""
+    for leaf in ckpt.arrays:
+        if not leaf.shape or leaf.key_impl is not None or _glob_without_effect(leaf.path):
+            continue
+        for dtype in dict.fromkeys(root.stored_dtype for root, _ in leaf.roots()):
+            if kind_of(dtype) in ("i", "u") or (kind_of(dtype) == "f" and dtype.itemsize == 1):
+                yield f"{tree.format_path(leaf.path)}  {array_text(dtype.name, leaf.shape)}"
+
+
 def _fitting_arguments(leaves: Collection[tree.Path], problems: Sequence[str]) -> Iterator[str]:
     """Hints for a ready map whose only problems are more leaves, or more rows of the embedding."""
     unmatched = {text.removeprefix(_NO_RULE) for text in problems if text.startswith(_NO_RULE)}
@@ -310,12 +338,11 @@ def _fitting_arguments(leaves: Collection[tree.Path], problems: Sequence[str]) -
     if len(unmatched) + len(shapes) < len(problems):
         return
     left = [path for path in leaves if tree.format_path(path) in unmatched]
-    used = {path[:1] for path in leaves if tree.format_path(path) not in unmatched}
-    whole = {path[:1] for path in left if path[1:]} - used
-    globs = [f"{tree.format_glob(path)}/**" for path in sorted(whole)]
-    globs += [tree.format_glob(path) for path in left if path[:1] not in whole]
+    globs = dict.fromkeys(map(_glob_without_effect, left))
+    if None in globs:
+        return
     if globs:
-        yield f"reshard.select(ckpt, drop={tree.as_python(globs)}) leaves these leaves out"
+        yield f"reshard.select(ckpt, drop={tree.as_python([*globs])}) leaves these leaves out"
     pairs = {
         pair
         for one, other in shapes
