@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 import reshard
 from reshard.cli.help import topics
+from reshard.convert.mapfile import ORDER
 from reshard.convert.remap import ready_maps
 from reshard.tree import format_path, nested
 
@@ -94,6 +95,14 @@ def test_llama_3_1_in_maxtext(tmp_path, scan_axis):
         if name.startswith(scanned):
             expected[name] = np.moveaxis(expected[name], 1, scan_axis)
     assert_same(values(reshard.remap(reshard.open(tmp_path / "hf"), rules)), expected, 2e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_are_written_in_the_order_in_which_they_are_done(name):
+    tensors = [each for group in ready_maps()[name]["tensors"].values() for each in group]
+    for table in (*tensors, *(tensor.get("first", {}) for tensor in tensors)):
+        written = [key for key in table if key in ORDER]
+        assert written == sorted(written, key=ORDER.index)
 
 
 def test_every_map_is_in_the_help():

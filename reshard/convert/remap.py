@@ -53,7 +53,7 @@ from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
-from reshard.convert.mapfile import config_numbers, map_of, read_map
+from reshard.convert.mapfile import ORDER, config_numbers, map_of, read_map
 from reshard.convert.optimizer import followers
 from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
 from reshard.loader.hf_files import snapshot
@@ -463,7 +463,7 @@ def _operations(
             made.pop("pad", None)
         if any(after < 0 for _, after in widths):
             made["crop"] = {"widths": [[0, -after] for _, after in widths]}
-        found.append(made)
+        found.append({key: made[key] for key in ORDER if key in made})
     return found[0], found[1]
 
 
