@@ -457,6 +457,126 @@ def test_all_collections_at_once(tmp_path):
     assert back.notes == (*params.notes, "`ema_params` follows the parameters: 4 leaves")
 
 
+def stays(*roots):
+    return tuple(f"`{root}` has other layers than the parameters, and stays" for root in roots)
+
+
+W = {"w": (7, 5)}
+OTHERS = {  # layers of another model
+    "more": layers_of(W, 4),
+    "many more": layers_of(W, 5),
+    "fewer": layers_of(W),
+    "other numbers": {f"layer_{n}": W for n in (1, 2, 3)},
+    "other names of numbers": {f"layer_0{n}": W for n in range(3)},
+    "other shapes": layers_of({"w": (5, 7)}, 3),
+    "one other shape": {**layers_of(W, 3), "layer_1": {"w": (5, 7)}},
+    "more leaves": layers_of({**W, "b": (3,)}, 3),
+    "more leaves in one": {**layers_of(W, 3), "layer_1": {**W, "b": (3,)}},
+}
+ADAFACTOR = optax.chain(plain_adafactor(momentum=0.9, min_dim_size_to_factor=2), optax.ema(0.5))
+
+
+def assert_one_follows(tmp_path, tree, one, others, where=LAYERS):
+    """Of some trees in one, the first is like that of a checkpoint of its own, the others stay."""
+    whole = got(stack(put(tmp_path / "alone", one), *where), tmp_path / "stacked")
+    made = stack(put(tmp_path / "a", tree), *where)
+    layouts.assert_same_tree(got(made, tmp_path / "b"), {**whole, **others})
+    back = unstack(reshard.open(tmp_path / "b"), *where[::-1])
+    layouts.assert_same_tree(got(back, tmp_path / "c"), tree)
+    return made.notes
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), ADAFACTOR], ids=["adam", "adafactor"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_beside_stays_with_its_optimizer(name, tx, tmp_path):
+    """At the same level, or one below."""
+    one, other = (
+        layouts.load_pytree(layouts.save_pytree(tmp_path / f"{n}", parts(state_of(shapes, tx, n))))
+        for n, shapes in enumerate(({**layers_of(W, 3), "embed": W}, OTHERS[name]))
+    )
+    beside = {"critic": other, "old": {"params": other["params"]}}
+    assert_one_follows(tmp_path, {**one, **beside}, one, beside)
+    flat = {"disc_params": other["params"], "disc_opt_state": other["opt_state"]}
+    notes = assert_one_follows(tmp_path, {**one, **flat}, one, flat)
+    if "names" not in name:
+        assert {*stays("disc_params")} <= {*notes}
+    assert not any("follows" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["more", "other shapes", "one other shape"])
+def test_states_of_two_models_in_one_optimizer(name, tmp_path):
+    """Whose it is, its layers show."""
+    tx, shapes = optax.adam(1e-3), (layers_of(W, 3), OTHERS[name])
+    one, other = (parts(state_of(each, tx, seed)) for seed, each in enumerate(shapes))
+    tree = {"params": one["params"], "disc_params": other["params"]}
+    tree["opt_state"] = {"gen": one["opt_state"], "disc": other["opt_state"]}
+    stacked, found = there_and_back(tmp_path, tree)
+    found_one = {"params": found["params"], "opt_state": found["opt_state"]["gen"]}
+    alone = put(tmp_path / "one", {"params": one["params"], "opt_state": one["opt_state"]})
+    layouts.assert_same_tree(found_one, got(stack(alone, *LAYERS), tmp_path / "d"))
+    found_other = {"params": found["disc_params"], "opt_state": found["opt_state"]["disc"]}
+    saved = put(tmp_path / "e", {"params": other["params"], "opt_state": other["opt_state"]})
+    layouts.assert_same_tree(found_other, got(saved, tmp_path / "f"))
+    roots = ("disc_params", "opt_state/disc/0/mu", "opt_state/disc/0/nu")
+    assert {*stacked.notes} == {*stays(*roots)}
+
+
+def test_a_model_of_the_same_layers_beside_follows_with_its_optimizer(tmp_path):
+    """As an average of the parameters does; also where its state is factored."""
+    one, other = (parts(state_of(layers_of(W, 3), ADAFACTOR, seed)) for seed in (0, 1))
+    stacked, found = there_and_back(tmp_path, {**one, "critic": other})
+    alone = got(stack(put(tmp_path / "c", other), *LAYERS), tmp_path / "d")
+    layouts.assert_same_tree(found["critic"], alone)
+    (note,) = stacked.notes
+    assert note.startswith("`critic` follows the parameters: ")
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_another_model_beside_stays_stacked(count, tmp_path):
+    """Unless it has as many layers."""
+    one, other = (arrays_of(layers_of({**W, "b": (5,)}, n)) for n in (3, count))
+    apart, stacked = (
+        {
+            "params": form(one),
+            "disc_params": make(other),
+            "critic": {"params": make(other), "opt_state": {"nu": make(other)}},
+            "opt_state": {"gen": {"mu": form(one)}, "disc": {"mu": make(other)}},
+        }
+        for form, make in ((dict, dict if count == 3 else whole), (whole, whole))
+    )
+    made = unstack(put(tmp_path / "a", stacked), *LAYERS[::-1])
+    layouts.assert_same_tree(got(made, tmp_path / "b"), apart)
+    roots = ("disc_params", "critic/params", "critic/opt_state/nu", "opt_state/disc/mu")
+    follow = (
+        "`disc_params` follows the parameters: 6 leaves",
+        "`critic` follows the parameters: 6",
+    )
+    assert {*made.notes} == ({*stays(*roots)} if count != 3 else {*made.notes})
+    assert all(any(note.startswith(start) for note in made.notes) for start in follow) == (
+        count == 3
+    )
+
+
+def test_an_average_of_another_dtype_stays(tmp_path):
+    params = arrays_of(layers_of(W, 3))
+    small = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    tree = {"params": params, "ema_params": small, "opt_state": {"mu": params}}
+    stacked, found = there_and_back(tmp_path, tree)
+    layouts.assert_same_tree(
+        found, {"params": whole(params), "ema_params": small, "opt_state": {"mu": whole(params)}}
+    )
+    assert stacked.notes == stays("ema_params")
+
+
+@pytest.mark.parametrize("leaves", [({"w": (2,)},) * 2, ({"w": (2,)}, {"b": (2,)})])
+@pytest.mark.parametrize("indices", [None, [0, 1]])
+def test_numbers_with_zeros_ahead_are_other_layers(leaves, indices, tmp_path):
+    """Although they may have no leaf in common."""
+    layers = {"l0": {"w": (2,), "b": (2,)}, "l1": leaves[0], "l01": leaves[1]}
+    text = refused(stack, put(tmp_path / "a", tree_of(layers)), (*ALL, 0, indices))
+    assert "\n  params/l01 and params/l1 are both 1" in text
+
+
 def test_state_beside_parameters_that_are_not_in_params(tmp_path):
     """Where nothing is called `params` or `model`, what is below `opt_state` follows."""
     both = dict.fromkeys(("encoder", "decoder"), layers_of({"w": (2, 3)}))
@@ -633,7 +753,7 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     ),
     (
         *(stack, {"l0": {"w": (2,)}, "l00": {"w": (2,)}, "l1": {"w": (2,)}}, ALL, UNLIKE),
-        "params/l0/w and params/l00/w are both 0",
+        "params/l0 and params/l00 are both 0",
     ),
     # Axes that arrays do not have.
     (
