@@ -2,15 +2,23 @@
 
 import collections
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from reshard import tree
-from reshard.arrays.handle import ArrayHandle, Derived
+from reshard.arrays.boxes import Shape
+from reshard.arrays.handle import ArrayHandle, Derived, array_text
 from reshard.arrays.operations import Stack, Unstack
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Row, Value, from_rows, sources_of
-from reshard.convert.optimizer import Followed, followed, follows_note
+from reshard.convert.optimizer import (
+    Followed,
+    Leaves,
+    followed,
+    follows_note,
+    mirroring_subtrees,
+)
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, spec_problems
 from reshard.tree import Path, format_path
@@ -33,7 +41,7 @@ def stack(
     """Stack the arrays of layers into one array each, along a new axis.
 
     Optimizer state follows its parameters: the state next to the `params` or `model` that holds
-    them.
+    them. So does another tree next to these, such as an average, if it has exactly the same layers.
 
     Args:
       ckpt: the checkpoint.
@@ -90,7 +98,7 @@ def stack(
                 rows.append(Row((*inputs.values(),), (target,), Stack(axis, mesh_axes)))
     if problems:
         raise TreeMismatchError("the layers cannot be stacked", problems, hints)
-    return _applied(ckpt, rows)
+    return _applied(ckpt, rows, layers)
 
 
 def unstack(
@@ -154,7 +162,7 @@ def unstack(
     if problems:
         number = "" if indices is None else f" {len(indices)}"
         raise TreeMismatchError(f"not all arrays have the{number} layers on axis {axis}", problems)
-    return _applied(ckpt, rows)
+    return _applied(ckpt, rows, stacked)
 
 
 def _parsed(layers: str, stacked: str, indices: Sequence[int] | None) -> tuple[str, str, int]:
@@ -185,28 +193,34 @@ def _grouped(
     path. And the problems: pairs of leaves with the same keys."""
     check_checkpoints(ckpt)
     keys = tree.split_path(pattern)
-    texts = [re.escape(key).replace(r"\*", "(.*)").replace(r"\{\}", "([0-9]+)") for key in keys]
-    regexes = [re.compile(text, re.DOTALL) for text in texts]
     groups: dict[Path, dict[int, dict[Path, Path]]] = {}
-    problems = []
-    for path in ckpt:
-        hits = [regex.fullmatch(str(key)) for regex, key in zip(regexes, path, strict=False)]
-        if len(hits) < len(keys) or None in hits:
-            continue
+    layers: dict[tuple[Path, int], Path] = {}
+    problems: dict[str, None] = {}
+    for path, hits in _matches(ckpt, keys):
         stars, number = [], 0
         for key, given, hit in zip(keys, path, hits, strict=False):
-            found = iter(hit.groups() if hit else ())
+            found = iter(hit.groups())
             for place in re.findall(r"\*|\{\}", key):
                 if place == "*":
                     stars.append(given if key == "*" else next(found))
                 else:
                     number = int(next(found))
         if indices is None or number in indices:
-            group = groups.setdefault(tuple(stars), {}).setdefault(number, {})
-            other = group.setdefault(path[len(keys) :], path)
-            if other != path:
-                problems.append(f"{format_path(other)} and {format_path(path)} are both {number}")
-    return groups, problems
+            groups.setdefault(tuple(stars), {}).setdefault(number, {})[path[len(keys) :]] = path
+            layer = path[: len(keys)]
+            if (other := layers.setdefault((tuple(stars), number), layer)) != layer:
+                problems[f"{format_path(other)} and {format_path(layer)} are both {number}"] = None
+    return groups, [*problems]
+
+
+def _matches(paths: Iterable[Path], keys: Path) -> Iterator[tuple[Path, list[re.Match[str]]]]:
+    """The paths that begin with keys of a pattern, with the matches of these keys."""
+    texts = [re.escape(str(k)).replace(r"\*", "(.*)").replace(r"\{\}", "([0-9]+)") for k in keys]
+    regexes = [re.compile(text, re.DOTALL) for text in texts]
+    for path in paths:
+        hits = [regex.fullmatch(str(key)) for regex, key in zip(regexes, path, strict=False)]
+        if len(path) >= len(keys) and None not in hits:
+            yield path, [hit for hit in hits if hit is not None]
 
 
 def _call(before: str, after: str, axis: int, indices: str, names: Sequence[str]) -> str:
@@ -256,15 +270,16 @@ def _like(path: Path, other: Path) -> Path:
     return other[:same] + path[same:]
 
 
-def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
-    """The checkpoint after operations on parameters. Its optimizer state follows them. Leaves that
-    are no arrays only change their paths."""
+def _applied(ckpt: Checkpoint, rows: Sequence[Row], pattern: str) -> Checkpoint:
+    """The checkpoint after operations on the layers of a pattern. Their optimizer state follows
+    them. Leaves that are no arrays only change their paths."""
     arrays = {leaf.path: leaf for leaf in ckpt.arrays}
     large = [row for row in rows if row.inputs[0] in arrays]
     small = [row for row in rows if row.inputs[0] not in arrays]
     taken = {path for row in large for path in row.inputs}
     model = from_rows(large, {path: arrays[path].shape for path in arrays if path in taken})
-    parts = list(_followed(ckpt, model, arrays))
+    stay: dict[Path, None] = {}
+    parts = list(_followed(ckpt, model, arrays, tree.split_path(pattern), stay))
     problems = [problem for part, _ in parts for problem in part.problems]
     if problems:
         raise TreeMismatchError(
@@ -300,14 +315,20 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
     leaves = kept | made
     tree.check_lists(leaves, ckpt)
     notes = [follows_note(root, count) for root, count in copies.items()]
+    same = "has other layers than the parameters, and stays"
+    notes += [f"`{format_path(root)}` {same}" for root in stay]
     return ckpt.replace(leaves, notes=notes, retyped=True)
 
 
 def _followed(
-    ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle]
+    ckpt: Checkpoint,
+    model: LeafMap,
+    arrays: Mapping[Path, ArrayHandle],
+    pattern: Path,
+    stay: dict[Path, None],
 ) -> Iterator[tuple[Followed, int]]:
     """The map of the optimizer state next to each collection of parameters, and the depth of the
-    keys of both."""
+    keys of both. Adds the roots of trees that stay, although they have such layers."""
     taken = model.sources()
     parts: dict[Path, dict[Path, Value]] = {}
     for path, value in model.values.items():
@@ -327,8 +348,69 @@ def _followed(
                 elif not isinstance(leaf, str):
                     others[path] = None
         depth = max(len(root) - 1, 0)
+        for other, leaves in _other_models(ckpt, pattern, parameters, others, root[:-1]).items():
+            stay[other] = None
+            others = {path: leaf for path, leaf in others.items() if path not in leaves}
         beside = {path for path in others if str(path[depth]) not in OPTIMIZERS}
         yield followed(LeafMap(own), parameters, others, beside=beside), depth
+
+
+class _Layers(NamedTuple):
+    """The leaves of layers below the root of a tree: their paths, the paths of the layers below the
+    root, and by the path below the root shapes and dtypes, or other values, and shapes alone."""
+
+    paths: set[Path]
+    names: set[Path]
+    kinds: dict[Path, str]
+    shapes: dict[Path, Shape]
+
+
+def _layers_below(ckpt: Checkpoint, root: Path, pattern: Path) -> _Layers:
+    found = _Layers(set(), set(), {}, {})
+    depth = len(root)
+    for path, _ in _matches((p[depth:] for p in ckpt if p[:depth] == root), pattern):
+        leaf, text = ckpt[root + path], tuple(map(str, path))
+        found.paths.add(root + path)
+        found.names.add(text[: len(pattern)])
+        is_array = isinstance(leaf, ArrayHandle)
+        found.kinds[text] = array_text(leaf.dtype.name, leaf.shape) if is_array else repr(leaf)
+        if is_array:
+            found.shapes[text] = leaf.shape
+    return found
+
+
+def _other_models(
+    ckpt: Checkpoint, pattern: Path, parameters: Mapping[Path, Shape], others: Leaves, home: Path
+) -> dict[Path, set[Path]]:
+    """The layers of other models than that of the parameters, which is at `home`, and of their
+    optimizer state: root of the tree -> the leaves.
+
+    A tree that is no optimizer state is another model's if its layers differ in anything. Optimizer
+    state is if it is next to such trees alone, if it has layers that the parameters lack, or if its
+    shapes are those of such a tree.
+    """
+    found: dict[Path, set[Path]] = {}
+    states: list[tuple[Path, int, _Layers, _Layers]] = []
+    beside: dict[Path, _Layers] = {}
+    for root, members in mirroring_subtrees(parameters, others)[0].items():
+        parameter, path = next(iter(members.items()))
+        start = len(parameter) - (len(path) - len(root))
+        below, above = pattern[start:], parameter[:start]
+        layers, own = (_layers_below(ckpt, at, below) for at in (root, above))
+        at = next((depth for depth, key in enumerate(root) if key in OPTIMIZERS), None)
+        if at is not None:
+            states.append((root, at, layers, own))
+            continue
+        beside[root] = layers
+        if layers.kinds != own.kinds or not below or "{}" in format_path(pattern[:start]):
+            found[root] = layers.paths
+    unlike = [beside[root] for root in found]
+    for root, at, layers, own in states:
+        near = {other for other in beside if other[:at] == root[:at] != home}
+        theirs = layers.shapes != own.shapes and layers.shapes in (each.shapes for each in unlike)
+        if (near and near <= found.keys()) or layers.names - own.names or theirs:
+            found[root] = layers.paths
+    return found
 
 
 def _collection(inputs: Collection[Path]) -> Path:
