@@ -502,10 +502,8 @@ def test_a_rule_in_another_order_is_refused_with_two(tmp_path):
         read_map(map_of(tmp_path, rule("^x$", *lines, "to = ['y', 'z']")))
     assert str(error.value) == (
         f"{tmp_path}/map.toml: its rules cannot be read\n"
-        "  rule 1, `^x$`: `transpose` is written after `reshape`, but is done before it: write it "
-        "before `reshape`, or write two rules\n"
-        "  rule 1, `^x$`: `scale` is written after `add`, but is done before it: write it before "
-        "`add`, or write two rules\n\n"
+        "  rule 1, `^x$`: it is done in the order `scale`, `add`, `transpose`, `reshape`: write it "
+        "so, or write two rules\n\n"
         "hint: rule 1 in the order in which it is written:\n"
         "      [[rule]]\n      from = '^x$'\n      when = 1\n      reshape = [2, 3]\n      \n"
         "      [[rule]]\n      from = '^x$'\n      when = 1\n      transpose = [1, 0]\n"

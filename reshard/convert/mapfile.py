@@ -29,7 +29,6 @@ that exist before or after any rule.
 import collections
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
@@ -373,10 +372,8 @@ def _rule(file: _File, number: int, table: dict[str, Any]) -> Rule | None:
     values: dict[str, Any] = file.checked(given, _RULE, where) or {}
     problems, turns = list(_wrong_keys(given)), _turns(given)
     if not problems and len(turns) > 1:
-        for before, after in itertools.pairwise(turns):
-            other = next(key for key in before if _is_late(key, after[0]))
-            text = f"`{after[0]}` is written after `{other}`, but is done before it"
-            problems.append(f"{text}: write it before `{other}`, or write two rules")
+        done = ", ".join(f"`{key}`" for key in ORDER if key in table)
+        problems.append(f"it is done in the order {done}: write it so, or write two rules")
         rules = "\n".join(map(_rule_toml, _one_by_one(table, turns))).rstrip("\n")
         text = "".join(f"\n      {line}" for line in rules.split("\n"))
         file.hints.append(f"rule {number} in the order in which it is written:{text}")
@@ -522,18 +519,15 @@ _ELEMENTWISE = {"scale", "add"}
 _POSITIONS = {*ORDER} - {*_ELEMENTWISE, "apply", "pad", "equal"}
 
 
-def _is_late(key: str, other: str) -> bool:
-    """Whether an operation is done after another one, and would make something else before it."""
-    commute = {key, other} & _ELEMENTWISE and {key, other} & _POSITIONS
-    return ORDER.index(key) > ORDER.index(other) and not commute
-
-
 def _turns(table: Mapping[str, Any]) -> list[list[str]]:
     """The operations of a rule as they are written, cut before each one that would be done too
     early in one rule with those before it."""
     turns: list[list[str]] = [[]]
     for key in filter(ORDER.__contains__, table):
-        if any(_is_late(other, key) for other in turns[-1]):
+        late = {*turns[-1]}.intersection(ORDER[ORDER.index(key) :])
+        if late - (
+            _POSITIONS if key in _ELEMENTWISE else _ELEMENTWISE if key in _POSITIONS else set()
+        ):
             turns.append([])
         turns[-1].append(key)
     return turns

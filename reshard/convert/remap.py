@@ -50,10 +50,10 @@ from reshard.arrays.dtypes import kind_of
 from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes, type_name
+from reshard.convert import mapfile
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
-from reshard.convert.mapfile import ORDER, config_numbers, map_of, read_map
 from reshard.convert.optimizer import followers
 from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
 from reshard.loader.hf_files import snapshot
@@ -266,7 +266,7 @@ def ready_map(
     if to not in (None, variables.get("api")):
         text = f"a conversion to {to} cannot use the map {name}: pass it to `reshard.remap`"
         raise ArgumentError(text)
-    return map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
+    return mapfile.map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
 
 
 def find_map(
@@ -287,12 +287,12 @@ def find_map(
             )
         return map_file
     try:
-        numbers = config_numbers(read_config(config or ckpt.source.root))
+        numbers = mapfile.config_numbers(read_config(config or ckpt.source.root))
     except ReshardError:
         if config:
             raise
         numbers = {}
-    return read_map(map_file, numbers)
+    return mapfile.read_map(map_file, numbers)
 
 
 def ready_maps() -> dict[str, dict[str, Any]]:
@@ -463,7 +463,7 @@ def _operations(
             made.pop("pad", None)
         if any(after < 0 for _, after in widths):
             made["crop"] = {"widths": [[0, -after] for _, after in widths]}
-        found.append({key: made[key] for key in ORDER if key in made})
+        found.append({key: made[key] for key in mapfile.ORDER if key in made})
     return found[0], found[1]
 
 

@@ -3,11 +3,11 @@
 import collections
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 from reshard import tree
 from reshard.arrays.boxes import Shape
-from reshard.arrays.handle import ArrayHandle, Derived, array_text
+from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.operations import Stack, Unstack
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes
 from reshard.convert.layout import OPTIMIZERS
@@ -27,6 +27,9 @@ _DIGITS = 5  # of the number of layers in a cycle
 _HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any key"
 # Keys of the parameters, which have their optimizer state next to them.
 _COLLECTIONS = frozenset(("params", "model"))
+# The leaves of layers: the path below the root of their tree, as text -> the shape and the dtype of
+# an array, None and the text of another leaf.
+_Layers = dict[Path, tuple[Shape | None, Any]]
 
 
 def stack(
@@ -348,69 +351,61 @@ def _followed(
                 elif not isinstance(leaf, str):
                     others[path] = None
         depth = max(len(root) - 1, 0)
-        for other, leaves in _other_models(ckpt, pattern, parameters, others, root[:-1]).items():
+        for other, layers in _other_models(ckpt, pattern, parameters, others, root[:-1]).items():
             stay[other] = None
-            others = {path: leaf for path, leaf in others.items() if path not in leaves}
+            for path in [path for path in others if path[: len(other)] == other]:
+                if tuple(map(str, path[len(other) :])) in layers:
+                    del others[path]
         beside = {path for path in others if str(path[depth]) not in OPTIMIZERS}
         yield followed(LeafMap(own), parameters, others, beside=beside), depth
 
 
-class _Layers(NamedTuple):
-    """The leaves of layers below the root of a tree: their paths, the paths of the layers below the
-    root, and by the path below the root shapes and dtypes, or other values, and shapes alone."""
-
-    paths: set[Path]
-    names: set[Path]
-    kinds: dict[Path, str]
-    shapes: dict[Path, Shape]
-
-
-def _layers_below(ckpt: Checkpoint, root: Path, pattern: Path) -> _Layers:
-    found = _Layers(set(), set(), {}, {})
-    depth = len(root)
-    for path, _ in _matches((p[depth:] for p in ckpt if p[:depth] == root), pattern):
-        leaf, text = ckpt[root + path], tuple(map(str, path))
-        found.paths.add(root + path)
-        found.names.add(text[: len(pattern)])
-        is_array = isinstance(leaf, ArrayHandle)
-        found.kinds[text] = array_text(leaf.dtype.name, leaf.shape) if is_array else repr(leaf)
-        if is_array:
-            found.shapes[text] = leaf.shape
-    return found
-
-
 def _other_models(
     ckpt: Checkpoint, pattern: Path, parameters: Mapping[Path, Shape], others: Leaves, home: Path
-) -> dict[Path, set[Path]]:
+) -> dict[Path, _Layers]:
     """The layers of other models than that of the parameters, which is at `home`, and of their
-    optimizer state: root of the tree -> the leaves.
+    optimizer state, by the root of their tree.
 
     A tree that is no optimizer state is another model's if its layers differ in anything. Optimizer
     state is if it is next to such trees alone, if it has layers that the parameters lack, or if its
     shapes are those of such a tree.
     """
-    found: dict[Path, set[Path]] = {}
-    states: list[tuple[Path, int, _Layers, _Layers]] = []
-    beside: dict[Path, _Layers] = {}
+    found: dict[Path, _Layers] = {}
+    beside, states = dict[Path, _Layers](), list[tuple[Path, int, _Layers, _Layers, int]]()
     for root, members in mirroring_subtrees(parameters, others)[0].items():
         parameter, path = next(iter(members.items()))
         start = len(parameter) - (len(path) - len(root))
-        below, above = pattern[start:], parameter[:start]
-        layers, own = (_layers_below(ckpt, at, below) for at in (root, above))
-        at = next((depth for depth, key in enumerate(root) if key in OPTIMIZERS), None)
-        if at is not None:
-            states.append((root, at, layers, own))
+        below = pattern[start:]
+        layers, own = (_layers_below(ckpt, at, below) for at in (root, parameter[:start]))
+        depth = next((depth for depth, key in enumerate(root) if key in OPTIMIZERS), None)
+        if depth is not None:
+            states.append((root, depth, layers, own, len(below)))
             continue
         beside[root] = layers
-        if layers.kinds != own.kinds or not below or "{}" in format_path(pattern[:start]):
-            found[root] = layers.paths
-    unlike = [beside[root] for root in found]
-    for root, at, layers, own in states:
-        near = {other for other in beside if other[:at] == root[:at] != home}
-        theirs = layers.shapes != own.shapes and layers.shapes in (each.shapes for each in unlike)
-        if (near and near <= found.keys()) or layers.names - own.names or theirs:
-            found[root] = layers.paths
+        if layers != own or not below or "{}" in format_path(pattern[:start]):
+            found[root] = layers
+    theirs = [_shapes(layers) for layers in found.values()]
+    for root, depth, layers, own, size in states:
+        near = {other for other in beside if other[:depth] == root[:depth] != home}
+        more = {path[:size] for path in layers} - {path[:size] for path in own}
+        fits_theirs = _shapes(layers) != _shapes(own) and _shapes(layers) in theirs
+        if (near and near <= found.keys()) or more or fits_theirs:
+            found[root] = layers
     return found
+
+
+def _layers_below(ckpt: Checkpoint, root: Path, pattern: Path) -> _Layers:
+    found: _Layers = {}
+    inside = (path[len(root) :] for path in ckpt if path[: len(root)] == root)
+    for path, _ in _matches(inside, pattern):
+        leaf = ckpt[root + path]
+        is_array = isinstance(leaf, ArrayHandle)
+        found[tuple(map(str, path))] = (leaf.shape, leaf.dtype) if is_array else (None, repr(leaf))
+    return found
+
+
+def _shapes(layers: _Layers) -> dict[Path, Shape | None]:
+    return {path: shape for path, (shape, _) in layers.items()}
 
 
 def _collection(inputs: Collection[Path]) -> Path:
