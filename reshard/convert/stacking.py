@@ -10,15 +10,9 @@ from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.operations import Stack, Unstack
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes
+from reshard.convert import optimizer
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Row, Value, from_rows, sources_of
-from reshard.convert.optimizer import (
-    Followed,
-    Leaves,
-    followed,
-    follows_note,
-    mirroring_subtrees,
-)
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, spec_problems
 from reshard.tree import Path, format_path
@@ -317,7 +311,7 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row], pattern: str) -> Checkpoint:
         raise TreeMismatchError("leaves exist at these paths already", collisions)
     leaves = kept | made
     tree.check_lists(leaves, ckpt)
-    notes = [follows_note(root, count) for root, count in copies.items()]
+    notes = [optimizer.follows_note(root, count) for root, count in copies.items()]
     same = "has other layers than the parameters, and stays"
     notes += [f"`{format_path(root)}` {same}" for root in stay]
     return ckpt.replace(leaves, notes=notes, retyped=True)
@@ -329,7 +323,7 @@ def _followed(
     arrays: Mapping[Path, ArrayHandle],
     pattern: Path,
     stay: dict[Path, None],
-) -> Iterator[tuple[Followed, int]]:
+) -> Iterator[tuple[optimizer.Followed, int]]:
     """The map of the optimizer state next to each collection of parameters, and the depth of the
     keys of both. Adds the roots of trees that stay, although they have such layers."""
     taken = model.sources()
@@ -357,11 +351,15 @@ def _followed(
                 if tuple(map(str, path[len(other) :])) in layers:
                     del others[path]
         beside = {path for path in others if str(path[depth]) not in OPTIMIZERS}
-        yield followed(LeafMap(own), parameters, others, beside=beside), depth
+        yield optimizer.followed(LeafMap(own), parameters, others, beside=beside), depth
 
 
 def _other_models(
-    ckpt: Checkpoint, pattern: Path, parameters: Mapping[Path, Shape], others: Leaves, home: Path
+    ckpt: Checkpoint,
+    pattern: Path,
+    parameters: Mapping[Path, Shape],
+    others: optimizer.Leaves,
+    home: Path,
 ) -> dict[Path, _Layers]:
     """The layers of other models than that of the parameters, which is at `home`, and of their
     optimizer state, by the root of their tree.
@@ -372,7 +370,7 @@ def _other_models(
     """
     found: dict[Path, _Layers] = {}
     beside, states = dict[Path, _Layers](), list[tuple[Path, int, _Layers, _Layers, int]]()
-    for root, members in mirroring_subtrees(parameters, others)[0].items():
+    for root, members in optimizer.mirroring_subtrees(parameters, others)[0].items():
         parameter, path = next(iter(members.items()))
         start = len(parameter) - (len(path) - len(root))
         below = pattern[start:]
