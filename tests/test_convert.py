@@ -1011,6 +1011,35 @@ def test_what_is_no_copy_of_the_parameters_is_told(more, goal, expected, tmp_pat
     assert re.findall(r"  ema_params/(\w+)  .*: unexpected", told) == expected
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_tree_with_other_layers_is_no_copy_of_the_parameters(count, tmp_path):
+    """A copy may lack parameters, such as biases, but no layer: in Linen it is a collection."""
+    sizes = {"w": 4, "b": 2}
+    shapes = {f"{leaf}_{i}": (sizes[leaf],) for i in range(4) for leaf in sizes}
+    layers = {name: some(*shape) for name, shape in shapes.items()}
+    params, other = ({name: layers[name] for name in [*layers][: 2 * n]} for n in (3, count))
+    linen = train_state_of(params, SGD)
+    tree = {"params": params, "step": linen.step, "opt_state": linen.opt_state}
+    forth = save(tmp_path / "linen", {**tree, "disc_params": other})
+    model = functools.partial(beside_optimizer, SGD, **{name: shapes[name] for name in params})
+    kernels = {name: leaf for name, leaf in params.items() if name[0] == "w"}
+    state = {"model": params, "disc_params": other, "ema_params": kernels}
+    back = save(tmp_path / "nnx", jax.tree.map(lambda leaf: {"value": leaf}, state))
+    to_linen = functools.partial(reshard.to_linen, layout="nnx-model")
+    if count == 3:
+        tops = {"model", "optimizer", "disc_params"}
+        assert {path[0] for path in reshard.to_nnx(forth, model)} == tops
+        found = by_path(restored(to_linen(back, lambda: {"params": params}), tmp_path))
+        assert found == by_path({"params": params, "disc_params": other, "ema_params": kernels})
+        return
+    error = refused(reshard.to_nnx, forth, model)
+    assert any(text.startswith("disc_params/b_0") for text in error.problems)
+    error = refused(to_linen, back, lambda: {"params": params})
+    assert error.problems == tuple(
+        f"disc_params/{name}/value  float32[{sizes[name[0]]}]: unexpected" for name in sorted(other)
+    )
+
+
 def test_numbers_that_may_be_of_parameters_or_not_are_told(tmp_path):
     """From NNX all variables may be parameters, and only two of these three have a number."""
     numbered = optax.GradientTransformation(

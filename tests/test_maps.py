@@ -342,6 +342,30 @@ def test_state_of_what_is_computed_must_be_dropped(tmp_path):
     np.testing.assert_array_equal(made["params/layer_0/scale"].read(), np.full(3, 2, "f4"))
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (r"^l_(\d+)/(.)$", "stack = { axis = 0, by = 1 }", r"to = 'l/\2'"),
+        (r"^l_(\d+)/(.)$", r"concat = { axis = 0, by = '\1' }", r"to = 'l/\2'"),
+        (r"^l_(\d+)/", r"to = 'l/{\1 + 1}/'"),
+        (r"^l_(\d+)/", r"to = 'l/{inner}/'", "nest = { sizes = [4], flat = 1 }"),
+        (r"^l_(\d+)/(.)$", r"unstack = { axis = 0, into = 'l/{\1}/\2/{}' }"),
+    ],
+)
+def test_numbers_with_zeros_ahead_are_not_made_one(tmp_path, lines):
+    """Although the leaves of `l_1` and `l_01` have other names."""
+    one = np.ones(2)
+    tree = {"l_0": {"a": one, "b": one}, "l_1": {"a": one}, "l_01": {"b": one}}
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        remapped(tmp_path, tree, rule(*lines))
+    told = f"rule 1, `{lines[0]}`: l_01 and l_1 have the same number"
+    assert told in error.value.problems
+    tree = {"l_00": {"a": one, "b": one}, "l_01": {"a": one, "b": one}}
+    assert len(remapped(tmp_path, tree, rule(*lines))) in (2, 4, 8)
+    tree = {"l_0": {"a": one}, "l_1": {"a": one}, "l_01": {"b": one}}
+    assert len(remapped(tmp_path, tree, rule(r"^l_(\d+)/", r"to = 'm/\1/'"))) == 3
+
+
 # Operations of one rule: in the order in which they are written, by NumPy.
 
 
