@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -641,19 +642,30 @@ def _copies_of_parameters(
     ckpt: Checkpoint, layout: Layout, parameters: Mapping[Path, Shape]
 ) -> dict[Path, Path]:
     """The leaves below keys at the top that hold the same leaves as the parameters: path in the
-    tree -> saved path."""
+    tree -> saved path. A copy may lack some, such as statistics, but no layer."""
     found: dict[Path, Path] = {}
     by_key: dict[Path, dict[Path, Path]] = {}
     for path, saved in layout.beside.items():
         by_key.setdefault(path[:1], {})[path] = saved
     for leaves in by_key.values():
         owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
-        if owners.keys() == leaves.keys() and all(
-            isinstance(leaf := ckpt[leaves[path]], ArrayHandle) and leaf.shape == parameters[own]
-            for path, own in owners.items()
+        absent = {_without_numbers(path) for path in parameters.keys() - {*owners.values()}}
+        lacks_layers = not absent.isdisjoint(map(_without_numbers, owners.values()))
+        if (
+            not lacks_layers
+            and owners.keys() == leaves.keys()
+            and all(
+                isinstance(leaf := ckpt[leaves[path]], ArrayHandle)
+                and leaf.shape == parameters[own]
+                for path, own in owners.items()
+            )
         ):
             found |= leaves
     return found
+
+
+def _without_numbers(path: Path) -> str:
+    return re.sub(r"\d+", "", format_path(path))
 
 
 def _owners_of(layout: Layout, shapes: Mapping[Path, Shape]) -> dict[Path, Path]:

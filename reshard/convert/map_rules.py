@@ -43,6 +43,7 @@ _REPLACEMENT = re.compile(
 )
 # A group that is a number, a reference to a group, an escaped character, a character.
 _PATTERN = re.compile(r"(\(\\d\+\))|\\([1-9]\d?)|\\([^a-zA-Z0-9])|([^\\.^$*+?{}\[\]|()])")
+_ZEROS = re.compile(r"(?<!\d)0+(?=\d)")  # ahead of a number
 # The largest whole number that can be computed: floats hold all smaller ones.
 _LARGEST = 1 << 53
 # The most characters of an expression, which limit its depth.
@@ -455,6 +456,19 @@ def _pad(shape: Shape, values: Mapping[str, Any]) -> ops.Pad | ops.Crop:
     return (ops.Crop if undo else ops.Pad)(widths, values["value"])
 
 
+def _same_numbers(texts: Sequence[str]) -> dict[str, None]:
+    """Pairs of modules or leaves whose printed paths differ only in zeros ahead of numbers."""
+    pairs: dict[str, None] = {}
+    seen: dict[str, str] = {}
+    for text in texts if any(map(_ZEROS.search, texts)) else ():
+        for end in re.finditer(r"/|\Z", text):
+            part = text[: end.start()]
+            if (other := seen.setdefault(_ZEROS.sub("", part), part)) != part:
+                pairs[f"{other} and {part}"] = None
+                break
+    return pairs
+
+
 def _nested(sizes: Sequence[int], flat: int = -1, outer: int = 0, inner: int = 0) -> Names:
     """The names that `nest` defines: of groups of these sizes, the number of a member among all,
     `flat`, defines its group and its number there; or these two define `flat`. Raises ValueError:
@@ -505,6 +519,12 @@ class Rule:
     def joins(self) -> bool:
         """Whether leaves with one new path become one leaf."""
         return self.regroup is not None and self.regroup.key in WHOLES
+
+    @property
+    def computes(self) -> bool:
+        """Whether new paths depend on the values of numbers, and not only on their texts."""
+        pieces = itertools.chain(*(to.pieces for to in self.to))
+        return bool(self.by or self.nest) or any(isinstance(p, Arithmetic) for p in pieces)
 
     def replaced(self, to: Template, pattern: Pattern, text: str, part: int | None = None) -> str:
         """A new path of a leaf, or of a part of it. Raises ValueError: `to` or `nest` has no value
@@ -810,6 +830,9 @@ class _Tree:
             self.notes.append(f"{rule} is optional, and matches no leaf")
             self.idle.append(rule)
             return
+        if rule.computes:
+            pairs = _same_numbers([leaf.text for leaf in itertools.chain(*found)])
+            self.problems += [f"{rule}: {pair} have the same number" for pair in pairs]
         moves: list[_Move] = []
         if rule.drop or (rule.fill is not None and rule.patterns):
             for leaf in dict.fromkeys(itertools.chain(*found)):
