@@ -503,7 +503,7 @@ def test_another_model_beside_stays_with_its_optimizer(name, tx, tmp_path):
     assert not any("follows" in note for note in notes)
 
 
-@pytest.mark.parametrize("name", ["more", "other shapes", "one other shape"])
+@pytest.mark.parametrize("name", ["more", "fewer", "other shapes", "one other shape"])
 def test_states_of_two_models_in_one_optimizer(name, tmp_path):
     """Whose it is, its layers show."""
     tx, shapes = optax.adam(1e-3), (layers_of(W, 3), OTHERS[name])
@@ -560,11 +560,12 @@ def test_another_model_beside_stays_stacked(count, tmp_path):
 def test_an_average_of_another_dtype_stays(tmp_path):
     params = arrays_of(layers_of(W, 3))
     small = jax.tree.map(lambda x: x.astype("bfloat16"), params)
-    tree = {"params": params, "ema_params": small, "opt_state": {"mu": params}}
+    embed = layouts.random((3, 2))
+    tree = {"params": {**params, "embed": embed}, "ema_params": small, "opt_state": {"mu": params}}
+    tree["old"] = {"embed": embed}  # which has no layers
     stacked, found = there_and_back(tmp_path, tree)
-    layouts.assert_same_tree(
-        found, {"params": whole(params), "ema_params": small, "opt_state": {"mu": whole(params)}}
-    )
+    both = {"params": {**whole(params), "embed": embed}, "opt_state": {"mu": whole(params)}}
+    layouts.assert_same_tree(found, {**both, "ema_params": small, "old": tree["old"]})
     assert stacked.notes == stays("ema_params")
 
 

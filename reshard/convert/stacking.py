@@ -376,12 +376,12 @@ def _other_models(
         below = pattern[start:]
         layers, own = (_layers_below(ckpt, at, below) for at in (root, parameter[:start]))
         depth = next((depth for depth, key in enumerate(root) if key in OPTIMIZERS), None)
-        if depth is not None:
+        if layers and depth is not None:
             states.append((root, depth, layers, own, len(below)))
-            continue
-        beside[root] = layers
-        if layers != own or not below or "{}" in format_path(pattern[:start]):
-            found[root] = layers
+        elif layers:
+            beside[root] = layers
+            if layers != own or not below or "{}" in format_path(pattern[:start]):
+                found[root] = layers
     theirs = [_shapes(layers) for layers in found.values()]
     for root, depth, layers, own, size in states:
         near = {other for other in beside if other[:depth] == root[:depth] != home}
