@@ -650,15 +650,11 @@ def _copies_of_parameters(
     for leaves in by_key.values():
         owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
         absent = {_without_numbers(path) for path in parameters.keys() - {*owners.values()}}
-        lacks_layers = not absent.isdisjoint(map(_without_numbers, owners.values()))
-        if (
-            not lacks_layers
-            and owners.keys() == leaves.keys()
-            and all(
-                isinstance(leaf := ckpt[leaves[path]], ArrayHandle)
-                and leaf.shape == parameters[own]
-                for path, own in owners.items()
-            )
+        is_copy = absent.isdisjoint(map(_without_numbers, owners.values()))
+        is_copy = is_copy and owners.keys() == leaves.keys()
+        if is_copy and all(
+            isinstance(leaf := ckpt[leaves[path]], ArrayHandle) and leaf.shape == parameters[own]
+            for path, own in owners.items()
         ):
             found |= leaves
     return found

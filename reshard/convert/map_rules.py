@@ -43,7 +43,6 @@ _REPLACEMENT = re.compile(
 )
 # A group that is a number, a reference to a group, an escaped character, a character.
 _PATTERN = re.compile(r"(\(\\d\+\))|\\([1-9]\d?)|\\([^a-zA-Z0-9])|([^\\.^$*+?{}\[\]|()])")
-_ZEROS = re.compile(r"(?<!\d)0+(?=\d)")  # ahead of a number
 # The largest whole number that can be computed: floats hold all smaller ones.
 _LARGEST = 1 << 53
 # The most characters of an expression, which limit its depth.
@@ -457,15 +456,14 @@ def _pad(shape: Shape, values: Mapping[str, Any]) -> ops.Pad | ops.Crop:
 
 
 def _same_numbers(texts: Sequence[str]) -> dict[str, None]:
-    """Pairs of modules or leaves whose printed paths differ only in zeros ahead of numbers."""
-    pairs: dict[str, None] = {}
-    seen: dict[str, str] = {}
-    for text in texts if any(map(_ZEROS.search, texts)) else ():
-        for end in re.finditer(r"/|\Z", text):
-            part = text[: end.start()]
-            if (other := seen.setdefault(_ZEROS.sub("", part), part)) != part:
+    """Pairs of printed paths, up to a number, that differ only in zeros ahead of this number."""
+    pairs, parts = dict[str, None](), dict[tuple[str, str], str]()
+    for text in texts:
+        for digits in re.finditer(r"\d+", text):
+            part = text[: digits.end()]
+            key = text[: digits.start()], digits[0].lstrip("0")
+            if (other := parts.setdefault(key, part)) != part:
                 pairs[f"{other} and {part}"] = None
-                break
     return pairs
 
 

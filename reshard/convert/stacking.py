@@ -275,9 +275,8 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row], pattern: str) -> Checkpoint:
     small = [row for row in rows if row.inputs[0] not in arrays]
     taken = {path for row in large for path in row.inputs}
     model = from_rows(large, {path: arrays[path].shape for path in arrays if path in taken})
-    stay: dict[Path, None] = {}
-    parts = list(_followed(ckpt, model, arrays, tree.split_path(pattern), stay))
-    problems = [problem for part, _ in parts for problem in part.problems]
+    parts = list(_followed(ckpt, model, arrays, tree.split_path(pattern)))
+    problems = [problem for part, *_ in parts for problem in part.problems]
     if problems:
         raise TreeMismatchError(
             "optimizer state that cannot follow its parameters",
@@ -287,7 +286,7 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row], pattern: str) -> Checkpoint:
     without = {path: row.inputs for row in small for path in row.outputs}
     values, must_be_zero = dict(model.values), {}
     copies: collections.Counter[Path] = collections.Counter()
-    for part, depth in parts:
+    for part, depth, _ in parts:
         state = (*part.map.values, *part.placeholders)
         copies.update(p[: depth + 1] for p in state if {*OPTIMIZERS}.isdisjoint(map(str, p)))
         without |= part.placeholders
@@ -313,19 +312,15 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row], pattern: str) -> Checkpoint:
     tree.check_lists(leaves, ckpt)
     notes = [optimizer.follows_note(root, count) for root, count in copies.items()]
     same = "has other layers than the parameters, and stays"
-    notes += [f"`{format_path(root)}` {same}" for root in stay]
+    notes += [f"`{format_path(root)}` {same}" for *_, roots in parts for root in roots]
     return ckpt.replace(leaves, notes=notes, retyped=True)
 
 
 def _followed(
-    ckpt: Checkpoint,
-    model: LeafMap,
-    arrays: Mapping[Path, ArrayHandle],
-    pattern: Path,
-    stay: dict[Path, None],
-) -> Iterator[tuple[optimizer.Followed, int]]:
-    """The map of the optimizer state next to each collection of parameters, and the depth of the
-    keys of both. Adds the roots of trees that stay, although they have such layers."""
+    ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle], pattern: Path
+) -> Iterator[tuple[optimizer.Followed, int, list[Path]]]:
+    """The map of the optimizer state next to each collection of parameters, the depth of the keys
+    of both, and the roots of trees that stay, although they have such layers."""
     taken = model.sources()
     parts: dict[Path, dict[Path, Value]] = {}
     for path, value in model.values.items():
@@ -345,13 +340,13 @@ def _followed(
                 elif not isinstance(leaf, str):
                     others[path] = None
         depth = max(len(root) - 1, 0)
-        for other, layers in _other_models(ckpt, pattern, parameters, others, root[:-1]).items():
-            stay[other] = None
+        stay = _other_models(ckpt, pattern, parameters, others, root[:-1])
+        for other, layers in stay.items():
             for path in [path for path in others if path[: len(other)] == other]:
                 if tuple(map(str, path[len(other) :])) in layers:
                     del others[path]
         beside = {path for path in others if str(path[depth]) not in OPTIMIZERS}
-        yield optimizer.followed(LeafMap(own), parameters, others, beside=beside), depth
+        yield optimizer.followed(LeafMap(own), parameters, others, beside=beside), depth, [*stay]
 
 
 def _other_models(
