@@ -12,11 +12,11 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader.detection import manager_steps
+from reshard.loader.inventory import UNFINISHED_PREFIX
 from reshard.storage.disk import kernel_text
 from reshard.storage.location import parse_location
 from reshard.storage.machine import has_ended
 from reshard.writer import commit, job
-from reshard.writer.siblings import UNFINISHED_PREFIX
 
 _JOB = re.compile(re.escape(UNFINISHED_PREFIX) + r"(.+)\.[0-9a-f]{16}")
 _RUNNING = " (still running)"

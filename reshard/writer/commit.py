@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.errors import DestinationError, DestinationExistsError, ReshardError
+from reshard.loader import inventory
 from reshard.loader.detection import MARKER, RECORD
 from reshard.storage import disk
 from reshard.storage.bucket import BucketLocation
@@ -43,10 +44,7 @@ from reshard.writer.job import (
     parsed,
     writers,
 )
-from reshard.writer.siblings import UNFINISHED_PREFIX
 
-# Not a name of a step, and not temporary: an old checkpoint must not be swept away by a manager.
-REPLACED_SUFFIX = ".replaced-by-reshard"
 # Requests at once, and bytes of an object that is copied on the server.
 _REQUESTS = 32
 _LARGE = 16 << 20
@@ -137,7 +135,7 @@ def begin(
 
 def replaced_checkpoints(destination: Location) -> list[Location]:
     """The checkpoints that jobs for a destination on a disk have put aside."""
-    parent, name = destination.parent, re.escape(f"{destination.name}{REPLACED_SUFFIX}")
+    parent, name = destination.parent, re.escape(f"{destination.name}{inventory.REPLACED_SUFFIX}")
     names = parent.names() if parent.is_dir() else ()
     return [parent / each for each in names if re.fullmatch(rf"{name}(\.[0-9a-f]{{16}})?", each)]
 
@@ -158,7 +156,7 @@ def _restore_replaced(destination: Location) -> None:
 
 
 def _beside(destination: Location, token: str) -> Location:
-    return destination.parent / f"{UNFINISHED_PREFIX}{destination.name}.{token}"
+    return destination.parent / f"{inventory.UNFINISHED_PREFIX}{destination.name}.{token}"
 
 
 def jobs(destination: Location) -> dict[Location, Found]:
@@ -495,7 +493,7 @@ def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
             return None
         if disk.exchange(directory, destination):
             return directory
-        name = f"{destination.name}{REPLACED_SUFFIX}.{attempt.token}"
+        name = f"{destination.name}{inventory.REPLACED_SUFFIX}.{attempt.token}"
         replaced = destination.parent / name
         try:
             disk.rename(destination, replaced)
