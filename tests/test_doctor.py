@@ -1,10 +1,12 @@
 """`reshard doctor` on every state that a checkpoint may be in."""
 
 import json
+import shlex
 import shutil
 import sys
 from importlib.metadata import version
 
+import jax
 import layouts
 import numpy as np
 import orbax.checkpoint as ocp
@@ -355,3 +357,38 @@ def test_the_hint_for_a_damaged_latest_step(copy):
         assert err.endswith("\n\nhint: --step 3 is the step before it\n")
     assert "--step" not in reshard_in(copy, "inspect", ".", "--step", "20")[2]
     assert doctor(copy, ".")[1][-1] == "next     reshard doctor . --step 3"
+
+
+def test_a_step_of_several_items_is_proposed_whole(tmp_path):
+    """A command for one of its items would lose the others."""
+    folder, tree = tmp_path.resolve(), {"w": jax.numpy.arange(16.0)}
+    names = ("state", "ema", "best")
+    items = {name: ocp.args.StandardSave(tree) for name in names}
+    with ocp.CheckpointManager(folder / "run", item_names=names) as manager:
+        manager.save(50, args=ocp.args.Composite(**items))
+    for path in ("run", "run/50"):
+        commands = [x.removeprefix("next     ") for x in doctor(folder, path)[1] if "ckpt" in x]
+        assert commands == [
+            f"reshard ckpt {folder}/run/50 DST --item {name} --to data=1,model=8 "
+            "--spec 'REGEX=AXES'"
+            for name in sorted(names)
+        ]
+    words = shlex.split(commands[0])[1:]
+    words = [{"DST": "out", "REGEX=AXES": "^w$=model"}.get(word, word) for word in words]
+    status, _, err = reshard_in(folder, *words)
+    assert (status, err) == (0, "")
+    assert reshard.open(folder / "out", item="best").source.items == tuple(sorted(names))
+
+
+def test_a_root_with_half_written_steps(copy):
+    """All of them are named: unfinished ones, those that are only begun, and older ones."""
+    (copy / "10" / "default.orbax-checkpoint-tmp").mkdir(parents=True)
+    (copy / "40" / "default.orbax-checkpoint-tmp").mkdir(parents=True)
+    (copy / "50.orbax-checkpoint-tmp-17").mkdir()
+    uncommit(copy / "20")
+    status, lines = doctor(copy, str(copy))
+    assert (status, lines[0]) == (0, f"{copy / '3'}: complete")
+    assert "steps    3; shown: 3; never committed: 10, 20, 40, 50" in lines
+    assert reshard.open(copy).notes == tuple(
+        f"step {step} was never committed and is left out" for step in (10, 20, 40, 50)
+    )

@@ -672,3 +672,19 @@ def test_another_program_writes_to_the_bucket_meanwhile(source, bucket):
     ):
         reshard.export(reshard.open(source), url)
     assert "run/other" in objects(url)
+
+
+@pytest.mark.parametrize("name", ["hf2", "hf_2", "a_40", "2"])
+def test_an_export_has_no_siblings(source, tmp_path, name):
+    """What else is in the directory around it matters only if Orbax would take it for a step."""
+    parent = tmp_path / "run"
+    for step in ("a_20", "b_20", "c20", "notes_7"):
+        (parent / step).mkdir(parents=True)
+    for step in ("a_20", "b_20"):
+        layouts.save_pytree(parent / step / "default", {"w": np.ones(3)})
+    if name != "a_40":
+        reshard.export(reshard.open(parent / "b_20"), parent / name)
+        assert [*reshard.open(parent / name)] == [("w",)]
+        return
+    text = refused(DestinationError, reshard.export, reshard.open(parent / "b_20"), parent / name)
+    assert text.startswith(f"Orbax would take `{parent / name}` for a step")

@@ -315,7 +315,8 @@ def test_uncommitted_steps(copy):
     ckpt = reshard.open(path)
     assert (ckpt.source.step, ckpt.source.steps) == ("3", (3,))
     uncommitted(f"`{path}/20` {NO_TIME}", path, step=20)
-    not_found(f"`{path}` has no step 30\n  its steps: 3\n\nhint: step=3", path, step=30)
+    text = f"`{path}` has no step 30\n  its steps: 3\n  never committed: 20, 30\n\nhint: step=3"
+    not_found(text, path, step=30)
     uncommit(path / "3")
     text = f"`{path}` holds only checkpoints that were never committed\n"
     uncommitted(f"{text}  30.orbax-checkpoint-tmp", path)
