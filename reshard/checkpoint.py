@@ -47,10 +47,13 @@ class Item:
       v1: written by Orbax's v1 API.
       step: name of the step's directory below a manager's root, else "".
       item: name of the item's directory below the step, else "".
-      steps: committed steps of a manager's root, oldest first.
       items: names of the step's items, without `deleted`.
       deleted: name of the item whose deletion has begun and not ended, else "".
-      uncommitted: steps of a manager's root that were never committed.
+      file: name of the msgpack file with all values: in the item's directory, or if Flax wrote it
+        as one of several steps, in the root; else "".
+      left_out: what the root and the step have beside this item, and was left out: a line each.
+      find_steps: returns the committed steps of a root, and those that were never committed. On a
+        disk, it looks into each of them.
     """
 
     root: Location
@@ -58,14 +61,40 @@ class Item:
     v1: bool = False
     step: str = ""
     item: str = ""
-    steps: tuple[int, ...] = ()
     items: tuple[str, ...] = ()
     deleted: str = ""
-    uncommitted: tuple[int, ...] = ()
+    file: str = ""
+    left_out: tuple[str, ...] = ()
+    find_steps: Callable[[], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
 
     @property
     def directory(self) -> Location:
-        return self.root / self.step / self.item
+        """The directory of the item, or the file or directory of another program."""
+        return self.root / self.file if self.is_foreign else self.root / self.step / self.item
+
+    @property
+    def data(self) -> Location:
+        """The file or directory that has its values."""
+        return self.directory if self.is_foreign else self.directory / self.file
+
+    @property
+    def place(self) -> Location:
+        """The step, or the file or directory of another program."""
+        return self.directory if self.is_foreign else self.root / self.step
+
+    @functools.cached_property
+    def _found_steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.find_steps() if self.find_steps else ((), ())
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Committed steps of a root, oldest first."""
+        return self._found_steps[0]
+
+    @property
+    def uncommitted(self) -> tuple[int, ...]:
+        """Steps of a manager's root that were never committed."""
+        return self._found_steps[1]
 
     @property
     def is_foreign(self) -> bool:
@@ -74,8 +103,10 @@ class Item:
 
     @property
     def number(self) -> int | None:
-        """The step: 100 in `100` and in `ckpt_100`."""
-        return int(self.step.rpartition("_")[2]) if self.step else None
+        """The step: 100 in `100`, `ckpt_100` and `checkpoint_100`; None for a number that is not
+        whole."""
+        digits = (self.step or self.file).rpartition("_")[2]
+        return int(digits) if digits.isdecimal() else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,14 +128,13 @@ class Source(Item):
     @property
     def path(self) -> Location:
         """The path that opens this tree: the step, and the item of a step with several."""
-        step = self.root / self.step
-        return step / self.item if len(self.items) > 1 else step
+        return self.place / self.item if len(self.items) > 1 else self.place
 
     @property
     def format(self) -> str:
         """The on-disk format in words: `OCDBT, zarr2`."""
         if self.store.ranged:
-            return self.kind
+            return "msgpack" if self.file else self.kind
         layout = "plain files"
         if self.store.ocdbt:
             layout = "OCDBT" if self.store.parts == ("",) else "OCDBT, never merged"

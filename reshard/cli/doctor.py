@@ -11,7 +11,7 @@ import click
 
 from reshard.checkpoint import Checkpoint
 from reshard.cli import options
-from reshard.cli.unfinished import explained, unfinished
+from reshard.cli.unfinished import explained, ways_on
 from reshard.convert.layout import KINDS, detect
 from reshard.convert.record import has_record
 from reshard.errors import (
@@ -110,8 +110,8 @@ def _tree(ckpt: Checkpoint, first: bool) -> dict[str, Any]:
         problems += [error.summary, *error.problems]
     jobs, finish = list[str](), list[str]()
     try:
-        if first and source.root.is_local:
-            jobs, finish = unfinished(str(source.root))
+        if first:
+            jobs, finish = ways_on(source)
     except ReshardError as error:  # a document of a job is damaged
         jobs = [error.summary]
     keys = ("kind", "v1", "format", "meshes", "steps", "step", "items", "item", "bytes")
@@ -162,18 +162,22 @@ def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> l
         return [f"reshard verify {path}"] + [
             f"reshard doctor {root} --step {step}" for step in earlier[-1:]
         ]
-    hints = [f"reshard ckpt {path} DST --to MESH"]
+    # Of a step with several items, the whole step: the other items belong to it.
+    whole, item = shlex.quote(str(source.place)), ""
+    if len(source.items) > 1:
+        item = f" --item {shlex.quote(source.item)}"
+    hints = [f"reshard ckpt {whole} DST{item} --to MESH"]
     if not ckpt.meshes:  # then there are no specs either
-        hints = [f"reshard ckpt {path} DST --to data=1,model=8 --spec 'REGEX=AXES'"]
+        hints = [f"reshard ckpt {whole} DST{item} --to data=1,model=8 --spec 'REGEX=AXES'"]
     if source.kind == "safetensors":
         hints = [f"reshard ckpt {path} DST --map {name}" for name in _ready_maps(ckpt)] + hints
     if recorded < len(ckpt.arrays) and not source.is_foreign:
         hints.insert(0, f"reshard digest {path} --write")
     if has_record(ckpt):
-        hints.append(f"reshard convert {path} DST --to linen")
+        hints.append(f"reshard convert {whole} DST{item} --to linen")
     elif api:
         other = "linen" if api == "nnx" else "nnx"
-        hints.append(f"reshard convert {path} DST --to {other} --model MODULE:NAME")
+        hints.append(f"reshard convert {whole} DST{item} --to {other} --model MODULE:NAME")
     return hints
 
 

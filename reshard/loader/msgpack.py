@@ -53,7 +53,7 @@ _LENGTHS = {
 def read(item: Item, requests: int) -> Checkpoint:
     """The checkpoint of a file, or of a directory with an index of its files. See `reshard.open`
     for the errors."""
-    root = item.root
+    root = item.data
     files = [""] if root.is_file() else [n for n in root.names() if n.endswith(MSGPACK_FILE)]
     problems: list[str] = []
     pairs: list[tuple[Path, Any]] = []

@@ -32,7 +32,6 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     """The checkpoint of an item. Sends at most `requests` to a bucket at once. See `reshard.open`
     for the errors."""
     directory = item.directory
-    detection.prefetch_documents(directory)
     document = read_json(directory / detection.TREE_FILE)
     if document is None:
         raise without_tree(directory)
@@ -81,10 +80,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
             f"`{directory}` is damaged: some of its leaves cannot be found or read", problems
         )
     source = source_of(item, store, document, metadata_apart, detection.RECORD_FILES)
-    notes = [f"step {step} was never committed and is left out" for step in item.uncommitted]
-    if item.deleted:
-        notes.append(f"item {item.deleted!r:.80} is left out: its deletion is unfinished")
-    return Checkpoint(leaves, source, tuple(notes))
+    return Checkpoint(leaves, source, item.left_out)
 
 
 def source_of(
@@ -98,7 +94,8 @@ def source_of(
     a disk, the plan reads their state soon enough."""
     state = "" if store.directory.is_local else store.directory.state(ignored)
     facts = {"metadata": document, "metadata_apart": metadata_apart, "state": state}
-    return Source(**vars(item), store=store, **facts)
+    of_item = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+    return Source(**of_item, store=store, **facts)
 
 
 def _entries(document: dict[str, Any], file: Location) -> list[tuple[Path, str, bool]]:

@@ -145,7 +145,7 @@ def _check_tolerances(values: bool | None, **tolerances: Any) -> None:
 def _name(ckpt: Checkpoint) -> str:
     source = ckpt.source
     item = f", item {source.item}" if len(source.items) > 1 else ""
-    return f"{source.root / source.step}{item}"
+    return f"{source.place}{item}"
 
 
 def _selected(

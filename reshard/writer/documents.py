@@ -310,7 +310,7 @@ def read_back(
 
 def verify_hint(source: Source) -> str:
     """The call that checks a source."""
-    step = as_python(str(source.root / source.step))
+    step = as_python(str(source.place))
     if len(source.items) > 1:
         step = f"reshard.open({step}, item={as_python(source.item)})"
     return f"reshard.verify({step})"

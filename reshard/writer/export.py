@@ -15,7 +15,7 @@ from typing import Any
 from reshard import errors, tree, units
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint, check_checkpoints, name_clashes
-from reshard.loader import detection
+from reshard.loader import detection, inventory
 from reshard.loader import open as open_checkpoint
 from reshard.loader.hf_files import check_no_pointer, snapshot
 from reshard.loader.json_documents import read_json
@@ -262,13 +262,20 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> list[tuple[str, str]]:
 
 def _check_no_step(destination: location.Location) -> None:
     """Raises DestinationError if Orbax would list the new directory as a step."""
-    name, digits = destination.name, "0123456789"
-    if not name.endswith(tuple(digits)):
+    name, parent = destination.name, destination.parent
+    if inventory.step_number(name) is None or not parent.is_dir():
         return
-    steps = detection.manager_steps(destination.parent)
-    if name.rstrip(digits) in {step.rstrip(digits) for step in steps.values()}:
+    if inventory.is_checkpoint(parent):
+        return
+    alike = (
+        other
+        for steps in inventory.step_forms({*parent.directories(), name}).values()
+        for other in reversed(steps.values())
+        if name in steps.values() and other != name
+    )
+    if any(not parent.is_local or inventory.is_step(parent / other) for other in alike):
         raise errors.DestinationError(
-            f"Orbax would take `{destination}` for a step: `{destination.parent}` holds steps",
+            f"Orbax would take `{destination}` for a step: `{parent}` holds steps",
             hints=["write to another directory"],
         )
 

@@ -335,7 +335,7 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[errors.Reshard
 
 def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     """Arrays whose names cannot be names of directories, or are names of other files."""
-    directory = ckpt.source.store.directory
+    directory = ckpt.source.directory
     names = [] if ckpt.source.is_foreign else directory.names()  # none of its other files is copied
     taken = {name for name in names if is_sibling(ckpt, directory / name)}
     if not ckpt.source.store.ocdbt:  # directories are arrays, in the source too

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -15,8 +16,8 @@ from reshard.checkpoint import Checkpoint, Source, check_checkpoints
 from reshard.engine.cost import co_read_groups, decoded_together, first_cell
 from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayPlan, co_read, plan_array, too_large
-from reshard.loader.detection import MARKER, TREE_FILE, manager_steps, why_not_replaceable
-from reshard.loader.inventory import REPLACED_SUFFIX, UNFINISHED_PREFIX
+from reshard.loader import detection, inventory
+from reshard.loader.detection import MARKER, TREE_FILE
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
 from reshard.storage.location import Location, parse_location
@@ -36,6 +37,9 @@ P = TypeVar("P", bound=Plan)
 _ESTIMATE_ERROR = 1.1
 # No codec makes weights smaller than by this factor.
 _MOST_COMPRESSION = 100
+# The files of an export, and the most names that an error lists.
+_EXPORTED = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_MOST_LISTED = 10
 # Names that unfinished jobs of earlier versions have next to a destination.
 _EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
 _EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
@@ -102,6 +106,9 @@ def plan(
             found = siblings(checkpoints)
         except errors.ReshardError as error:
             problems.append(error)
+        except PermissionError as error:
+            text = f"`{error.filename}` cannot be read, and is copied with the checkpoint"
+            problems.append(errors.StoreError(text, [str(error.strerror)]))
         paths = {each.path for each in found}
         notes += [
             f"item {name} is not part of the job and is copied unchanged"
@@ -190,7 +197,9 @@ def _free_bytes(destination: Location) -> int:
     free = disk.free_bytes(destination)
     parent = destination.parent
     for name in parent.names() if parent.is_dir() else ():
-        if name.startswith(f"{UNFINISHED_PREFIX}{destination.name}."):  # resumed, or removed
+        if name.startswith(
+            f"{inventory.UNFINISHED_PREFIX}{destination.name}."
+        ):  # resumed, or removed
             free += disk.own_bytes(parent / name)
     return free
 
@@ -265,8 +274,8 @@ def _check_directory(destination: Location, steps: Sequence[Source], overwrite: 
             f"`{destination}` is a mount point, which no new checkpoint can replace",
             hints=[f"write to a directory in it: {destination / 'new'}"],
         )
-    reserved = REPLACED_SUFFIX in destination.name
-    if reserved or destination.name.startswith(UNFINISHED_PREFIX):
+    reserved = inventory.REPLACED_SUFFIX in destination.name
+    if reserved or destination.name.startswith(inventory.UNFINISHED_PREFIX):
         text = f"`{destination}` has a name that is reserved for unfinished jobs"
         raise errors.DestinationError(text, hints=["choose another name"])
     # An earlier job may have been stopped between two renames.
@@ -278,13 +287,50 @@ def _check_directory(destination: Location, steps: Sequence[Source], overwrite: 
     if not exists:
         return []
     numbers = {source.number for source in steps if source.number is not None}
-    reason = why_not_replaceable(destination, numbers)
+    reason = _why_not_replaceable(destination, numbers)
     if reason is not None:
         raise errors.DestinationExistsError(
             f"`{destination}` would be deleted: {reason}",
             hints=["choose another destination, or move the existing one away"],
         )
     return [f"`{destination}` is replaced once the new checkpoint is complete"]
+
+
+def _why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
+    """The reason why a new checkpoint, or a manager's root of these `steps`, may not replace a
+    directory; None if it may."""
+    names = directory.names()
+    if not names:
+        return None
+    is_export = detection.RECORD_FILE in names and any(
+        name.endswith(detection.SAFETENSORS) for name in names
+    )
+    if is_export and (others := [name for name in names if not _is_exported(directory / name)]):
+        listed = ", ".join(sorted(others)[:_MOST_LISTED])
+        return f"it also holds files that no export writes: {listed}"
+    if is_export or TREE_FILE in names or detection.CHECKPOINT_FILE in names:
+        return "it is a single checkpoint, but the new one is a manager's root" if steps else None
+    try:
+        present = inventory.list_root(directory).steps
+    except errors.CheckpointFormatError as error:
+        return error.summary
+    if not any(inventory.is_step(directory / name) for name in present.values()):
+        present = {}
+    if not present:
+        return "it is not a checkpoint"
+    if not steps:
+        return "it is a manager's root, but the new one is a single checkpoint"
+    lost = sorted(set(present) - steps)
+    return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None
+
+
+def _is_exported(file: Location) -> bool:
+    """Whether a file in a directory may be of an export."""
+    name = file.name
+    ours = name in (*detection.RECORD_FILES, f"model{detection.SAFETENSORS}.index.json")
+    return file.is_file() and (
+        ours or detection.is_copied(name) or _EXPORTED.fullmatch(name) is not None
+    )
 
 
 def _check_prefix(destination: Location) -> list[str]:
@@ -307,7 +353,8 @@ def _check_prefix(destination: Location) -> list[str]:
     if destination.is_file():
         text = f"`{destination}` is an object, not a prefix"
         raise errors.DestinationExistsError(text)
-    if not set(manager_steps(parent).values()) - {destination.name}:
+    beside = [name for name in parent.directories() if name != destination.name]
+    if not inventory.step_forms(beside) or inventory.is_checkpoint(parent):
         return []
     return [
         f"`{parent}` has other steps: a CheckpointManager that removes incomplete steps there "
@@ -342,12 +389,20 @@ def _checked(ckpt: Checkpoint | Iterable[Checkpoint]) -> list[Checkpoint]:
     if not sources:
         raise errors.ArgumentError("save needs at least one checkpoint")
     together = {(source.root, source.kind) for source in sources}
-    if len(together) > 1 or len({source.step for source in sources}) < len(sources):
+    if len(together) > 1 or len({source.place for source in sources}) < len(sources):
         raise errors.ArgumentError(
             "checkpoints are saved together only if they are different steps of one manager's root",
-            [f"{source.root} {source.step}".rstrip() for source in sources],
+            [f"{source.root} {source.step or source.file}".rstrip() for source in sources],
         )
-    return checkpoints
+    return as_written(checkpoints)
+
+
+def as_written(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """The checkpoints in the layout of their result. Several steps of Flax, which are files, become
+    a manager's root, whose steps have an item without a name."""
+    if len(checkpoints) < 2 or not checkpoints[0].source.is_foreign:
+        return checkpoints
+    return [c.with_source(step=str(c.source.number), item="default") for c in checkpoints]
 
 
 def plan_item(
