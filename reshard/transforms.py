@@ -198,11 +198,11 @@ def to_mesh(
     matched = match_specs(candidates, rules, otherwise=tree.LISTING)
     chosen, notes = dict(known or {}), _leave_on_host(ckpt, rules, matched)
     chosen |= matched
-    leaves = dict(ckpt)
-    misfits, replicated = [], []
+    is_plain = ckpt.source.is_foreign or ckpt.source.store.ranged
+    leaves, misfits, replicated = dict(ckpt), [], []
     for array in ckpt.arrays:
         spec, saved = chosen.get(array.path), array.sharding
-        if spec is None and ckpt.source.is_foreign and array.dtype.name not in _WIDE:
+        if spec is None and is_plain and array.dtype.name not in _WIDE:
             spec = ()
             replicated.append(array)
         if spec is None and saved is None:

@@ -17,6 +17,7 @@ from in_process import refused, reshard_in, shown
 import reshard
 from reshard.loader.inventory import Form, Level, Role, roles, step_forms, step_number
 from reshard.storage.disk import Entry
+from reshard.storage.store_errors import translated_errors
 
 NUMBERS = st.one_of(st.integers(0, 30), st.integers(0, 10**9))
 PREFIXES = st.sampled_from(["", "params_", "a_b_", "1_", "best_", "_", "x__"])
@@ -257,6 +258,7 @@ def test_steps_of_several_forms_are_refused_by_every_command(tmp_path, whole):
     for words in (
         *(["inspect", "run"], ["ckpt", "run", "out"], ["digest", "run"], ["export", "run", "out"]),
         *(["diff", "run", "run"], ["ckpt", "run", "out", "--step", "all"], ["verify", "run"]),
+        ["convert", "run", "out", "--to", "linen"],
         *(["inspect", "run", "--step", "20"], ["verify", "run/a_20", "--against", "run"]),
     ):
         assert refused(at, *words) == text, words
@@ -358,6 +360,21 @@ def test_what_cannot_be_read_beside_a_step(tmp_path, whole, touched):
     error = layouts.raised(reshard.ReshardError, reshard.save, reshard.open(root), tmp_path / "out")
     assert isinstance(error, reshard.StoreError) and "Permission denied" in str(error)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "inside", ["", 'Error reading "w/0" in OCDBT database at local file "/a/": ']
+)
+def test_a_data_file_that_tensorstore_may_not_open_is_no_damage(inside):
+    """Its own words for such a file: this process may be allowed to read everything."""
+    text = f'PERMISSION_DENIED: {inside}Failed to open: "/a/d/12ab": Permission denied [source=...]'
+
+    def read():
+        with translated_errors("`/a`", other=reshard.CorruptCheckpointError):
+            raise ValueError(text)
+
+    told = "`/a` cannot be read\n  /a/d/12ab: permission denied"
+    assert layouts.refused(reshard.StoreError, read) == told
 
 
 def test_a_damaged_step_blocks_itself_alone(tmp_path, whole):

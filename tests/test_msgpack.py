@@ -564,6 +564,9 @@ def test_a_step_with_an_aggregated_item_keeps_its_form(aggregated, tmp_path):
     assert reshard.open(at / "step", item="extra").source.items == ("extra", "state")
     reshard.save(reshard.open(aggregated / "1" / "state"), at / "item")
     assert sorted(reshard.open(at / "item")) == sorted(reshard.open(aggregated / "1", item="state"))
+    spread = reshard.to_mesh(reshard.open(aggregated, item="state"), "data=8")
+    assert {a.sharding.mesh.size for a in spread.arrays if a.sharding is not None} == {8}
+    assert "--write" not in "".join(shown(at, "doctor", "run", "--item", "state"))
     reshard.save(reshard.open(aggregated, item="state"), at / "plain", ocdbt=False)
     assert reshard.verify(reshard.open(at / "plain", item="state"), ckpt).ok
     # The other item: the aggregated one is copied as it is.

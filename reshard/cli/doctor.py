@@ -171,7 +171,7 @@ def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> l
         hints = [f"reshard ckpt {whole} DST{item} --to data=1,model=8 --spec 'REGEX=AXES'"]
     if source.kind == "safetensors":
         hints = [f"reshard ckpt {path} DST --map {name}" for name in _ready_maps(ckpt)] + hints
-    if recorded < len(ckpt.arrays) and not source.is_foreign:
+    if recorded < len(ckpt.arrays) and not (source.is_foreign or source.store.ranged):
         hints.insert(0, f"reshard digest {path} --write")
     if has_record(ckpt):
         hints.append(f"reshard convert {whole} DST{item} --to linen")
