@@ -65,7 +65,9 @@ class Item:
     deleted: str = ""
     file: str = ""
     left_out: tuple[str, ...] = ()
-    find_steps: Callable[[], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+    find_steps: Callable[[], tuple[tuple[int, ...], tuple[int, ...]]] | None = dataclasses.field(
+        default=None, compare=False
+    )
 
     @property
     def directory(self) -> Location:

@@ -234,7 +234,7 @@ def _steps_of_one_form(
         return next(iter(forms.values()), {})
     held = {}
     for form, steps in forms.items():
-        if any(is_step(place / name) for name in [*steps.values()][::-1]):
+        if has_step(place, steps):
             held[form] = steps
             if form == Form(None, 1):
                 break
@@ -245,6 +245,12 @@ def _steps_of_one_form(
             [f"open one of them: {place / steps[max(steps)]}" for steps in held.values()],
         )
     return next(iter(held.values()), {})
+
+
+def has_step(root: Location, steps: Mapping[int, str]) -> bool:
+    """Whether one of the names of steps is a step's: in a bucket, one of the latest."""
+    latest = [*steps.values()][::-1]
+    return any(is_step(root / name) for name in latest[: None if root.is_local else detection.SOME])
 
 
 def is_step(directory: Location) -> bool:

@@ -79,8 +79,7 @@ def _holds_steps(listed: Inventory, passed: Mapping[int, Status]) -> bool:
     program. In a bucket, where a marker may be missing, the contents of its steps decide."""
     if listed.place.is_local:
         return any(found.state is not State.EMPTY for found in passed.values())
-    latest = [*listed.steps.values()][: -detection.SOME - 1 : -1]
-    return any(inventory.is_step(listed.place / name) for name in latest)
+    return inventory.has_step(listed.place, listed.steps)
 
 
 def _in_root(

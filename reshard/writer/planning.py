@@ -314,7 +314,7 @@ def _why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
         present = inventory.list_root(directory).steps
     except errors.CheckpointFormatError as error:
         return error.summary
-    if not any(inventory.is_step(directory / name) for name in present.values()):
+    if not inventory.has_step(directory, present):
         present = {}
     if not present:
         return "it is not a checkpoint"
