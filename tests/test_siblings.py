@@ -184,7 +184,7 @@ def test_an_item_that_is_being_deleted_is_not_copied(root, tmp_path, part):
     assert contents(out, expected) == contents(root, expected)
     assert not (out / "3" / "ema").exists() and not (out / record).exists()
     copy = reshard.open(out, item="state")
-    assert copy.source.items == ("cfg", "state")
+    assert copy.source.items == ("cfg", "extra", "state")
     assert reshard.verify(copy, opened(root)).ok
 
 

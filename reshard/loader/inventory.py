@@ -208,14 +208,18 @@ def list_root(place: Location) -> Inventory:
 
 
 def list_step(place: Location, deleted: str = "") -> Inventory:
-    """The inventory of a step. Its items are the directories that its document names; without such
-    a document, those that are items. An item that is being `deleted` is none."""
+    """The inventory of a step. Its items are the directories that its document names. Without such
+    a document, or if an item was renamed, the directories that are items count, too. An item that
+    is being `deleted` is none."""
     entries = place.entries()
     folders = [entry.path for entry in entries if entry.is_dir and TEMPORARY not in entry.path]
     folders = [n for n in folders if n != deleted and not n.startswith((".", PROCESS))]
-    items = [name for name in folders if name in item_handlers(place)]
-    place.prefetch(lists=items or folders)
-    items = items or [name for name in folders if is_item(place / name)]
+    named = item_handlers(place)
+    items = [name for name in folders if name in named]
+    is_complete = named and named.keys() <= {*items, deleted}
+    place.prefetch(lists=items if is_complete else folders)
+    if not is_complete:
+        items = [name for name in folders if name in named or is_item(place / name)]
     return Inventory(place, tuple(roles(entries, Level.STEP, items)))
 
 
