@@ -204,7 +204,7 @@ def test_the_latest_step_of_a_random_root(tmp_path_factory, whole, states):
     if len(forms) > 1 and plain not in forms:
         text = f"the names of the steps of `{root}` have several forms"
         error = layouts.raised(reshard.CheckpointFormatError, reshard.open, root)
-        assert error.summary == text and len(error.hints) == len(forms)
+        assert error.summary == text and len(error.problems) == len(forms)
         latest = {str(root / steps[max(steps)]) for steps in forms.values()}
         assert {hint.removeprefix("open one of them: ") for hint in error.hints} == latest
         for path in latest & {str(root / name) for name in kinds["whole"]}:
