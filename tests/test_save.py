@@ -221,6 +221,65 @@ def shard_shape(array):
     return shard
 
 
+def metadata_of(path):
+    """Dtype, shape and sharding of each leaf, as Orbax reads its metadata."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(path).item_metadata.tree
+    leaves = ((name, leaf) for name, leaf in flat(tree).items() if hasattr(leaf, "shape"))
+    return {name: (leaf.dtype, leaf.shape, leaf.sharding) for name, leaf in leaves}
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("known", ["none", "some", "all"])
+@pytest.mark.parametrize("to", [None, "data=2,model=4"])
+def test_arrays_that_were_saved_without_a_sharding(tmp_path, save, known, to):
+    """AXLearn writes no `_sharding`. Of some types of shardings, Orbax writes none."""
+    on = layouts.mesh((2, 4))
+    put = layouts.random_on(on)
+    tree = {
+        "params": {"w": put((6, 40), "data", "model"), "b": put((8,), "model")},
+        "host": layouts.random((3, 5)),
+        "step": 3,
+    }
+    path = layouts.save_pytree(tmp_path / "saved", tree)
+    parsed = json.loads((path / "_sharding").read_text())
+    names = {base64.urlsafe_b64decode(key).decode(): key for key in parsed}
+    if known == "none":
+        (path / "_sharding").unlink()
+        shardings = dict.fromkeys(flat(tree))
+    elif known == "some":
+        (path / "_sharding").write_text(json.dumps({names["params.w"]: parsed[names["params.w"]]}))
+        shardings = {"['params']['w']": tree["params"]["w"].sharding}
+    else:
+        shardings = layouts.shardings(tree)
+    specs = {"w$": P("data", "model"), "b$": P("model")}
+    ckpt = reshard.open(path)
+    out = save(ckpt if to is None else reshard.to_mesh(ckpt, to, specs))
+    if to is not None:
+        shardings = layouts.shardings(tree)
+    got = {name: s and s.to_jax_sharding() for name, (_, _, s) in metadata_of(out).items()}
+    assert got == {name: shardings.get(name) for name in got} and len(got) == 4
+    assert (out / "_sharding").exists() == any(shardings.values())
+
+    # A target may leave out the sharding of one leaf.
+    for left_out in (None, "w", "b"):
+        target = layouts.abstract(tree, on)
+        if left_out is not None:
+            target["params"][left_out] = layouts.laid_out(tree["params"][left_out], None)
+        found = layouts.load_standard(out, target)
+        for name, leaf in tree["params"].items():
+            given = name != left_out or shardings.get(f"['params']['{name}']") is not None
+            assert isinstance(found["params"][name], jax.Array) == given
+            assert np.asarray(found["params"][name]).tobytes() == np.asarray(leaf).tobytes()
+            assert not given or found["params"][name].sharding == leaf.sharding
+        np.testing.assert_array_equal(found["host"], tree["host"])
+    again = reshard.open(out)
+    assert {path: leaf.sharding for path, leaf in again.items() if leaf is not None} == {
+        path: leaf.sharding for path, leaf in reshard.open(save(again)).items()
+    }
+    assert (again["params/b"].sharding is None) == (shardings.get("['params']['b']") is None)
+
+
 # What surrounds the tree.
 
 
