@@ -254,7 +254,7 @@ def array(
     name = name.removesuffix("/")  # TensorStore stores `a/` as `a`
     try:
         array = parse_zarr(metadata, store.driver)
-        sharding = None if encoded is None else parse_sharding(str(encoded), len(array.shape))
+        sharding = parse_sharding(str(encoded), len(array.shape)) if encoded else None
     except ValueError as error:
         problems.append(f"{format_path(path)}: its metadata cannot be read: {error}")
         return None

@@ -46,10 +46,9 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
         for path, leaf in ckpt.items()
         if isinstance(leaf, str)
     )
-    found = {
-        detection.TREE_FILE: _tree(ckpt, item.format),
-        detection.SHARDING_FILE: _shardings(ckpt),
-    }
+    found: dict[str, Any] = {detection.TREE_FILE: _tree(ckpt, item.format)}
+    if shardings := _shardings(ckpt):
+        found[detection.SHARDING_FILE] = shardings
     if ckpt.source.metadata_apart:
         found[f"{detection.ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
     if strings:
@@ -103,15 +102,18 @@ def _in_order(node: Mapping[Key, Any]) -> Iterator[Path]:
 
 
 def _shardings(ckpt: Checkpoint) -> dict[str, str]:
+    """Name -> sharding, empty if no leaf has one. If the document exists, Orbax looks up every
+    `jax.Array` in it, and takes empty text for no sharding."""
     texts: dict[int, str] = {}  # leaves share their shardings
     found = {}
     for handle in ckpt.arrays:
-        if handle.sharding is not None:
-            if id(handle.sharding) not in texts:
-                texts[id(handle.sharding)] = json.dumps(_sharding(handle.sharding))
+        sharding = handle.sharding
+        if sharding is not None or handle.value_type == "jax.Array":
+            if id(sharding) not in texts:
+                texts[id(sharding)] = json.dumps(_sharding(sharding)) if sharding else ""
             name = base64.urlsafe_b64encode(stored_name(handle.path).encode()).decode()
-            found[name] = texts[id(handle.sharding)]
-    return found
+            found[name] = texts[id(sharding)]
+    return found if any(found.values()) else {}
 
 
 def _sharding(sharding: meshes.Sharding) -> dict[str, Any]:
