@@ -193,6 +193,27 @@ def test_documents_are_those_of_orbax(resharded, tmp_path, form):
     }
 
 
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-files", "v1"])
+def test_write_shapes_of_arrays_that_are_copied_on_their_sharding_are_kept(saved, save, layout):
+    """Orbax divides replicated arrays among their replicas. A copy has the same chunks."""
+    source = saved(layout)
+    ckpt, item = reshard.open(source.path), source.inner
+    before = array_metadatas(source.directory)
+    assert before["params.replicated"]["write_shape"] != [16, 8]  # the shape of its shards
+    copy = save(ckpt) / item
+    assert array_metadatas(copy) == before
+    assert document_of(copy)["tree_metadata"] == document_of(source.directory)["tree_metadata"]
+    renamed = array_metadatas(save(reshard.rename(ckpt, [("^params/repl", "opt/repl")])) / item)
+    moved = before.pop("params.replicated") | {"param_name": "opt.replicated"}
+    assert renamed.pop("opt.replicated") == moved and renamed == before
+    cast = reshard.cast(ckpt, "float64", where=["params/replicated", "params/embed"])
+    found = array_metadatas(save(cast) / item)
+    assert found.pop("params.replicated")["write_shape"] == [16, 8]
+    assert found.pop("params.embed")["write_shape"] == [32, 24]
+    del before["params.embed"]
+    assert found == before
+
+
 def test_positions_of_lists_ascend_whatever_order_they_were_listed_in(tmp_path):
     """Older Orbax reads lists position by position; other children keep their order."""
     tree = {"z": [jnp.ones(3), {}, {"b": [jnp.ones(2), None], "a": jnp.ones(4)}], "y": jnp.ones(5)}
