@@ -119,12 +119,14 @@ class Source(Item):
       store: the arrays.
       metadata: the parsed `_METADATA` document, without its tree.
       metadata_apart: the item had per-array metadata files (PRNG key types are in them).
+      write_shapes: name of an array -> the shape that each process wrote, of those files.
       state: in a bucket, a hash of the names and versions of the files in the item's directory.
     """
 
     store: ArrayStore
     metadata: dict[str, Any]
     metadata_apart: bool
+    write_shapes: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
     state: str = ""
 
     @property

@@ -203,9 +203,9 @@ def test_write_shapes_of_arrays_that_are_copied_on_their_sharding_are_kept(saved
     copy = save(ckpt) / item
     assert array_metadatas(copy) == before
     assert document_of(copy)["tree_metadata"] == document_of(source.directory)["tree_metadata"]
-    renamed = array_metadatas(save(reshard.rename(ckpt, [("^params/repl", "opt/repl")])) / item)
-    moved = before.pop("params.replicated") | {"param_name": "opt.replicated"}
-    assert renamed.pop("opt.replicated") == moved and renamed == before
+    renamed = array_metadatas(save(reshard.rename(ckpt, [("^params/repl", "model/repl")])) / item)
+    moved = before.pop("params.replicated") | {"param_name": "model.replicated"}
+    assert renamed.pop("model.replicated") == moved and renamed == before
     cast = reshard.cast(ckpt, "float64", where=["params/replicated", "params/embed"])
     found = array_metadatas(save(cast) / item)
     assert found.pop("params.replicated")["write_shape"] == [16, 8]

@@ -44,7 +44,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         )
     _ = store.values  # in a bucket, while the requests for the documents below run
     shardings = read_json(directory / detection.SHARDING_FILE) or {}
-    metadata_apart, key_impls = _array_metadatas(directory)
+    metadata_apart, key_impls, write_shapes = _array_metadatas(directory)
     strings = read_json(directory / detection.STRINGS_FILE) or {}
 
     metadata = store.read_metadata(stored_name(path).removesuffix("/") for path in array_paths)
@@ -79,7 +79,8 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         raise CorruptCheckpointError(
             f"`{directory}` is damaged: some of its leaves cannot be found or read", problems
         )
-    source = source_of(item, store, document, metadata_apart, detection.RECORD_FILES)
+    apart = {"metadata_apart": metadata_apart, "write_shapes": write_shapes}
+    source = source_of(item, store, document, detection.RECORD_FILES, **apart)
     return Checkpoint(leaves, source, item.left_out)
 
 
@@ -87,13 +88,14 @@ def source_of(
     item: Item,
     store: ArrayStore,
     document: dict[str, Any],
-    metadata_apart: bool = True,
     ignored: Collection[str] = (),
+    metadata_apart: bool = True,
+    **facts: Any,
 ) -> Source:
     """The source of a checkpoint, in a bucket with the state of its files, except ignored ones. On
     a disk, the plan reads their state soon enough."""
     state = "" if store.directory.is_local else store.directory.state(ignored)
-    facts = {"metadata": document, "metadata_apart": metadata_apart, "state": state}
+    facts |= {"metadata": document, "metadata_apart": metadata_apart, "state": state}
     of_item = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
     return Source(**of_item, store=store, **facts)
 
@@ -173,13 +175,14 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
     return ArrayStore(zarr3, directory, parts, fills, requests)
 
 
-def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
-    """Whether the item has array metadata, and the PRNG implementation of arrays, by name."""
+def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str], dict[str, list[int]]]:
+    """Whether the item has array metadata, and by name the PRNG implementation and the write shape
+    of arrays."""
     folder = directory / detection.ARRAYS_FOLDER
     if folder.is_symlink():
         raise not_a_file(folder)
     names = folder.names() if folder.is_dir() else []
-    impls = {}
+    impls, shapes = {}, {}
     for name in names:
         document = read_json(folder / name) or {}
         try:
@@ -190,11 +193,14 @@ def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
                     if not isinstance(impl, str) or not impl.isprintable():
                         raise TypeError(impl)
                     impls[metadata["param_name"]] = impl
+                shape = metadata.get("write_shape")
+                if isinstance(shape, list) and all(type(size) is int for size in shape):
+                    shapes[str(metadata["param_name"])] = shape
         except (TypeError, KeyError, AttributeError) as error:
             raise CorruptCheckpointError(
                 f"`{folder / name}` is damaged: its entries do not describe arrays"
             ) from error
-    return bool(names), impls
+    return bool(names), impls, shapes
 
 
 def _parse_entry(entry: Any, file: Location) -> tuple[Path, str, bool]:

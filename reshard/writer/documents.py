@@ -40,30 +40,44 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
     """File name -> content of an item's documents."""
     if files := item.format.files:
         return {INDEX: index(files)} if len(files) > 1 else {}
-    ckpt, chunks = item.ckpt, {array.path: array.chunk for array in item.arrays}
+    ckpt, source = item.ckpt, item.ckpt.source
+    shapes = {array.path: _write_shape(array, source) for array in item.arrays}
     strings = nested(  # Orbax nests their names at each slash
         (tuple(stored_name(path).split("/")), leaf)
         for path, leaf in ckpt.items()
         if isinstance(leaf, str)
     )
-    found: dict[str, Any] = {detection.TREE_FILE: _tree(ckpt, item.format)}
+    found: dict[str, Any] = {detection.TREE_FILE: _tree(ckpt, item.format, shapes)}
     if shardings := _shardings(ckpt):
         found[detection.SHARDING_FILE] = shardings
-    if ckpt.source.metadata_apart:
-        found[f"{detection.ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
+    if source.metadata_apart:
+        found[f"{detection.ARRAYS_FOLDER}/process_0"] = _array_metadatas(item.arrays, shapes)
     if strings:
         found[detection.STRINGS_FILE] = strings
     return {name: json.dumps(document).encode() for name, document in found.items()}
 
 
-def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
+def _write_shape(array: ArrayPlan, source: Source) -> list[int]:
+    """The shape that each process wrote: of an array that is copied on its sharding, that of the
+    source. Orbax divides replicated arrays among their replicas."""
+    handle, data = array.handle, array.handle.stored
+    if data and data.store == source.store and handle.sharding == handle.saved_sharding:
+        known = source.write_shapes.get(data.name, ())
+        if array.verbatim and len(known) == len(handle.shape):
+            return list(known)
+    return list(meshes.shard_shape(handle.shape, handle.sharding))
+
+
+def _tree(
+    ckpt: Checkpoint, target: TargetFormat, shapes: Mapping[Path, list[int]]
+) -> dict[str, Any]:
     entries = {}
     for path in _in_order(nested((path, path) for path in ckpt)):
         leaf = ckpt[path]
         if isinstance(leaf, ArrayHandle):
             value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": False}
             if ckpt.source.metadata_apart and leaf.value_type == "jax.Array":
-                value["write_shape"] = list(meshes.shard_shape(leaf.shape, leaf.sharding))
+                value["write_shape"] = shapes[path]
         elif isinstance(leaf, str):
             value = {"value_type": "string", "skip_deserialize": False}
         else:
@@ -134,21 +148,25 @@ def _sharding(sharding: meshes.Sharding) -> dict[str, Any]:
     return document
 
 
-def _array_metadatas(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
+def _array_metadatas(
+    arrays: Sequence[ArrayPlan], shapes: Mapping[Path, list[int]]
+) -> dict[str, Any]:
     return {
         "array_metadatas": [
             {
                 "array_metadata": {
-                    "param_name": stored_name(handle.path),
-                    "write_shape": list(meshes.shard_shape(handle.shape, handle.sharding)),
-                    "chunk_shape": list(chunks[handle.path]),
+                    "param_name": stored_name(array.path),
+                    "write_shape": shapes[array.path],
+                    "chunk_shape": list(array.chunk),
                     "ext_metadata": (
-                        {"random_key_impl": handle.key_impl} if handle.key_impl else None
+                        {"random_key_impl": array.handle.key_impl}
+                        if array.handle.key_impl
+                        else None
                     ),
                 }
             }
-            for handle in ckpt.arrays
-            if handle.value_type == "jax.Array"
+            for array in arrays
+            if array.handle.value_type == "jax.Array"
         ]
     }
 
