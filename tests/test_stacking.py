@@ -2,6 +2,7 @@
 parameters that are so from the start."""
 
 import functools
+import json
 import shutil
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from converted import filled
 from flax import nnx
@@ -879,3 +881,110 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
     assert form_of(stack(moved, "params/l{}", "params/l", names="stage")) == {
         ("params", "l"): ((2, 2, 3), np.dtype("float32"))
     }
+
+
+# What custom metadata say of the layers.
+
+LORA = {"lora_rank": 8, "lora_module_path": "decoder/layers/.*"}
+STALE = "`{}` in the custom metadata may be stale: it describes the tree that was saved"
+NOW = "`scan_layers` in the custom metadata is now {}"
+DECODER = "params/params/decoder"
+
+
+def described(path, custom, **layers):
+    """A checkpoint of MaxText, which says in the metadata of the step how the layers are saved;
+    and in those of the tree."""
+    rng = np.random.default_rng(0)
+    w = lambda shape: jnp.asarray(layouts.random_array(rng, shape))  # noqa: E731
+    decoder = {
+        f"{name}_{n}": {"wi_0": w((4, 6)), "norm": {"scale": w((4,))}}
+        for name, count in layers.items()
+        for n in range(count)
+    }
+    params = {"params": {"decoder": decoder | {"norm": {"scale": w((4,))}}}}
+    state = {"params": params, "step": jnp.int32(3)}
+    items = ocp.args.PyTreeSave(state, custom_metadata=custom | {"of": "the tree"})
+    with layouts.open_manager(path, item_names=("items",)) as manager:
+        also = {"metrics": layouts.metrics(3), "custom_metadata": custom | {"of": "the step"}}
+        manager.save(3, args=ocp.args.Composite(items=items), **also)
+    return reshard.open(path)
+
+
+def description(path):
+    """Custom metadata of the step and of the tree, as Orbax reads them, and the metrics."""
+    with layouts.open_manager(path) as manager:
+        step, measured = manager.metadata(3).custom_metadata, manager.metrics(3)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(path / "3" / "items").item_metadata.custom_metadata
+    assert (step.pop("of"), tree.pop("of")) == ("the step", "the tree")
+    assert step == tree and measured == layouts.metrics(3)
+    return step
+
+
+def test_custom_metadata_say_whether_the_layers_are_stacked(tmp_path):
+    ckpt = described(tmp_path / "a", {"scan_layers": False, "run": "abc"}, layers=3)
+    where = (f"{DECODER}/layers_{{}}", f"{DECODER}/layers")
+    stacked = stack(ckpt, *where)
+    assert stacked.notes == (NOW.format("true"),)
+    reshard.save(stacked, tmp_path / "b", verify=True)
+    assert description(tmp_path / "b") == {"scan_layers": True, "run": "abc"}
+    assert description(tmp_path / "a") == {"scan_layers": False, "run": "abc"}
+    assert not reshard.verify(tmp_path / "b").problems
+    old, new = (json.loads((tmp_path / x / "3/_CHECKPOINT_METADATA").read_text()) for x in "ab")
+    assert new.pop("custom_metadata") != old.pop("custom_metadata") and new == old
+    back = unstack(reshard.open(tmp_path / "b"), *where[::-1])
+    assert back.notes == (NOW.format("false"),)
+    reshard.save(back, tmp_path / "c")
+    assert description(tmp_path / "c") == description(tmp_path / "a")
+    assert reshard.diff(tmp_path / "a", tmp_path / "c", values=True).equal
+    both = unstack(stack(ckpt, *where), *where[::-1])  # as it was
+    assert both.notes == (NOW.format("false"),)
+    reshard.save(both, tmp_path / "d")
+    assert description(tmp_path / "d") == description(tmp_path / "a")
+
+
+def test_custom_metadata_stay_if_some_layers_are_stacked_and_others_are_not(tmp_path):
+    custom = {"scan_layers": False, "lora": LORA}
+    ckpt = described(tmp_path / "a", custom, dense_layers=2, moe_layers=3)
+    stale = (STALE.format("scan_layers"), STALE.format("lora"))
+    dense, moe = (
+        (f"{DECODER}/{kind}_layers_{{}}", f"{DECODER}/{kind}_layers") for kind in ("dense", "moe")
+    )
+    mixed = stack(stack(ckpt, *dense), *moe, indices=[0, 2])
+    assert mixed.notes == stack(ckpt, *dense).notes == stale
+    reshard.save(mixed, tmp_path / "b")
+    assert description(tmp_path / "b") == custom
+    stacked = stack(stack(ckpt, *dense), *moe)
+    assert stacked.notes == (NOW.format("true"), STALE.format("lora"))
+    reshard.save(stacked, tmp_path / "c")
+    assert description(tmp_path / "c") == custom | {"scan_layers": True}
+    renamed = described(tmp_path / "d", custom, block=2)  # which are not known as layers
+    assert stack(renamed, f"{DECODER}/block_{{}}", f"{DECODER}/block").notes == stale
+
+
+def test_a_map_leaves_custom_metadata_with_a_note(tmp_path):
+    custom = {"scan_layers": False, "run": "abc"}
+    ckpt = described(tmp_path / "a", custom, layers=2)
+    rules = r"""[[rule]]
+    from = 'layers_(\d+)/'
+    to = 'layers/'
+    stack = { axis = 0, by = 1 }
+    [[rule]]
+    from = '^(step|.*/norm/scale)$'
+    to = '\1'
+    """
+    (tmp_path / "map.toml").write_text(rules)
+    stacked = reshard.remap(ckpt, tmp_path / "map.toml")
+    assert stacked[f"{DECODER}/layers/wi_0"].shape == (2, 4, 6)
+    assert stacked.notes == (STALE.format("scan_layers"),)
+    reshard.save(stacked, tmp_path / "b")
+    assert description(tmp_path / "b") == custom
+
+
+def test_custom_metadata_that_do_not_describe_the_layers(tmp_path):
+    for name, custom in (("a", {}), ("b", {"scan_layers": "yes", "lora": None})):
+        ckpt = described(tmp_path / name, custom, layers=2)
+        stacked = stack(ckpt, f"{DECODER}/layers_{{}}", f"{DECODER}/layers")
+        assert stacked.notes == ()
+        reshard.save(stacked, tmp_path / f"{name}2")
+        assert description(tmp_path / f"{name}2") == custom
