@@ -120,6 +120,7 @@ class Source(Item):
       metadata: the parsed `_METADATA` document, without its tree.
       metadata_apart: the item had per-array metadata files (PRNG key types are in them).
       write_shapes: name of an array -> the shape that each process wrote, of those files.
+      step_document: the `_CHECKPOINT_METADATA` document of the step, if a transform changed it.
       state: in a bucket, a hash of the names and versions of the files in the item's directory.
     """
 
@@ -127,6 +128,7 @@ class Source(Item):
     metadata: dict[str, Any]
     metadata_apart: bool
     write_shapes: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
+    step_document: Mapping[str, Any] | None = None
     state: str = ""
 
     @property

@@ -51,6 +51,7 @@ from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes, type_name
 from reshard.convert import mapfile
+from reshard.convert.described import with_true_metadata
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
 from reshard.convert.map_rules import Map, apply_inverse, apply_map
@@ -130,7 +131,7 @@ def remap(
     tree.check_lists(made, ckpt)
     if clashes := name_clashes(made):
         raise TreeMismatchError("two leaves would be stored under one name", clashes)
-    return ckpt.replace(made, notes=result.notes, retyped=True)
+    return with_true_metadata(ckpt.replace(made, notes=result.notes, retyped=True), by_map=True)
 
 
 def _problems(

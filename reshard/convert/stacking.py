@@ -11,6 +11,7 @@ from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.operations import Stack, Unstack
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes
 from reshard.convert import optimizer
+from reshard.convert.described import with_true_metadata
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Row, Value, from_rows, sources_of
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
@@ -313,7 +314,7 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row], pattern: str) -> Checkpoint:
     notes = [optimizer.follows_note(root, count) for root, count in copies.items()]
     same = "has other layers than the parameters, and stays"
     notes += [f"`{format_path(root)}` {same}" for *_, roots in parts for root in roots]
-    return ckpt.replace(leaves, notes=notes, retyped=True)
+    return with_true_metadata(ckpt.replace(leaves, notes=notes, retyped=True))
 
 
 def _followed(

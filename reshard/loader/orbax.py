@@ -7,7 +7,7 @@ import base64
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,13 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     apart = {"metadata_apart": metadata_apart, "write_shapes": write_shapes}
     source = source_of(item, store, document, detection.RECORD_FILES, **apart)
     return Checkpoint(leaves, source, item.left_out)
+
+
+def step_document(source: Source) -> Mapping[str, Any]:
+    """The `_CHECKPOINT_METADATA` document of a step, as transforms have changed it."""
+    if source.step_document is not None or source.is_foreign:
+        return source.step_document or {}
+    return read_json(source.root / source.step / detection.CHECKPOINT_FILE) or {}
 
 
 def source_of(

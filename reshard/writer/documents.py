@@ -57,6 +57,15 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
     return {name: json.dumps(document).encode() for name, document in found.items()}
 
 
+def step_documents(checkpoints: Iterable[Checkpoint]) -> dict[str, bytes]:
+    """Path below the destination -> content of each document of a step that a transform changed."""
+    return {
+        f"{c.source.step}/{detection.CHECKPOINT_FILE}".lstrip("/"): json.dumps(document).encode()
+        for c in checkpoints
+        if (document := c.source.step_document) is not None
+    }
+
+
 def _write_shape(array: ArrayPlan, source: Source) -> list[int]:
     """The shape that each process wrote: of an array that is copied on its sharding, that of the
     source. Orbax divides replicated arrays among their replicas."""
