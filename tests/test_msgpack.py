@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from flax.training import checkpoints
 from flax.training.train_state import TrainState
 from hypothesis import given, settings
@@ -231,6 +232,55 @@ def test_arrays_in_other_files_are_refused(data, tmp_path):
             "wrote such files, which `reshard` does not read\n\n"
             "hint: restore it with the program that saved it, and save it with a newer Orbax"
         )
+
+
+def write_t5x(path, tree):
+    """A checkpoint as T5X writes it: TensorStore's specifications in the file, arrays beside it."""
+    state = flax.serialization.to_state_dict(tree)
+    for key, values in leaves(state).items():
+        name = "target." + ".".join(key)
+        kvstore = {"driver": "file", "path": str(path / name)}
+        metadata = {"compressor": {"id": "gzip"}, "shape": list(values.shape)}
+        spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
+        ts.open(spec, create=True, dtype=ts.dtype(values.dtype)).result()[...] = values
+        *above, last = key
+        node = state
+        for each in above:
+            node = node[each]
+        node[last] = spec | {"dtype": values.dtype.name, "kvstore": kvstore | {"path": name}}
+    written = {"version": 3, "optimizer": {"target": state, "state": {"step": np.int32(7)}}}
+    (path / "checkpoint").write_bytes(flax.serialization.to_bytes(written))
+
+
+def test_checkpoints_of_t5x_are_refused(tmp_path):
+    """Its dicts would otherwise be leaves, and the arrays beside them would be lost."""
+    tree = {"encoder": {"w": random_bits((3, 4), "float32"), "b": random_bits((4,), "float32")}}
+    run = tmp_path / "run"
+    write_t5x(run / "checkpoint_1000", tree)
+    for path in (run, run / "checkpoint_1000", run / "checkpoint_1000" / "checkpoint"):
+        assert refused(reshard.CheckpointFormatError, reshard.open, path) == (
+            f"`{run}/checkpoint_1000/checkpoint` is a file of T5X: it names arrays in other files, "
+            "which `reshard` does not read\n\n"
+            "hint: t5x.checkpoints.load_t5x_checkpoint(path) returns the arrays; save them with Orbax"
+        )
+    both = {"driver": "text", "kvstore": np.arange(3), "module": {"driver": {"w": np.arange(2)}}}
+    (tmp_path / "state.msgpack").write_bytes(pack(both))
+    assert_read(reshard.open(tmp_path / "state.msgpack"), both)
+
+
+@pytest.mark.parametrize("name", ["streaming_params", "streaming_train_state_500", "model.stream"])
+def test_streaming_files_of_easylm_are_refused(tmp_path, name):
+    state = flax.serialization.to_state_dict(train_state())
+    flat = flax.traverse_util.flatten_dict(state["params"])
+    packer, path = msgpack.Packer(), tmp_path / "run" / name
+    path.parent.mkdir()
+    data = [packer.pack((key, flax.serialization.to_bytes(v))) for key, v in flat.items()]
+    path.write_bytes(b"".join(data))
+    what = "a streaming file of EasyLM, which is not supported"
+    text = refused(reshard.CheckpointFormatError, reshard.open, path)
+    assert text == f"`{path}` is {what}"
+    text = refused(reshard.CheckpointFormatError, reshard.open, path.parent)
+    assert (f"\n  `{name}` is {what}" in text) == name.startswith("streaming_")
 
 
 def test_an_array_without_elements_is_read_and_not_written(tmp_path):
