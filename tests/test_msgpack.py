@@ -261,7 +261,7 @@ def test_checkpoints_of_t5x_are_refused(tmp_path):
         assert refused(reshard.CheckpointFormatError, reshard.open, path) == (
             f"`{run}/checkpoint_1000/checkpoint` is a file of T5X: it names arrays in other files, "
             "which `reshard` does not read\n\n"
-            "hint: t5x.checkpoints.load_t5x_checkpoint(path) returns the arrays; save them with Orbax"
+            "hint: t5x.checkpoints.load_t5x_checkpoint(path) reads them; save them with Orbax"
         )
     both = {"driver": "text", "kvstore": np.arange(3), "module": {"driver": {"w": np.arange(2)}}}
     (tmp_path / "state.msgpack").write_bytes(pack(both))

@@ -49,10 +49,12 @@ _UNSUPPORTED = {
     b"PK\3\4": "a zip file, as PyTorch and NumPy write them, which is not supported",
     b"\x93NUMPY": "a NumPy file, which is not supported",
 }
+_EASYLM = "a streaming file of EasyLM, which is not supported"
 _UNKNOWN = "a file, not a checkpoint directory"
 # Names of files that may hold weights in an unsupported format, and how many of them are examined.
 _WEIGHTS = (".gguf", ".h5", ".bin", ".pt", ".pth", ".npz", ".pkl", ".pickle")
 _EXAMINED = 20
+_WEIGHTS_NAME = re.compile(r"(?:checkpoint|streaming_params|streaming_train_state)(?:_.+)?")
 # Subdirectories that are examined for arrays.
 SOME = 8
 
@@ -77,7 +79,7 @@ def flax_steps(root: Location) -> dict[float, str]:
 
 def foreign_files(directory: Location) -> list[str]:
     """Files that may hold weights in a format that is not supported, with the format in words."""
-    names = [n for n in directory.names() if _FLAX_NAME.fullmatch(n) or n.endswith(_WEIGHTS)]
+    names = [n for n in directory.names() if _WEIGHTS_NAME.fullmatch(n) or n.endswith(_WEIGHTS)]
     described = {name: describe_file(directory / name) for name in names[:_EXAMINED]}
     return [f"`{name}` is {what}" for name, what in described.items() if what != _UNKNOWN]
 
@@ -157,6 +159,9 @@ def describe_file(path: Location) -> str:
     # A pickle has a version after this byte. An empty msgpack map ends with it.
     if path.name.endswith((".pkl", ".pickle")) or (start[:1] == b"\x80" and start[1:]):
         return _PICKLE
+    # A msgpack list of two: the list of a leaf's keys, and its bytes.
+    if re.match(rb"\x92[\x91-\x9f\xdc]", start):
+        return _EASYLM
     # A msgpack map: fixmap, map16 or map32.
     if start and (0x80 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
         return MSGPACK
