@@ -9,18 +9,29 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, CheckpointFormatError
 from reshard.sharding.mesh import Mesh, NamedSharding
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
-from reshard.tree import Path, as_python, format_path
+from reshard.tree import Path, as_python, format_glob, format_path
 
 # Orbax keeps a namedtuple without fields if it records the types of containers.
 EmptyNamedTuple = collections.namedtuple("EmptyNamedTuple", ())
 # Leaves that a repr lists; `reshard inspect` lists all.
 _SHOWN = 200
 
-Leaf = ArrayHandle | str | dict | list | tuple | None
+
+@dataclasses.dataclass(frozen=True)
+class UnknownLeaf:
+    """A leaf of a type that only the program that saved it restores."""
+
+    value_type: str
+
+    def __repr__(self) -> str:
+        return f"<{self.value_type}>"
+
+
+Leaf = ArrayHandle | UnknownLeaf | str | dict | list | tuple | None
 
 # Orbax's name of a leaf without a value -> the leaf.
 EMPTY_LEAVES: dict[str, Leaf] = {
@@ -262,6 +273,17 @@ def check_checkpoints(*given: Any) -> None:
         raise ArgumentError(text, [f"{each!r:.80}" for each in wrong], hints)
 
 
+def check_known(leaves: Mapping[Path, Leaf]) -> None:
+    """Raises CheckpointFormatError for leaves of unknown types, before leaves are used."""
+    unknown = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, UnknownLeaf)}
+    if unknown:
+        raise CheckpointFormatError(
+            "some leaves have a type that only the program that saved them restores",
+            [f"{format_path(path)}: {leaf.value_type}" for path, leaf in unknown.items()],
+            [f"reshard.select(ckpt, drop={as_python([*map(format_glob, unknown)])})"],
+        )
+
+
 def describe(leaf: Leaf) -> str:
     """A leaf in a few words: `float32[16,24] P('data', None)`, `'text'`, `{}`."""
     return leaf.describe() if isinstance(leaf, ArrayHandle) else repr(leaf)
@@ -277,6 +299,8 @@ def kind_text(leaf: Leaf) -> str:
 
 def type_name(leaf: Leaf) -> str:
     """The name of the type of a leaf that is no array: `string`, `None`, `empty dict`."""
+    if isinstance(leaf, UnknownLeaf):
+        return leaf.value_type
     return {str: "string", type(None): "None"}.get(type(leaf), f"empty {type(leaf).__name__}")
 
 
@@ -284,7 +308,16 @@ def _leaf_document(path: Path, leaf: Leaf) -> dict[str, Any]:
     keys = {"path": format_path(path), "keys": list(path)}
     if isinstance(leaf, ArrayHandle):
         return leaf.document() | keys
-    return keys | {"type": type_name(leaf), "value": leaf}
+    return keys | {
+        "type": type_name(leaf),
+        "value": None if isinstance(leaf, UnknownLeaf) else leaf,
+    }
+
+
+def without_value(name: str) -> Leaf:
+    """The leaf with Orbax's name for a leaf without a value, or for a type that it does not
+    know."""
+    return EMPTY_LEAVES[name] if name in EMPTY_LEAVES else UnknownLeaf(name)
 
 
 def empty_name(leaf: Leaf) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, UnknownLeaf
 from reshard.cli import options
 from reshard.cli.unfinished import explained, ways_on
 from reshard.convert.layout import KINDS, detect
@@ -86,9 +86,6 @@ def _refused(path: str, error: ReshardError) -> dict[str, Any]:
     elif isinstance(error, CorruptCheckpointError):
         state = "damaged"
     document = options.refusal(error, None)
-    if any("unknown value type" in problem for problem in error.problems):
-        hint = "a newer Orbax may have written it: pip install -U orbax-checkpoint reshard"
-        document["hints"].append(hint)
     return {"path": path, "state": state, **document, "unfinished": [], "trees": []}
 
 
@@ -114,6 +111,10 @@ def _tree(ckpt: Checkpoint, first: bool) -> dict[str, Any]:
             jobs, finish = ways_on(source)
     except ReshardError as error:  # a document of a job is damaged
         jobs = [error.summary]
+    types = ((p, leaf) for p, leaf in ckpt.items() if isinstance(leaf, UnknownLeaf))
+    unknown = [f"{format_path(path)}: {leaf.value_type}" for path, leaf in types]
+    if unknown:
+        finish += ["a newer Orbax may have written it: pip install -U orbax-checkpoint reshard"]
     keys = ("kind", "v1", "format", "meshes", "steps", "step", "items", "item", "bytes")
     return {
         "path": str(source.path),
@@ -123,6 +124,7 @@ def _tree(ckpt: Checkpoint, first: bool) -> dict[str, Any]:
         "uncommitted": list(source.uncommitted),
         "arrays": len(ckpt.arrays),
         "files": len(files),
+        "unknown_types": unknown,
         "recorded_digests": recorded,
         "orbax": _orbax(ckpt),
         "problems": problems,
@@ -216,6 +218,7 @@ def _facts(tree: dict[str, Any]) -> dict[str, str]:
         undetected = "tensors as in Hugging Face's model: a ready map converts them"
     return {
         "holds": f"{counts} in {count_of(tree['files'], 'data file')}",
+        "unknown": listed("unknown_types"),
         "format": f"{options.kind_text(tree['kind'], tree['v1'])}, {tree['format']}",
         "model": f"{tree['layout']}: {kind}" if kind else undetected,
         "mesh": "; ".join(dict.fromkeys(meshes)) or "none",

@@ -17,7 +17,7 @@ import numpy as np
 from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
-from reshard.checkpoint import Checkpoint, Leaf, describe
+from reshard.checkpoint import Checkpoint, Leaf, check_known, describe
 from reshard.convert import map_rules
 from reshard.convert.decision import Ledger, Outcome, outcomes
 from reshard.convert.layout import Layout, detect
@@ -279,6 +279,7 @@ def conversion(
     ckpt, found, left_out = _laid_out(
         original, layout, map_rules.OPPOSITE[to], parse_globs("drop", drop)
     )
+    check_known(ckpt)
     if found.api == to:
         raise TreeMismatchError(
             f"`{ckpt.source.root}` is {found.kind} already",

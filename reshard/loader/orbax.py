@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
-from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Item, Leaf, Source
+from reshard.checkpoint import Checkpoint, Item, Leaf, Source, without_value
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader import detection
 from reshard.loader.array_metadata import ZarrArray, parse_sharding, parse_zarr
@@ -53,9 +53,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     problems: list[str] = []
     for path, value_type in parsed:
         name = stored_name(path)
-        if value_type in EMPTY_LEAVES:
-            leaves[path] = EMPTY_LEAVES[value_type]
-        elif value_type == "string":
+        if value_type == "string":
             text = functools.reduce(_below, name.split("/"), strings)
             leaves[path] = text if isinstance(text, str) else ""
             other = by_name.setdefault((True, name), path)
@@ -74,7 +72,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
                 if isinstance(handle := leaves[one], ArrayHandle):
                     leaves[one] = dataclasses.replace(handle, same_name=same)
         else:
-            problems.append(f"{format_path(path)}: unknown value type {value_type!r:.40}")
+            leaves[path] = without_value(value_type)
     if problems:
         raise CorruptCheckpointError(
             f"`{directory}` is damaged: some of its leaves cannot be found or read", problems
@@ -159,8 +157,16 @@ def values_file(item: Item) -> Location | None:
     if document is None:
         return file
     entries = _entries(document, item.directory / detection.TREE_FILE)
-    skipped = (kind in (*_ARRAYS, "string") for _, kind, skips in entries if skips)
-    return file if any(skipped) else None
+    values = [(path, skips) for path, kind, skips in entries if kind in (*_ARRAYS, "string")]
+    aggregated = [format_path(path) for path, skips in values if skips]
+    if 0 < len(aggregated) < len(values):
+        raise CheckpointFormatError(
+            f"`{item.directory}` holds some leaves in `checkpoint`, as Orbax saves them with "
+            "`aggregate=True`, and others as arrays. `reshard` does not read both",
+            aggregated,
+            ["restore it with orbax.checkpoint.PyTreeCheckpointer, and save it again"],
+        )
+    return file if aggregated else None
 
 
 def _array_store(directory: Location, document: dict[str, Any], requests: int) -> ArrayStore:
@@ -214,7 +220,9 @@ def _parse_entry(entry: Any, file: Location) -> tuple[Path, str, bool]:
     try:
         path = tuple(_parse_key(key["key"], key["key_type"]) for key in entry["key_metadata"])
         value = entry["value_metadata"]
-        return path, str(value["value_type"]), bool(value.get("skip_deserialize"))
+        if not (kind := str(value["value_type"])).isprintable():
+            raise ValueError("not the name of a type")
+        return path, kind, bool(value.get("skip_deserialize"))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"`{file}` is damaged: an entry of `tree_metadata` cannot be read", [repr(entry)[:200]]

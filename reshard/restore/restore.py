@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle, check_names
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, check_known
 from reshard.errors import (
     ArgumentError,
     CorruptCheckpointError,
@@ -258,6 +258,7 @@ def _restore_raw(
     """Nested dicts and lists of all leaves, with device arrays on a mesh."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise ShardingError("an AbstractMesh has no devices to restore to", hints=[MESH_HINT])
+    check_known(ckpt)
     ckpt = to_mesh(ckpt, mesh)
     check_names(ckpt.arrays)
     requests, wide = [], []

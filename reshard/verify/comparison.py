@@ -11,7 +11,7 @@ from typing import Any
 
 from reshard import tree
 from reshard.arrays.handle import ArrayHandle, check_names, sharding_text
-from reshard.checkpoint import Checkpoint, Leaf, kind_text
+from reshard.checkpoint import Checkpoint, Leaf, check_known, kind_text
 from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchError
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import NamedSharding, format_spec
@@ -160,6 +160,8 @@ def _selected(
             "no leaf is left to compare", [f"`{glob}` is dropped" for glob in drop]
         )
     in_a, in_b = ({p: leaf for p, leaf in ckpt.items() if p in kept} for ckpt in (a, b))
+    check_known(in_a)
+    check_known(in_b)
     return in_a, in_b
 
 

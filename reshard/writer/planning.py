@@ -12,7 +12,7 @@ from reshard import errors
 from reshard.arrays.boxes import shape_of
 from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
-from reshard.checkpoint import Checkpoint, Source, check_checkpoints
+from reshard.checkpoint import Checkpoint, Source, check_checkpoints, check_known
 from reshard.engine.cost import co_read_groups, decoded_together, first_cell
 from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayPlan, co_read, plan_array, too_large
@@ -416,6 +416,10 @@ def plan_item(
     problems: list[errors.ReshardError],
 ) -> ItemPlan:
     """The plan of one item. Errors of its leaves are added to `problems`."""
+    try:
+        check_known(ckpt)
+    except errors.CheckpointFormatError as error:
+        problems.append(error)
     if collided := [handle for handle in ckpt.arrays if handle.same_name is not None]:
         problems.append(collision_error(collided))
     problems += [] if form.files else name_errors(ckpt, form)
