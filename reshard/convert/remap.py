@@ -181,7 +181,7 @@ def _mirrors(
     changed leaf may be missing if the leaves below both keys have the same names."""
     below: dict[str, set[tree.Path]] = collections.defaultdict(set)
     texts = {tuple(map(str, path)): path for path in leaves}
-    for path in texts:
+    for path in filter(None, texts):  # a tree may be one leaf
         below[path[0]].add(path[1:])
     owners: dict[tree.Path, list[tree.Path]] = collections.defaultdict(list)
     for path in changed:

@@ -42,6 +42,12 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         raise CorruptCheckpointError(
             f"`{directory}` is incomplete: _METADATA says OCDBT, but manifest.ocdbt is missing"
         )
+    if not store.ocdbt and () in array_paths:
+        raise CheckpointFormatError(
+            f"`{directory}` is a single array without OCDBT: its files are among the documents, "
+            "and `reshard` does not read them",
+            hints=["restore it with Orbax, and save it with OCDBT or inside a dict"],
+        )
     _ = store.values  # in a bucket, while the requests for the documents below run
     shardings = read_json(directory / detection.SHARDING_FILE) or {}
     metadata_apart, key_impls, write_shapes = _array_metadatas(directory)
@@ -130,11 +136,6 @@ def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Pat
     except ValueError as error:
         text = f"`{file}`: its value_metadata_tree cannot be read: {error}"
         raise CorruptCheckpointError(text) from error
-    if any(not path for path, _, _ in parsed):
-        raise CheckpointFormatError(
-            f"the tree of `{directory}` is a single leaf, which `reshard` does not read",
-            hints=["restore it with Orbax and save it inside a dict"],
-        )
     return [(path, value_type) for path, value_type, _ in parsed]
 
 

@@ -81,7 +81,7 @@ def _tree(
     ckpt: Checkpoint, target: TargetFormat, shapes: Mapping[Path, list[int]]
 ) -> dict[str, Any]:
     entries = {}
-    for path in _in_order(nested((path, path) for path in ckpt)):
+    for path in [()] if () in ckpt else _in_order(nested((path, path) for path in ckpt)):
         leaf = ckpt[path]
         if isinstance(leaf, ArrayHandle):
             value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": False}

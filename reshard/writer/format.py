@@ -343,7 +343,9 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     taken |= WRITTEN - {*FOLDERS}  # which are in databases alone
     for array in ckpt.arrays:
         parts = stored_name(array.path).rstrip("/").split("/")
-        if not {"", "."}.isdisjoint(parts):
+        if not array.path:
+            why = "a tree of one array has no name for its directory"
+        elif not {"", "."}.isdisjoint(parts):
             why = "its name is not a valid path"
         elif any("\\" in part or part.endswith(".__lock") for part in parts):
             why = "TensorStore takes `\\` for `/`, and keeps names that end in `.__lock` for locks"

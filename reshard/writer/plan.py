@@ -17,6 +17,7 @@ from reshard.engine.plan import ArrayPlan, co_read
 from reshard.engine.shares import divide, grid_sums, sums
 from reshard.errors import ArgumentError, ReshardError, lines_of
 from reshard.sharding.mesh import NamedSharding, most_held, sharding_document
+from reshard.storage.array_store import key_of
 from reshard.storage.location import Location
 from reshard.tree import format_path
 from reshard.units import count_of, format_bytes, format_load
@@ -148,7 +149,7 @@ class ItemPlan:
             return {}
         stored = ((a, a.handle.stored) for a in self.arrays)
         return {
-            f"{stored_name(a.path)}/{self.format.metadata_key}": a.metadata
+            key_of(stored_name(a.path), self.format.metadata_key): a.metadata
             for a, data in stored
             if not a.verbatim or data is None or data.store.ranged or data.encoding != a.encoding
         }
