@@ -308,10 +308,8 @@ def _leaf_document(path: Path, leaf: Leaf) -> dict[str, Any]:
     keys = {"path": format_path(path), "keys": list(path)}
     if isinstance(leaf, ArrayHandle):
         return leaf.document() | keys
-    return keys | {
-        "type": type_name(leaf),
-        "value": None if isinstance(leaf, UnknownLeaf) else leaf,
-    }
+    value = None if isinstance(leaf, UnknownLeaf) else leaf
+    return keys | {"type": type_name(leaf), "value": value}
 
 
 def without_value(name: str) -> Leaf:

@@ -888,6 +888,7 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
 LORA = {"lora_rank": 8, "lora_module_path": "decoder/layers/.*"}
 STALE = "`{}` in the custom metadata may be stale: it describes the tree that was saved"
 NOW = "`scan_layers` in the custom metadata is now {}"
+EXPORTED = {"model.safetensors", "reshard_digests.json", "commit_success.txt"}
 DECODER = "params/params/decoder"
 
 
@@ -937,6 +938,8 @@ def test_custom_metadata_say_whether_the_layers_are_stacked(tmp_path):
     reshard.save(back, tmp_path / "c")
     assert description(tmp_path / "c") == description(tmp_path / "a")
     assert reshard.diff(tmp_path / "a", tmp_path / "c", values=True).equal
+    reshard.export(reshard.select(stacked, "params"), tmp_path / "exported")
+    assert {p.name for p in (tmp_path / "exported").iterdir()} <= EXPORTED
     both = unstack(stack(ckpt, *where), *where[::-1])  # as it was
     assert both.notes == (NOW.format("false"),)
     reshard.save(both, tmp_path / "d")

@@ -167,15 +167,12 @@ def _array_metadatas(
                     "param_name": stored_name(array.path),
                     "write_shape": shapes[array.path],
                     "chunk_shape": list(array.chunk),
-                    "ext_metadata": (
-                        {"random_key_impl": array.handle.key_impl}
-                        if array.handle.key_impl
-                        else None
-                    ),
+                    "ext_metadata": {"random_key_impl": impl} if impl else None,
                 }
             }
             for array in arrays
             if array.handle.value_type == "jax.Array"
+            for impl in [array.handle.key_impl]
         ]
     }
 

@@ -338,10 +338,11 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
         for number, found in enumerate(described)
         for name, data in found.items()
     }
-    for path, data in documents.step_documents(plan.checkpoints).items():
-        texts[path] = f"{len(texts)}.step", data
+    changed = documents.step_documents(plan.checkpoints)
+    for path in [sibling.path for sibling in plan.siblings if sibling.path in changed]:
+        texts[path] = f"{len(texts)}.step", changed[path]
     # Markers of other items have another path in them.
-    copied = [s for s in plan.siblings if s.path not in {*markers, *texts}]
+    copied = [sibling for sibling in plan.siblings if sibling.path not in {*markers, *texts}]
     if texts or copied:
         folder.make_directory()
     files = siblings.copy_siblings(copied, folder, plan.max_memory, report)
