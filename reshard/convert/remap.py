@@ -50,11 +50,10 @@ from reshard.arrays.dtypes import kind_of
 from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes, type_name
-from reshard.convert import mapfile
+from reshard.convert import map_rules, mapfile
 from reshard.convert.described import with_true_metadata
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
-from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.optimizer import followers
 from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
 from reshard.loader.hf_files import snapshot
@@ -78,7 +77,7 @@ _NO_OPERATIONS = {"hf", "to", "shape", "when", "first", "stack"}
 
 def remap(
     ckpt: Checkpoint,
-    map_file: str | os.PathLike[str] | Map,
+    map_file: str | os.PathLike[str] | map_rules.Map,
     *,
     reverse: bool = False,
     config: str | os.PathLike[str] | None = None,
@@ -112,7 +111,7 @@ def remap(
     leaves: dict[tree.Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
     shapes = {p: x.shape if isinstance(x, ArrayHandle) else () for p, x in leaves.items()}
     try:
-        result = (apply_inverse if reverse else apply_map)(rules, shapes)
+        result = (map_rules.apply_inverse if reverse else map_rules.apply_map)(rules, shapes)
     except TreeMismatchError as error:
         if not rules.name.startswith(PREFIX):
             raise
@@ -135,7 +134,7 @@ def remap(
 
 
 def _problems(
-    rules: Map, found: LeafMap, leaves: Mapping[tree.Path, Leaf], reverse: bool
+    rules: map_rules.Map, found: LeafMap, leaves: Mapping[tree.Path, Leaf], reverse: bool
 ) -> Iterator[str]:
     """Why a map cannot be used without a model."""
     for glob in () if reverse else rules.initial:
@@ -210,7 +209,7 @@ def ready_map(
     vocab: int | None = None,
     scan_axis: int | None = None,
     to: str | None = None,
-) -> Map:
+) -> map_rules.Map:
     """The ready map for a model. `reshard help maps` lists their names.
 
     Args:
@@ -271,17 +270,17 @@ def ready_map(
 
 
 def find_map(
-    map_file: str | os.PathLike[str] | Map,
+    map_file: str | os.PathLike[str] | map_rules.Map,
     ckpt: Checkpoint,
     to: str | None = None,
     config: str | os.PathLike[str] | None = None,
-) -> Map:
+) -> map_rules.Map:
     """The map that an argument means: a map, a file, or the ready map for a Hugging Face
     checkpoint, whose configuration is beside it if no other is given. Raises ArgumentError, as
     `ready_map` and `read_map`; TreeMismatchError: a ready map, and weights that are quantized."""
     if isinstance(map_file, str) and map_file.startswith(PREFIX):
         map_file = ready_map(map_file, config or ckpt.source.root, to=to)
-    if isinstance(map_file, Map):
+    if isinstance(map_file, map_rules.Map):
         if map_file.name.startswith(PREFIX) and (packed := [*_quantized(ckpt)]):
             raise TreeMismatchError(
                 f"{map_file.name}: the weights are quantized", packed, [_DEQUANTIZE]
