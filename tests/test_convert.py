@@ -38,6 +38,7 @@ from sampling import examples, few
 from twins import TrainState
 
 import reshard
+from reshard.arrays.derived import constant
 from reshard.cli.output import as_flags
 from reshard.convert.conversion import conversion
 from reshard.convert.record import like_recorded
@@ -46,6 +47,7 @@ from reshard.tree import as_python, format_path
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 RANDOM = "**/rngs/**"
 LEFT_OUT = 'drop=["opt_state"] with drop=["step"] leaves the optimizer state out'
+UNDECIDED = ("missing", "unexpected", "mismatch", "ambiguous", "undecided")
 RESET = 'drop=["opt_state"] with init=["optimizer/opt_state"] resets the optimizer state'
 RESET_IN_LINEN = 'drop=["optimizer/opt_state"] with init=["opt_state"] resets the optimizer state'
 OF_NO_PARAMETER = "is of no parameter, and parameters change their order, shape or number"
@@ -1229,6 +1231,154 @@ def test_what_a_map_renames_is_as_open_as_its_new_name(tmp_path):
         ((), ("x", "value")): ("ambiguous", text),
         ((), ("y", "value")): ("ambiguous", text),
     }
+
+
+def nested(shapes):
+    """An NNX model of the modules and parameters in nested dicts."""
+    return Of(
+        **{
+            name: nested(inner) if isinstance(inner, dict) else nnx.Param(jnp.zeros(*inner))
+            for name, inner in shapes.items()
+        }
+    )
+
+
+def verdicts(error):
+    """The printed path of each undecided leaf, before or after -> the verdict and the problem."""
+    return {
+        format_path(path): (row.origin, row.problem)
+        for row in error.outcomes
+        if row.origin in UNDECIDED
+        for path in (*row.before, *filter(None, [row.after]))
+    }
+
+
+def test_a_leaf_is_not_ambiguous_because_another_path_ends_like_it(tmp_path):
+    params = {"q": {"kernel": some(3, 4)}, "a": {"c": {"kernel": some(5, 6)}}}
+    source = save(tmp_path / "linen", {"params": params})
+    kernel, other = {"kernel": ((3, 4),)}, {"kernel": ((7, 8),)}
+    inner = {"b": other, "c": {"kernel": ((5, 6),)}}
+    error = refused(reshard.to_nnx, source, functools.partial(nested, {"b": kernel, "a": inner}))
+    text = "q, perhaps b: ambiguous: neither names nor classes decide"
+    assert error.problems == (text, "a/b/kernel  float32[7,8]: missing")
+    assert verdicts(error) == {
+        "params/q/kernel": ("ambiguous", text),
+        "b/kernel/value": ("ambiguous", text),
+        "a/b/kernel/value": ("missing", ""),
+    }
+
+
+def test_an_open_leaf_has_no_place_at_its_own_path_in_the_other_model(tmp_path):
+    source = save(tmp_path / "linen", {"params": {"q": {"kernel": some(3, 4)}}})
+    model = functools.partial(nested, {"params": {"q": {"kernel": ((3, 4),)}}})
+    error = refused(reshard.to_nnx, source, model)
+    (text,) = error.problems
+    assert text == "q, perhaps params/q: ambiguous: neither names nor classes decide"
+    leaves = ("params/q/kernel", "params/q/kernel/value")
+    assert verdicts(error) == dict.fromkeys(leaves, ("ambiguous", text))
+
+
+def test_leaves_of_several_dtypes_that_a_rule_joins_are_undecided(tmp_path):
+    parts = {"q": some(3, 4), "r": some(3, 4, dtype="bfloat16"), "s": some(2)}
+    source = save(tmp_path / "linen", {"params": parts})
+    joined = "from = ['^params/q$', '^params/r$'], to = 'b', concat = { axis = 0 }"
+    model = functools.partial(named, b=(6, 4), s=(2,))
+    error = refused(reshard.to_nnx, source, model, map_file=map_of(tmp_path, joined))
+    text = "params/q and params/r: float32 and bfloat16 cannot be combined"
+    assert error.problems == (text,)
+    leaves = ("params/q", "params/r", "b/value")
+    assert verdicts(error) == dict.fromkeys(leaves, ("mismatch", text))
+
+
+def test_a_leaf_that_init_names_and_a_rule_makes_is_undecided(tmp_path):
+    source = save(tmp_path / "linen", {"params": {"q": some(3, 4), "r": some(2)}})
+    rules = map_of(tmp_path, ("^params/q$", "x"))
+    model = functools.partial(named, x=(3, 4), r=(2,))
+    error = refused(reshard.to_nnx, source, model, map_file=rules, init="x")
+    text = "x: `init` names it, but the checkpoint has it"
+    assert error.problems == (text,)
+    leaves = ("params/q", "x/value")
+    assert verdicts(error) == dict.fromkeys(leaves, ("ambiguous", text))
+
+
+def test_a_leaf_that_no_rule_of_a_map_alone_names_is_undecided(tmp_path):
+    source = save(tmp_path / "linen", {"params": {"q": some(3, 4), "r": some(2)}})
+    error = refused(reshard.to_nnx, source, map_file=map_of(tmp_path, ("^params/q$", "x")))
+    assert error.problems == ("params/r: no rule of the map applies to it",)
+    assert verdicts(error) == {"params/r": ("unexpected", "")}
+
+
+NAMES_OF_MODULES = st.sampled_from(["a", "b", "c", "params", "Dense_0"])
+LEAVES_OF_MODULES = st.dictionaries(
+    st.sampled_from(["kernel", "bias", "w"]),
+    st.tuples(st.sampled_from([(3,), (4,), (3, 4)]), st.sampled_from(["float32", "bfloat16"])),
+    min_size=1,
+    max_size=2,
+)
+MODELS = st.recursive(
+    LEAVES_OF_MODULES,
+    lambda inner: st.dictionaries(NAMES_OF_MODULES, inner, min_size=1, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def saved_pair(tmp_path_factory):
+    """A checkpoint whose leaves are to be replaced."""
+    return reshard.open(save(tmp_path_factory.mktemp("pair") / "saved", {"a": some(1)}))
+
+
+@given(
+    linen=st.dictionaries(NAMES_OF_MODULES, MODELS, min_size=1),
+    model=st.dictionaries(NAMES_OF_MODULES, MODELS, min_size=1),
+    statistics=LEAVES_OF_MODULES,
+    tx=st.sampled_from([None, ADAM, SGD]),
+    average=st.booleans(),
+    init=st.sampled_from([(), "**/kernel", "a"]),
+    mapped=st.sampled_from([(), ("^params/a/", "b/"), ("^params/a/", "params/c/"), ("w$", "v")]),
+    back=st.booleans(),
+)
+@settings(deadline=None, max_examples=examples(150))
+def test_each_problem_has_a_leaf_and_each_undecided_leaf_a_problem(
+    linen, model, statistics, tx, average, init, mapped, back, saved_pair
+):
+    def zeros(shapes):
+        return jax.tree.map(lambda x: jnp.zeros(*x), shapes, is_leaf=lambda x: type(x) is tuple)
+
+    tree = {"params": zeros(linen), "batch_stats": {"a": zeros(statistics)}}
+    if tx:
+        tree = {"params": zeros(linen), "opt_state": tx.init(zeros(linen)), "step": jnp.int32(3)}
+        tree |= {"ema": zeros(linen)} if average else {}
+    whole = lambda: with_optimizer(nested(model), tx) if tx else nested(model)  # noqa: E731
+    call, source, target = reshard.to_nnx, tree, whole
+    if back:
+        call, target = reshard.to_linen, tree
+        source = saved_by_nnx(whole()) if tx else nnx.state(whole())
+    options = {"map_file": map_of(saved_pair.source.root, mapped)} if mapped else {}
+    like = next(iter(saved_pair.arrays))
+    leaves = {
+        path: constant(path, np.asarray(leaf), like) if hasattr(leaf, "dtype") else leaf
+        for path, leaf in layouts.saved_leaves(source).items()
+    }
+    try:
+        call(saved_pair.replace(leaves), target, init=init, **options)
+    except reshard.TreeMismatchError as error:
+        if error.outcomes:  # otherwise nothing was decided
+            assert_verdicts_are_the_problems(error)
+
+
+def assert_verdicts_are_the_problems(error):
+    """Optimizer state is undecided with its parameter, without a problem of its own."""
+    undecided = verdicts(error)
+    names = {path: re.sub("^(model|optimizer)/|/value$", "", path) for path in undecided}
+    for path, (_, problem) in undecided.items():
+        own = problem in error.problems if problem else names[path] in " ".join(error.problems)
+        assert own or "opt_state" in path or path.startswith("ema/"), path
+    for problem in error.problems:
+        assert any(
+            problem == text or any(name in problem for name in (path, names[path]))
+            for path, (_, text) in undecided.items()
+        ), problem
 
 
 KEY = jax.random.key(3)
