@@ -704,9 +704,8 @@ class MapResult:
       notes: notes on optional rules and globs.
       idle: the optional rules that matched nothing.
       dropped: source leaves that are left out if the map is used in the opposite direction.
-      problems: why the map cannot be used.
       hints: what may help.
-      unexpected: new paths that the target does not have.
+      unexpected: leaves that the map is wrong about -> why.
     """
 
     map: LeafMap
@@ -716,9 +715,8 @@ class MapResult:
     notes: tuple[str, ...] = ()
     idle: tuple[Rule, ...] = ()
     dropped: tuple[Path, ...] = ()
-    problems: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
-    unexpected: frozenset[Path] = frozenset()
+    unexpected: Mapping[Path, str] = dataclasses.field(default_factory=dict)
 
     @property
     def untouched(self) -> list[Path]:
