@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 import re
 import shutil
 
@@ -42,6 +43,7 @@ from reshard.arrays.derived import constant
 from reshard.cli.output import as_flags
 from reshard.convert.conversion import conversion
 from reshard.convert.record import like_recorded
+from reshard.restore.pytrees import saved_tree
 from reshard.tree import as_python, format_path
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -1260,7 +1262,7 @@ def test_a_leaf_is_not_ambiguous_because_another_path_ends_like_it(tmp_path):
     inner = {"b": other, "c": {"kernel": ((5, 6),)}}
     error = refused(reshard.to_nnx, source, functools.partial(nested, {"b": kernel, "a": inner}))
     text = "q, perhaps b: ambiguous: neither names nor classes decide"
-    assert error.problems == (text, "a/b/kernel  float32[7,8]: missing")
+    assert error.problems == (text, "a/b/kernel  float32[7, 8]: missing")
     assert verdicts(error) == {
         "params/q/kernel": ("ambiguous", text),
         "b/kernel/value": ("ambiguous", text),
@@ -1304,8 +1306,9 @@ def test_a_leaf_that_init_names_and_a_rule_makes_is_undecided(tmp_path):
 def test_a_leaf_that_no_rule_of_a_map_alone_names_is_undecided(tmp_path):
     source = save(tmp_path / "linen", {"params": {"q": some(3, 4), "r": some(2)}})
     error = refused(reshard.to_nnx, source, map_file=map_of(tmp_path, ("^params/q$", "x")))
-    assert error.problems == ("params/r: no rule of the map applies to it",)
-    assert verdicts(error) == {"params/r": ("unexpected", "")}
+    text = "params/r: no rule of the map applies to it"
+    assert error.problems == (text,)
+    assert verdicts(error) == {"params/r": ("unexpected", text)}
 
 
 NAMES_OF_MODULES = st.sampled_from(["a", "b", "c", "params", "Dense_0"])
@@ -1354,11 +1357,12 @@ def test_each_problem_has_a_leaf_and_each_undecided_leaf_a_problem(
     if back:
         call, target = reshard.to_linen, tree
         source = saved_by_nnx(whole()) if tx else nnx.state(whole())
-    options = {"map_file": map_of(saved_pair.source.root, mapped)} if mapped else {}
+    folder = pathlib.Path(saved_pair.source.root).parent
+    options = {"map_file": map_of(folder, mapped)} if mapped else {}
     like = next(iter(saved_pair.arrays))
     leaves = {
-        path: constant(path, np.asarray(leaf), like) if hasattr(leaf, "dtype") else leaf
-        for path, leaf in layouts.saved_leaves(source).items()
+        path: constant(path, np.asarray(leaf.value), like) if hasattr(leaf, "value") else leaf
+        for path, leaf in saved_tree(source).items()
     }
     try:
         call(saved_pair.replace(leaves), target, init=init, **options)
@@ -1370,7 +1374,10 @@ def test_each_problem_has_a_leaf_and_each_undecided_leaf_a_problem(
 def assert_verdicts_are_the_problems(error):
     """Optimizer state is undecided with its parameter, without a problem of its own."""
     undecided = verdicts(error)
-    names = {path: re.sub("^(model|optimizer)/|/value$", "", path) for path in undecided}
+    names = {
+        path: re.sub("^(model/|optimizer/|params/(?=params/))|/value$", "", path)
+        for path in undecided
+    }
     for path, (_, problem) in undecided.items():
         own = problem in error.problems if problem else names[path] in " ".join(error.problems)
         assert own or "opt_state" in path or path.startswith("ema/"), path
@@ -1379,6 +1386,59 @@ def assert_verdicts_are_the_problems(error):
             problem == text or any(name in problem for name in (path, names[path]))
             for path, (_, text) in undecided.items()
         ), problem
+
+
+class Value(nn.Module):
+    """A module whose only parameter is called `value`."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("value", nn.initializers.ones, (4,))
+
+
+@pytest.mark.parametrize("name", ["scale", "bias", "v"])
+@pytest.mark.parametrize("tx", [None, ADAM])
+def test_a_parameter_called_value_is_no_box(name, tx, tmp_path):
+    """The types of the model show it, whatever the name of its module."""
+    linen = Compact(lambda x: nn.Dense(4, name="z")(Value(name=name)(x)))
+    params = jax.eval_shape(linen.init, jax.random.key(0), INPUTS)["params"]
+    model = nested({name: {"value": ((4,),)}, "z": {"kernel": ((4, 4),), "bias": ((4,),)}})
+    made = with_optimizer(model, tx) if tx else model
+    source = filled(saved_by_nnx(made) if tx else nnx.state(model))
+    goal = jax.eval_shape(functools.partial(train_state_of, tx=tx), params) if tx else params
+    goal = goal if tx else {"params": params}
+    ckpt = reshard.to_linen(save(tmp_path / "nnx", source), goal, check=False)
+    expected = nnx.to_pure_dict(source["model"] if tx else source)
+    assert by_path(restored(ckpt, tmp_path)["params"]) == by_path(expected)
+    if tx:
+        moments = nnx.to_pure_dict(source["optimizer"])["opt_state"][0]["mu"]
+        assert by_path(restored(ckpt, tmp_path)["opt_state"][0]["mu"]) == by_path(moments)
+
+
+def test_outputs_of_a_model_with_a_parameter_called_value(tmp_path):
+    linen = Compact(lambda x: Value(name="scale")(x))
+
+    class Scaling(nnx.Module):
+        def __init__(self):
+            self.scale = named(value=(4,))
+
+        def __call__(self, x):
+            return x * self.scale.value
+
+    source = save(tmp_path / "nnx", filled(nnx.state(Scaling()), bits=False))
+    run = {"linen": lambda: linen.init(jax.random.key(0), INPUTS), "nnx": Scaling}
+    ckpt = reshard.to_linen(source, run["linen"], source=Scaling, check=True)
+    assert any("outputs" in note for note in ckpt.notes)
+
+
+def test_a_pure_dict_with_parameters_called_value_has_no_variables(tmp_path):
+    """Which its leaves alone would not show: `scale` is a name of Flax's."""
+    source = save(tmp_path / "linen", {"params": {"scale": {"value": some(4)}, "w": some(3)}})
+    model = nested({"scale": {"value": ((4,),)}, "w": ((3,),)})
+    ckpt = reshard.to_nnx(
+        source, nnx.to_pure_dict(nnx.state(model)), map_file=map_of(tmp_path, ("^params/", ""))
+    )
+    assert by_path(restored(ckpt, tmp_path)) == by_path(load(source)["params"])
 
 
 KEY = jax.random.key(3)
