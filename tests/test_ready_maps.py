@@ -245,6 +245,27 @@ def test_a_conversion_to_the_model(tmp_path):
         reshard.to_linen(ckpt, layout="nnx-model", map_file="hf:auto-tunix")
 
 
+@pytest.mark.parametrize("given", ["name", "map"])
+def test_a_conversion_of_a_tied_model_to_the_model(tmp_path, given):
+    """Its tensors are all below `model`, and are Linen's no more for that."""
+    config = hf_models.CONFIGS["llama"] | {"num_key_value_heads": 4, "tie_word_embeddings": True}
+    tensors = hf_models.tensors(config)
+    hf_models.write(tmp_path / "hf", config, tensors)
+    expected = hf_targets.tunix(tensors, config)
+    assert not any(name.startswith("lm_head") for name in expected)
+    rules = "hf:auto-tunix"
+    if given == "map":
+        rules = reshard.ready_map(rules, tmp_path / "hf", to="nnx")
+
+    def model():
+        made = tunix_llama.Llama()
+        del made.lm_head
+        return made
+
+    made = reshard.to_nnx(reshard.open(tmp_path / "hf"), model, map_file=rules)
+    assert_same(values(made), expected)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
