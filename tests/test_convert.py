@@ -1275,7 +1275,7 @@ def test_an_open_leaf_has_no_place_at_its_own_path_in_the_other_model(tmp_path):
     model = functools.partial(nested, {"params": {"q": {"kernel": ((3, 4),)}}})
     error = refused(reshard.to_nnx, source, model)
     (text,) = error.problems
-    assert text == "q, perhaps params/q: ambiguous: neither names nor classes decide"
+    assert text == "q, perhaps params: ambiguous: neither names nor classes decide"
     leaves = ("params/q/kernel", "params/q/kernel/value")
     assert verdicts(error) == dict.fromkeys(leaves, ("ambiguous", text))
 
