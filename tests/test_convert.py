@@ -1575,6 +1575,8 @@ saved since then
 hint: model=..., the Linen model; source=... supplies the classes of the NNX model
 hint: map_file=..., the map of the conversion to NNX"""
     assert refusal(reshard.to_linen, again) == message
+    known = message.replace("; source=... supplies the classes of the NNX model", "")
+    assert refusal(reshard.to_linen, again, source=Twin) == known
 
 
 class Exact(nnx.Module):
