@@ -294,7 +294,7 @@ def conversion(
             ],
         )
     if model is None and map_file is None:
-        return _by_record(ckpt, found, to, init)
+        return _by_record(ckpt, found, to, init, known=source is not None)
     target = None if model is None else target_tree_of(model, to)
     if source is not None and not isinstance(source, TargetTree):
         source = target_tree_of(source, found.api, "the model of the source")
@@ -308,8 +308,11 @@ def conversion(
     return dataclasses.replace(made, map=model_map, outcomes=(*made.outcomes, *left))
 
 
-def _by_record(ckpt: Checkpoint, layout: Layout, to: str, init: Sequence[str]) -> Conversion:
-    """The conversion by the record of the conversion from Linen."""
+def _by_record(
+    ckpt: Checkpoint, layout: Layout, to: str, init: Sequence[str], known: bool
+) -> Conversion:
+    """The conversion by the record of the conversion from Linen. `known`: there is the model of the
+    source."""
     if to == "nnx":
         raise ArgumentError(
             "a conversion needs a model or a map", hints=["model=...", "map_file=..."]
@@ -318,11 +321,12 @@ def _by_record(ckpt: Checkpoint, layout: Layout, to: str, init: Sequence[str]) -
         globs = [f"`{glob}`" for glob in init]
         raise ArgumentError("without a model, no leaf has an initial value", globs, ["model=..."])
     if not has_record(ckpt):
+        classes = "" if known else "; source=... supplies the classes of the NNX model"
         raise TreeMismatchError(
             f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made by "
             "one, or was trained and saved since then",
             hints=[
-                "model=..., the Linen model; source=... supplies the classes of the NNX model",
+                f"model=..., the Linen model{classes}",
                 "map_file=..., the map of the conversion to NNX",
             ],
         )
