@@ -15,11 +15,11 @@ from layouts import save_pytree
 from safetensors.numpy import load_file
 
 import reshard
-from reshard.writer.export import plan_export
 from reshard.cli.help import topics
 from reshard.convert.mapfile import ORDER
 from reshard.convert.remap import ready_maps
 from reshard.tree import format_path, nested
+from reshard.writer.export import plan_export
 
 NAMES = [*ready_maps()]
 # Hidden size, heads and vocabulary as the models have them; and the variants of one.
