@@ -34,7 +34,7 @@ from reshard.sharding.mesh import (
 )
 from reshard.sharding.rules import match_specs, spec_pairs
 from reshard.tree import Path, format_path
-from reshard.units import count_leaves
+from reshard.units import count_leaves, count_of
 
 # Dtypes that JAX truncates on devices if x64 is not enabled.
 _WIDE = ("int64", "uint64", "float64", "complex128")
@@ -196,10 +196,11 @@ def to_mesh(
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
     rules = spec_pairs(specs)
     matched = match_specs(candidates, rules, otherwise=tree.LISTING)
+    passed = {*matched}
     chosen, notes = dict(known or {}), _leave_on_host(ckpt, rules, matched)
     chosen |= matched
     is_plain = ckpt.source.is_foreign or ckpt.source.store.ranged
-    leaves, misfits, replicated = dict(ckpt), [], []
+    leaves, misfits, replicated, host = dict(ckpt), [], [], []
     for array in ckpt.arrays:
         spec, saved = chosen.get(array.path), array.sharding
         if spec is None and is_plain and array.dtype.name not in _WIDE:
@@ -208,6 +209,8 @@ def to_mesh(
         if spec is None and saved is None:
             if array.value_type == "jax.Array":
                 misfits.append(_Misfit(array, None, ("it was saved without a sharding",), False))
+            elif array.shape and known is None and array.path not in passed:
+                host.append(format_path(array.path))
             continue
         if spec is None:
             spec = rename_axes(saved.spec, axes) if isinstance(saved, NamedSharding) else ()
@@ -230,6 +233,9 @@ def to_mesh(
             _axis_hints(sizes, misfits, new_mesh, axes) + _spec_hints(ckpt, misfits, new_mesh),
         )
     notes += [_replicated_note(replicated)] if replicated else []
+    if host:
+        stay = f"{count_of(len(host), 'NumPy array stays', 'NumPy arrays stay')} on the host"
+        notes.append(f"{stay}, on no mesh, as no spec names them: {_first_three(host)}")
     retyped = any(a.value_type != "jax.Array" for a in ckpt.arrays if a.path in chosen)
     return ckpt.replace(leaves, notes=notes, retyped=retyped)
 
