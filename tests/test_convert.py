@@ -1856,6 +1856,25 @@ def test_dtypes_of_moments_are_told(tmp_path):
     assert {leaf.dtype.name for leaf in made.arrays} == {"float32", "int32", "uint32"}
 
 
+@pytest.mark.parametrize(
+    ("saved", "wanted", "helps"),
+    [
+        ("int32", "float32", False),
+        ("float32", "int32", False),
+        ("int8", "int32", False),
+        ("bfloat16", "float32", True),
+    ],
+)
+def test_a_cast_is_proposed_where_there_is_one(saved, wanted, helps, tmp_path):
+    path = save(tmp_path / "linen", {"params": {"a": jnp.ones(3, saved), "b": some(2)}})
+    model = functools.partial(nested, {"a": ((3,), wanted), "b": ((2,),)})
+    error = refused(reshard.to_nnx, path, model)
+    assert error.problems == (f"params/a -> a: dtype {saved}, the model has {wanted}",)
+    assert error.hints == (f'reshard.cast(ckpt, "{wanted}", "params/a")',) * helps
+    if helps:
+        assert reshard.to_nnx(recast(reshard.open(path), error), model)["a/value"].dtype == wanted
+
+
 # Maps for something else
 
 

@@ -415,6 +415,22 @@ def test_a_host_array_of_64_bits_that_a_spec_names_alone(tmp_path):
     assert cast.notes == (ON_HOST("2 NumPy arrays stay", "count, w"),)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "helps"), [(("float32", "float32"), False), (("bfloat16", "int32"), True)]
+)
+def test_a_cast_to_the_dtypes_of_a_target_is_proposed_where_there_is_one(wanted, helps, tmp_path):
+    tree = {"f": np.ones(3, "float32"), "i": np.ones(3, "int32")}
+    ckpt = reshard.open(layouts.save_pytree(tmp_path / "saved", tree))
+    on = NamedSharding(layouts.mesh((1, 2)), P())
+    target = {
+        name: jax.ShapeDtypeStruct((3,), dtype, sharding=on)
+        for name, dtype in zip("fi", wanted, strict=True)
+    }
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.to_mesh(ckpt, on.mesh, target=target)
+    assert error.value.hints == ("reshard.cast(ckpt, ..., ...) casts",) * helps
+
+
 ON_HOST = "{} on the host, on no mesh, as no spec names them: {}".format
 
 
