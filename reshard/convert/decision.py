@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.arrays.boxes import Shape
+from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, Leaf, describe
@@ -752,7 +753,8 @@ def differences(
         elif wanted.kind == "array" and source.dtype != wanted.dtype:
             text = f"dtype {source.dtype.name}, the model has {wanted.dtype}"
             calls = LeafMap({place: value}).calls()
-            if not any(isinstance(call.operation, Apply) for call in calls):
+            floats = is_floating(source.dtype) and is_floating(wanted.dtype)
+            if floats and not any(isinstance(call.operation, Apply) for call in calls):
                 glob = as_python(format_glob(source.path))
                 hint = f'reshard.cast(ckpt, "{wanted.dtype}", {glob})'
         if text:
