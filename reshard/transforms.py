@@ -7,7 +7,7 @@ array; the planner and the writer execute it.
 import dataclasses
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -196,11 +196,10 @@ def to_mesh(
     candidates = [a.path for a in ckpt.arrays if a.value_type != "scalar"]
     rules = spec_pairs(specs)
     matched = match_specs(candidates, rules, otherwise=tree.LISTING)
-    passed = {*matched}
     chosen, notes = dict(known or {}), _leave_on_host(ckpt, rules, matched)
     chosen |= matched
     is_plain = ckpt.source.is_foreign or ckpt.source.store.ranged
-    leaves, misfits, replicated, host = dict(ckpt), [], [], []
+    leaves, misfits, replicated = dict(ckpt), [], []
     for array in ckpt.arrays:
         spec, saved = chosen.get(array.path), array.sharding
         if spec is None and is_plain and array.dtype.name not in _WIDE:
@@ -209,8 +208,6 @@ def to_mesh(
         if spec is None and saved is None:
             if array.value_type == "jax.Array":
                 misfits.append(_Misfit(array, None, ("it was saved without a sharding",), False))
-            elif array.shape and known is None and array.path not in passed:
-                host.append(format_path(array.path))
             continue
         if spec is None:
             spec = rename_axes(saved.spec, axes) if isinstance(saved, NamedSharding) else ()
@@ -232,10 +229,7 @@ def to_mesh(
             ],
             _axis_hints(sizes, misfits, new_mesh, axes) + _spec_hints(ckpt, misfits, new_mesh),
         )
-    notes += [_replicated_note(replicated)] if replicated else []
-    if host:
-        stay = f"{count_of(len(host), 'NumPy array stays', 'NumPy arrays stay')} on the host"
-        notes.append(f"{stay}, on no mesh, as no spec names them: {_first_three(host)}")
+    notes += [_replicated_note(replicated)] if replicated else _unplaced_note(leaves.values())
     retyped = any(a.value_type != "jax.Array" for a in ckpt.arrays if a.path in chosen)
     return ckpt.replace(leaves, notes=notes, retyped=retyped)
 
@@ -247,6 +241,18 @@ def _replicated_note(arrays: Sequence[ArrayHandle]) -> str:
         f"replicated on the new mesh ({sum(a.nbytes for a in arrays)} bytes a device): "
         + _first_three([format_path(array.path) for array in arrays])
     )
+
+
+def _unplaced_note(leaves: Iterable[Leaf]) -> list[str]:
+    """A note on NumPy arrays, if no array is on the new mesh."""
+    arrays = [leaf for leaf in leaves if isinstance(leaf, ArrayHandle)]
+    host = [format_path(a.path) for a in arrays if a.shape and a.value_type == "np.ndarray"]
+    if not host or any(array.sharding for array in arrays):
+        return []
+    stay = count_of(len(host), "NumPy array stays", "NumPy arrays stay")
+    return [
+        f"no array is on the new mesh, as no spec names one: {stay} as saved: {_first_three(host)}"
+    ]
 
 
 def _first_three(names: Sequence[str]) -> str:

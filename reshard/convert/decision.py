@@ -750,7 +750,7 @@ def differences(
                 text = f"{given}{list(shape)}, the model has {wanted}"
         elif wanted.kind == "array" and tuple(value.shape) != wanted.shape:
             text = f"shape {list(value.shape)}, the model has {list(wanted.shape)}"
-        elif wanted.kind == "array" and source.dtype != wanted.dtype:
+        elif wanted.kind == "array" and wanted.dtype and source.dtype != wanted.dtype:
             text = f"dtype {source.dtype.name}, the model has {wanted.dtype}"
             calls = LeafMap({place: value}).calls()
             floats = is_floating(source.dtype) and is_floating(wanted.dtype)

@@ -223,6 +223,18 @@ def keeps_values(old: np.dtype, new: np.dtype) -> bool:
         return bool(np.all(same | (np.isnan(values) & np.isnan(back))))
 
 
+def cast_hints(targets: Sequence[TargetLeaf], ckpt: Checkpoint, cast: bool | str) -> Iterator[str]:
+    """The argument `cast` that helps most, if one helps more than the given one."""
+
+    def left(cast: bool | str) -> int:
+        return sum(problem.what == "dtype" for problem in match(targets, ckpt, cast=cast)[1])
+
+    if left("lossy") < min(left(True), left(cast)):
+        yield 'cast="lossy" allows all float casts'
+    elif left(True) < left(cast):
+        yield "cast=True allows casts that keep every value"
+
+
 def mismatch_error(
     problems: Sequence[Mismatch],
     targets: Sequence[TargetLeaf],

@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle, check_names
-from reshard.checkpoint import Checkpoint, Leaf
+from reshard.checkpoint import Checkpoint
 from reshard.errors import (
     ArgumentError,
     CorruptCheckpointError,
@@ -23,7 +23,7 @@ from reshard.loader import open as open_checkpoint
 from reshard.restore.device_reads import Request
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.lazy_jax import jax
-from reshard.restore.matching import Mismatch, TargetLeaf, match, mismatch_error
+from reshard.restore.matching import Mismatch, cast_hints, match, mismatch_error
 from reshard.restore.pytrees import MESH_HINT, StateLeaf, check_state, flatten_state, is_variable
 from reshard.restore.replicas import agreement, read_together
 from reshard.restore.target_mesh import to_mesh
@@ -128,9 +128,9 @@ def restore(
                 problems.append(Mismatch(what, f"{format_path(leaf.path)}: {text}", leaf.path))
         if problems:
             given = "ckpt" if checkpoint is ckpt else "reshard.open(path)"
-            others = [ckpt[path] for path in ckpt if path not in saved_paths]
-            read_too = [leaf.target for leaf in leaves if leaf.path not in kept]
-            hints = [*_cast_hints(read_too, ckpt, cast), *_hints(problems, leaves, others, given)]
+            others = {array.shape for array in ckpt.arrays if array.path not in saved_paths}
+            chosen = [leaf.target for leaf in leaves if leaf.path not in kept]
+            hints = [*cast_hints(chosen, ckpt, cast), *_hints(problems, leaves, others, given)]
             of_nnx = any(is_variable(leaf.wrapper) for leaf in leaves)
             raise mismatch_error(problems, targets, ckpt, of_nnx, hints, given=given)
 
@@ -188,31 +188,18 @@ def _on_devices(sharding: Any) -> Any:
     raise ShardingError("in the target, its sharding is on an AbstractMesh, which has no devices")
 
 
-def _cast_hints(targets: Sequence[TargetLeaf], ckpt: Checkpoint, cast: bool | str) -> Iterator[str]:
-    """The argument `cast` that helps most, if one helps more than the given one."""
-
-    def left(cast: bool | str) -> int:
-        return sum(problem.what == "dtype" for problem in match(targets, ckpt, cast=cast)[1])
-
-    if left("lossy") < min(left(True), left(cast)):
-        yield 'cast="lossy" allows all float casts'
-    elif left(True) < left(cast):
-        yield "cast=True allows casts that keep every value"
-
-
 def _hints(
-    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], others: Sequence[Leaf], given: str
+    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], others: set[Any], given: str
 ) -> list[str]:
-    """What to type; `others` are the saved leaves that the target lacks, and `given` is what the
-    caller typed for the checkpoint."""
+    """What to type; `others` are the shapes of saved arrays that the target lacks, and `given` is
+    what the caller typed for the checkpoint."""
     kinds = {problem.what for problem in problems}
     hints = []
     if "unexpected" in kinds and "missing" not in kinds:
         hints.append('unexpected="ignore" restores the rest')
     absent = {problem.path for problem in problems if problem.what == "missing"}
-    shapes = {leaf.target.shape for leaf in leaves if leaf.path in absent}
     # A missing leaf may have another name in the checkpoint.
-    found = any(isinstance(leaf, ArrayHandle) and leaf.shape in shapes for leaf in others)
+    found = any(leaf.target.shape in others for leaf in leaves if leaf.path in absent)
     if absent and not found and not any(leaf.abstract for leaf in leaves):
         path = next(problem.path for problem in problems if problem.what == "missing")
         hints.append(f'keep=("{format_glob(path)}",) keeps its value; globs work')
