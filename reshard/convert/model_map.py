@@ -332,13 +332,12 @@ def by_map(
     ]
     why = {}
     for path in unexpected:
-        near = "".join(
-            f"; the nearest is {name}" for name in nearest(format_path(path), end.shapes)[:1]
-        )
+        text = format_path(path)
+        near = "".join(f"; the nearest is {name}" for name in nearest(text, end.shapes)[:1])
         wrong = f"the model has no such leaf{near}"
         if backwards:
             wrong = "the map needs it, and the checkpoint lacks it"
-        why[path] = f"{format_path(path)}: {wrong}"
+        why[path] = f"{text}: {wrong}"
     hints = (_RENAMES,) if unexpected and to == "nnx" and not backwards else ()
     return dataclasses.replace(found, to=end.api, hints=hints, unexpected=why)
 
