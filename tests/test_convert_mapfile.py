@@ -7,7 +7,7 @@ import layouts
 import numpy as np
 import pytest
 from by_numpy import viewed
-from converted import refusal
+from converted import refusal, refused
 from flax import nnx
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -805,6 +805,21 @@ def test_files_that_cannot_be_read():
             f"{name}: it cannot be read\n  No such file or directory\n\n{near}"
             "hint: the names of ready maps begin with `hf:`, for example hf:llama-tunix"
         )
+
+
+def test_a_todo_in_a_comment_is_none():
+    text = """
+        { from = 'a', to = 'x' },  # it was 'TODO'
+        # { from = 'b', to = "TODO" },
+        { from = "it's # no comment", to = "y 'TODO'" },
+    """
+    assert len(read(f"rule = [{text}]").rules) == 2
+    open_ = [
+        r"""{ from = "\"#", to = "TODO" },  # 'x' or 'y'""",
+        "{ from = '#', to = ['x', 'TODO'] }, # 'TODO'",
+    ]
+    error = refused(read, "\n".join([f"rule = [{text}", *open_, "]"]), of=ArgumentError)
+    assert error.problems == tuple(f"line {n}: {line}" for n, line in enumerate(open_, 6))
 
 
 WRONG = {

@@ -19,6 +19,7 @@ from reshard.cli.help import topics
 from reshard.convert.mapfile import ORDER
 from reshard.convert.remap import ready_maps
 from reshard.tree import format_path, nested
+from reshard.writer.export import plan_export
 
 NAMES = [*ready_maps()]
 # Hidden size, heads and vocabulary as the models have them; and the variants of one.
@@ -243,6 +244,88 @@ def test_a_conversion_to_the_model(tmp_path):
         reshard.ArgumentError, match="a conversion to linen cannot use the map hf:auto-tunix"
     ):
         reshard.to_linen(ckpt, layout="nnx-model", map_file="hf:auto-tunix")
+
+
+@pytest.mark.parametrize("given", ["name", "map"])
+def test_a_conversion_of_a_tied_model_to_the_model(tmp_path, given):
+    """Its tensors are all below `model`, and are Linen's no more for that."""
+    config = hf_models.CONFIGS["llama"] | {"num_key_value_heads": 4, "tie_word_embeddings": True}
+    tensors = hf_models.tensors(config)
+    hf_models.write(tmp_path / "hf", config, tensors)
+    expected = hf_targets.tunix(tensors, config)
+    assert not any(name.startswith("lm_head") for name in expected)
+    rules = "hf:auto-tunix"
+    if given == "map":
+        rules = reshard.ready_map(rules, tmp_path / "hf", to="nnx")
+
+    def model():
+        made = tunix_llama.Llama()
+        del made.lm_head
+        return made
+
+    made = reshard.to_nnx(reshard.open(tmp_path / "hf"), model, map_file=rules)
+    assert_same(values(made), expected)
+
+
+AGREE = "outputs are known to agree only with"
+THETA = f"`rope_theta` is 500000.0: {AGREE} 1000000.0"
+SCALED = f"`rope_type` is 'llama3': {AGREE} 'default'"
+BOTH_WAYS = f"`use_bidirectional_attention` is True: {AGREE} False"
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "change", "told"),
+    [
+        ("llama", "tunix", {}, []),
+        ("llama", "tunix", {"rope_theta": 500000.0}, [THETA]),
+        ("llama", "tunix", {"rope_theta": 1000000}, []),
+        ("llama", "tunix", {"rope_theta": None}, [THETA.replace("500000.0", "10000.0")]),
+        (
+            "llama",
+            "tunix",
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 500000.0}},
+            [THETA],
+        ),
+        ("llama", "tunix", {"rope_scaling": {"rope_type": "llama3"}}, [SCALED]),
+        ("llama", "tunix", {"hidden_act": "relu"}, [f"`hidden_act` is 'relu': {AGREE} 'silu'"]),
+        (
+            "qwen3",
+            "tunix",
+            {"use_sliding_window": True, "rope_theta": 5e6},
+            [
+                f"`rope_theta` is 5000000.0: {AGREE} 1000000.0",
+                f"`use_sliding_window` is True: {AGREE} False",
+            ],
+        ),
+        ("llama", "maxtext", {"rope_theta": 500000.0, "hidden_act": "silu"}, []),
+        (
+            "qwen3",
+            "maxtext",
+            {"use_sliding_window": True},
+            [f"`use_sliding_window` is True: {AGREE} False"],
+        ),
+        ("gemma3", "tunix", {"use_bidirectional_attention": True}, [BOTH_WAYS]),
+        ("gemma3", "maxtext-unscanned", {"use_bidirectional_attention": True}, [BOTH_WAYS]),
+        ("gemma3", "flax", {}, []),
+        (
+            "gemma2",
+            "gemma",
+            {"hidden_act": "gelu", "hidden_activation": "silu"},
+            [f"`hidden_activation` is 'silu': {AGREE} 'gelu_pytorch_tanh'"],
+        ),
+    ],
+)
+def test_what_the_jax_model_ignores_is_told(tmp_path, model, target, change, told):
+    config = hf_models.CONFIGS[model] | change
+    hf_models.write(tmp_path / "hf", config, hf_models.tensors(config))
+    name, told = f"hf:{model}-{target}", [f"hf:{model}-{target}: {text}" for text in told]
+    ckpt = reshard.remap(reshard.open(tmp_path / "hf"), name)
+    assert [note for note in ckpt.notes if AGREE in note] == told
+    back = reshard.remap(ckpt, name, reverse=True, config=tmp_path / "hf")
+    assert [note for note in back.notes if AGREE in note] == told
+    assert [note for note in reshard.plan(ckpt).notes if AGREE in note] == told
+    exported = plan_export(back, tmp_path / "out")
+    assert [note for note in exported.notes if AGREE in note] == told
 
 
 @pytest.mark.parametrize(

@@ -494,6 +494,32 @@ def test_a_host_array_of_64_bits_that_a_spec_names_alone(tmp_path):
     assert cast["mean"].value_type == "jax.Array" and cast.notes == ()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "helps"), [(("float32", "float32"), False), (("bfloat16", "int32"), True)]
+)
+def test_a_cast_to_the_dtypes_of_a_target_is_proposed_where_there_is_one(wanted, helps, tmp_path):
+    tree = {"f": np.ones(3, "float32"), "i": np.ones(3, "int32")}
+    ckpt = reshard.open(layouts.save_pytree(tmp_path / "saved", tree))
+    on = NamedSharding(layouts.mesh((1, 2)), P())
+    target = {
+        name: jax.ShapeDtypeStruct((3,), dtype, sharding=on)
+        for name, dtype in zip("fi", wanted, strict=True)
+    }
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.to_mesh(ckpt, on.mesh, target=target)
+    assert error.value.hints == ("reshard.cast(ckpt, ..., ...) casts",) * helps
+
+
+def test_a_new_mesh_without_any_array_is_told(tmp_path):
+    tree = {name: np.ones(3, "float32") for name in "abcd"} | {"step": 3, "count": np.array(2)}
+    ckpt = reshard.open(layouts.save_pytree(tmp_path / "saved", tree))
+    told = "no array is on the new mesh, as no spec names one: 4 NumPy arrays stay as saved: "
+    assert reshard.to_mesh(ckpt, "x=2").notes == (f"{told}a, b, c, ...",)
+    assert reshard.to_mesh(ckpt, "x=2", {"^a$": ""}).notes == ()
+    layouts.save_pytree(tmp_path / "some", tree | {"w": layouts.put(np.ones(4), "data")})
+    assert reshard.to_mesh(reshard.open(tmp_path / "some"), "data=2").notes == ()
+
+
 def test_a_target_says_that_a_host_array_of_64_bits_is_on_devices(tmp_path):
     ckpt = reshard.open(layouts.save_pytree(tmp_path / "saved", {"n": np.arange(8)}))
     on = NamedSharding(layouts.mesh((2, 4)), P("model"))

@@ -580,6 +580,7 @@ class Map:
       ignored: globs of source leaves that are dropped if they exist.
       to: the API that it converts to, if given: `"nnx"` or `"linen"`.
       keeps: whether a rule that does not change a path still applies to the leaf.
+      notes: notes on the model.
     """
 
     name: str
@@ -589,6 +590,7 @@ class Map:
     ignored: tuple[str, ...] = ()
     to: str | None = None
     keeps: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def inverse(rules: Map) -> Map:
@@ -704,9 +706,8 @@ class MapResult:
       notes: notes on optional rules and globs.
       idle: the optional rules that matched nothing.
       dropped: source leaves that are left out if the map is used in the opposite direction.
-      problems: why the map cannot be used.
       hints: what may help.
-      unexpected: new paths that the target does not have.
+      unexpected: leaves that the map is wrong about -> why.
     """
 
     map: LeafMap
@@ -716,9 +717,8 @@ class MapResult:
     notes: tuple[str, ...] = ()
     idle: tuple[Rule, ...] = ()
     dropped: tuple[Path, ...] = ()
-    problems: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
-    unexpected: frozenset[Path] = frozenset()
+    unexpected: Mapping[Path, str] = dataclasses.field(default_factory=dict)
 
     @property
     def untouched(self) -> list[Path]:
@@ -1039,7 +1039,8 @@ class _Tree:
         values = {path: leaf.value for path, leaf in pairs if leaf.value is not None}
         origin = {path: "map" for path, leaf in pairs if leaf.last is not None}
         found = LeafMap(values, origin, tuple(self.dropped), self.constant)
-        outside = rules.initial, rules.optional, tuple(self.notes), tuple(self.idle)
+        notes = (*rules.notes, *self.notes)
+        outside = rules.initial, rules.optional, notes, tuple(self.idle)
         return MapResult(found, rules.to or "", *outside)
 
     def path(self, leaf: _Leaf) -> Path:

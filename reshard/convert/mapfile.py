@@ -87,7 +87,8 @@ _Setting = dict[str, Any]
 _Parted = tuple[str | None, ...]
 
 
-_OPEN = re.compile(rf"""["']{TODO}\b""")
+# Texts before it are closed, and it is in no comment.
+_OPEN = re.compile(rf"""(?:[^"'#]|"(?:\\.|[^"\\])*"|'[^']*')*["']{TODO}\b""")
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack", "equal")
 # Levels of nested tables and lists. Map files have six.
@@ -123,7 +124,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 def is_open(line: str) -> bool:
     """Whether a line of a draft map has a `TODO`."""
-    return bool(_OPEN.search(line))
+    return bool(_OPEN.match(line))
 
 
 def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) -> Map:

@@ -26,6 +26,10 @@ A block or a tensor with `when` counts only if that is true. `require` lists wha
 Tensors with the same new path are stacked, along the axis `stack`. The operations in `first` come
 before the others. If they split a tensor, it has no `to`: other tensors of the list are its parts.
 
+`ignored` has keys of `config.json` that no array shows and that the JAX model does not take from
+the user. If such a key has another value than `is`, a note says so. `without` is the value that
+Hugging Face's model has if the key is missing or null, `is` by default.
+
 A ready map becomes an ordinary map with a rule for each leaf. So a tensor that is missing, or has
 another shape, is an error in both directions.
 """
@@ -266,7 +270,22 @@ def ready_map(
     if to not in (None, variables.get("api")):
         text = f"a conversion to {to} cannot use the map {name}: pass it to `reshard.remap`"
         raise ArgumentError(text)
-    return mapfile.map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
+    made = mapfile.map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
+    return dataclasses.replace(made, notes=tuple(_ignored(document, values, variables, name)))
+
+
+def _ignored(
+    document: Mapping[str, Any], config: Mapping[str, Any], variables: Mapping[str, Any], name: str
+) -> Iterator[str]:
+    """Notes on keys of `config.json` with values that the JAX model is not known to have."""
+    given = {**(config.get("rope_parameters") or {}), "rope_type": variables["rope_type"]}
+    given |= {key: value for key, value in config.items() if value is not None}
+    for entry in document.get("ignored", ()):
+        key, known = entry["key"], entry["is"]
+        value = given.get(key, entry.get("without", known))
+        if value != known and _evaluated(entry.get("when", "True"), variables):
+            text = f"`{key}` is {value!r}: outputs are known to agree only with {known!r}"
+            yield f"{name}: {text}"
 
 
 def find_map(
