@@ -128,6 +128,7 @@ def export(
     Raises:
       TreeMismatchError: leaves that safetensors has no type for, names of two leaves, or leaves
         that are not those of `like`: all of them.
+      ChangedCheckpointError: the source has changed since it was opened.
       CorruptCheckpointError: arrays that cannot be read, or differ from their recorded digests.
       DestinationError: the destination exists, is being written, or cannot be written.
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
@@ -195,10 +196,10 @@ def plan_export(
         notes += planning.check_destination(place, [ckpt], overwrite, exported=True)
     except errors.ReshardError as error:
         problems.insert(0, error)
-    state = siblings.source_state([ckpt], opened=True)
+    identity = siblings.source_identity([ckpt], ())
     return planning.with_cost_errors(
         Export(
-            (item,), tuple(copied), place, limit, overwrite, source_state=state, notes=tuple(notes)
+            (item,), tuple(copied), place, limit, overwrite, identity=identity, notes=tuple(notes)
         ),
         problems,
     )

@@ -20,6 +20,7 @@ from reshard.loader import detection, inventory
 from reshard.loader.detection import MARKER, TREE_FILE
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
+from reshard.storage.identity import check_unchanged
 from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, as_python, format_path
 from reshard.units import format_bytes, parse_bytes, whole_kib
@@ -29,7 +30,7 @@ from reshard.writer.documents import NO_RECORD, read_again, read_costs, source_r
 from reshard.writer.format import TargetFormat, name_errors, target_format
 from reshard.writer.links import files_to_link
 from reshard.writer.plan import ItemPlan, Plan
-from reshard.writer.siblings import siblings, source_state
+from reshard.writer.siblings import siblings, source_identity
 
 P = TypeVar("P", bound=Plan)
 
@@ -88,16 +89,15 @@ def plan(
     formats = [
         target_format(each, place, limit, format, ocdbt, codec, file_size) for each in checkpoints
     ]
-    problems: list[errors.ReshardError] = []
-    notes: list[str] = []
-    found = ()
+    problems, notes, found = list[errors.ReshardError](), list[str](), ()
     with (
         concurrent.futures.ThreadPoolExecutor(1) as pool,  # both places may be far away
         checkpoints[0].source.root.cached_listing(),
     ):
         checked = place and pool.submit(check_destination, place, checkpoints, overwrite)
         for each in checkpoints:
-            each.source.directory.prefetch(below=place is not None, unseen=[FILE])
+            (each.source.root / each.source.step).prefetch(below=place is not None)
+            each.source.directory.prefetch(unseen=[FILE])
         items = tuple(
             plan_item(each, place, limit, chunks, form, link, digest, problems)
             for each, form in zip(checkpoints, formats, strict=True)
@@ -116,14 +116,14 @@ def plan(
             for name in source.items
             if "/".join(filter(None, (source.step, name, TREE_FILE))) in paths
         ]
-        state = {} if place is None else source_state(checkpoints, opened=True)
+        identity = () if place is None else source_identity(checkpoints, found)
         try:
             notes += [] if checked is None else checked.result()
         except errors.ReshardError as error:
             problems.insert(0, error)
     notes = list(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))
     planned = Plan(
-        items, tuple(found), place, limit, overwrite, verify, digest, state, notes=tuple(notes)
+        items, tuple(found), place, limit, overwrite, verify, digest, identity, notes=tuple(notes)
     )
     return with_cost_errors(planned, problems)
 
@@ -415,7 +415,9 @@ def plan_item(
     digest: bool,
     problems: list[errors.ReshardError],
 ) -> ItemPlan:
-    """The plan of one item. Errors of its leaves are added to `problems`."""
+    """The plan of one item. Errors of its leaves are added to `problems`. Raises
+    ChangedCheckpointError if its files have changed since they were opened."""
+    check_unchanged([ckpt.source.identity] if destination is not None else [])
     try:
         check_known(ckpt)
     except errors.CheckpointFormatError as error:
