@@ -100,11 +100,12 @@ def cast_once(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """`values` as `dtype`, rounded once as `ml_dtypes` rounds. NaN stays NaN, and overflow is as in
     numpy. Contiguous values are not copied."""
     flat = values.reshape(-1)
-    made, direct = np.empty(flat.shape, dtype), dtype == np.float32 or not is_floating(dtype)
+    made = np.empty(flat.shape, dtype)
+    direct, scale = dtype == np.float32 or not is_floating(made.dtype), is_scale(made.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, flat.size, _BLOCK):
             block = slice(start, start + _BLOCK)
-            made[block] = flat[block] if direct else _to_odd(flat[block], is_scale(dtype))
+            made[block] = flat[block] if direct else _to_odd(flat[block], scale)
     return made.reshape(values.shape)
 
 
