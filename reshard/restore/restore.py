@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from reshard.arrays.dtypes import is_floating
-from reshard.arrays.handle import ArrayHandle, cast_leaves, check_names
+from reshard.arrays.handle import ArrayHandle, check_names
 from reshard.checkpoint import Checkpoint, check_known
 from reshard.errors import (
     ArgumentError,
@@ -157,7 +157,7 @@ def _read(
     try:
         return read(requests)
     except TreeMismatchError as error:
-        if error.hints and not any(map(cast_leaves, saved)):
+        if error.hints and all(each.dtype == each.stored_dtype for each in saved):
             error.hints = ("give this leaf its saved dtype in the target",)
         raise
 
