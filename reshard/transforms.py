@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from reshard import tree
 from reshard.arrays.dtypes import is_floating, is_scale, parse_dtype
-from reshard.arrays.handle import ArrayHandle, collision_error
+from reshard.arrays.handle import ArrayHandle, collision_error, in_dtype
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import (
@@ -115,17 +115,20 @@ def rename(ckpt: Checkpoint, rules: Sequence[tuple[str, str]] | Mapping[str, str
 
 
 def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Checkpoint:
-    """Cast floating-point arrays to another floating-point dtype, rounding to nearest even.
+    """Cast floating-point arrays to another floating-point dtype, rounding to nearest even. Each
+    cast rounds: a second one rounds what the first has made.
 
     Args:
-      dtype: a floating-point dtype or its name (`"bfloat16"`).
+      dtype: a floating-point dtype or its name (`"bfloat16"`); or several, by globs. Then the last
+        glob that names an array decides, and the array is rounded once.
       where: globs. Floating-point arrays among their leaves are cast. Integers, PRNG keys and
         Python scalars stay as they are. `float8_e8m0fnu`, the dtype of block scales, is cast only
         if a glob other than `**` names the array.
 
     Raises:
       ArgumentError: the dtype is not floating-point, or TensorStore does not have it.
-      TreeMismatchError: no array would be cast.
+      TreeMismatchError: no array would be cast. Later, when values are read: the dtype cannot hold
+        a number, an infinity or NaN.
 
     Example:
       >>> ckpt = reshard.cast(reshard.open("run/1000"), "bfloat16", where="**/kernel")
@@ -133,6 +136,14 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
       (<params/layer_0/kernel: bfloat16[32,32] P(None, 'model')>, 'float32')
     """
     check_checkpoints(ckpt)
+    if isinstance(dtype, Mapping):
+        if where != "**":
+            raise ArgumentError("where=... is for one dtype: several have globs of their own")
+        made = ckpt
+        for glob, each in dtype.items():
+            made = cast(made, each, glob)
+        pairs = zip(ckpt.arrays, made.arrays, strict=True)
+        return made.replace({**ckpt, **{a.path: in_dtype(a, b.dtype) for a, b in pairs}})
     new, problem = parse_dtype(dtype), ""
     if not is_floating(new):
         problem = "only floating-point arrays are cast, to floating-point dtypes"
@@ -148,7 +159,7 @@ def cast(ckpt: Checkpoint, dtype: Any, where: str | Sequence[str] = "**") -> Che
     floats = [a for a in chosen if is_floating(a.dtype)]
     kept = [a.path for a in floats if is_scale(a.dtype) and a.path not in named]
     notes = [*tree.passed_over(ckpt, patterns), *_kept_scales(kept, new)]
-    leaves = {a.path: dataclasses.replace(a, dtype=new) for a in floats if a.path not in kept}
+    leaves = {a.path: in_dtype(a, new) for a in floats if a.path not in kept}
     if not leaves:
         problems = notes if kept else [f"`{p}` matches none" for p in patterns]
         raise TreeMismatchError("no floating-point array to cast", problems)

@@ -88,6 +88,11 @@ def random(shape: Sequence[int], dtype: Any = "float32", seed: int = 0):
     return random_array(np.random.default_rng(seed), shape, dtype)
 
 
+def held(values: np.ndarray, dtype: Any = "bfloat16") -> np.ndarray:
+    """Values with ones for infinities, NaNs and what another dtype cannot hold."""
+    return np.where(np.abs(values) <= float(jnp.finfo(dtype).max), values, values.dtype.type(1))
+
+
 def random_on(on: Mesh, seed: Any = 0) -> Callable[..., jax.Array]:
     """A function that makes random arrays on a mesh, from a shape and the entries of a spec."""
     rng = np.random.default_rng(seed)

@@ -89,14 +89,14 @@ def values_of(tree):
     return {path: bits(np.asarray(leaf))[1:] for path, leaf in tree.items()}
 
 
-def saved_once(folders, arrays):
+def saved_once(folders, arrays, made=lambda values: values):
     """Checkpoints of these arrays by their format, saved when they are first asked for, and their
     values."""
 
     @functools.cache
     def get(name):
         values = {
-            key: random(shape, dtype, seed)
+            key: made(random(shape, dtype, seed))
             for seed, (key, (shape, _, dtype)) in enumerate(arrays.items())
         }
         tree = {key: put(values[key], *spec) for key, (_, spec, _) in arrays.items()}
@@ -676,8 +676,8 @@ LARGE = {
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint whose chunks do not compress."""
-    return saved_once(tmp_path_factory, LARGE)
+    """A checkpoint whose chunks do not compress, of numbers that bfloat16 holds."""
+    return saved_once(tmp_path_factory, LARGE, layouts.held)
 
 
 ONCE = {

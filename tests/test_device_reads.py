@@ -196,7 +196,7 @@ SPECS = {"row": P("data"), "column": P(None, "model"), "both": P("data", "model"
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
-    values = {name: random((256, 1024), seed=i) for i, name in enumerate(SPECS)}
+    values = {name: layouts.held(random((256, 1024), seed=i)) for i, name in enumerate(SPECS)}
     return {name: (stored_array(folder, x, (16, 1024)), x) for name, x in values.items()}
 
 

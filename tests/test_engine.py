@@ -21,6 +21,7 @@ from test_planner import labels
 from watched import Watched
 
 import reshard
+from reshard.arrays.boxes import shape_of
 from reshard.arrays.handle import ArrayHandle, StoredArray
 from reshard.engine import cost
 from reshard.engine import read as engine
@@ -53,7 +54,8 @@ class Views:
         options = {"dtype": self.values.dtype, "shape": self.shape, "chunk_layout": grid}
         return ts.virtual_chunked(fill, **options)
 
-    def rounded(self, values):
+    def rounded(self, values, box):
+        assert values.shape == shape_of(box)
         return values.astype(self.dtype)
 
 
@@ -219,8 +221,8 @@ def test_an_interrupted_wait_is_waited_for_again(handle, monkeypatch):
     def noted(filled, views):
         begin(filled, views)
         filled.parts[:] = [
-            (number, types.SimpleNamespace(exception=functools.partial(waited.append, future)))
-            for number, future in filled.parts
+            (*part, types.SimpleNamespace(exception=functools.partial(waited.append, future)))
+            for *part, future in filled.parts
         ]
 
     monkeypatch.setattr(Filled, "begin", noted)

@@ -47,7 +47,7 @@ def changed(path):
     """Arrays that are shared, copied, cast, renamed, on another mesh, and derived."""
     ckpt = reshard.select(reshard.open(path), drop="opt/**")
     ckpt = reshard.to_mesh(ckpt, "1x8")
-    ckpt = reshard.cast(ckpt, "float16", where="params/embed")
+    ckpt = reshard.cast(ckpt, "float64", where="params/embed")
     ckpt = reshard.unstack(ckpt, "params/uneven", "params/row_{}", axis=0)
     return reshard.rename(ckpt, [("^params/embed$", "params/table")])
 

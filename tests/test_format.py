@@ -178,7 +178,7 @@ def test_another_database_around_the_same_chunks(tmp_path, link):
 def test_every_argument_at_once(saved, tmp_path):
     source, out = saved("items"), tmp_path / "out"
     ckpt = reshard.open(source.path, **source.open)
-    ckpt = reshard.cast(reshard.to_mesh(ckpt, "1x8"), "bfloat16", where="params/**")
+    ckpt = reshard.cast(reshard.to_mesh(ckpt, "1x8"), "float64", where="params/**")
     ckpt = reshard.rename(ckpt, [("^params/", "weights/")])
     arguments = {"format": "zarr3", "ocdbt": True, "codec": "blosc", "file_size": "64KiB"}
     plan = reshard.save(ckpt, out, max_memory="1MiB", verify=True, **arguments)

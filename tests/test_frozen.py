@@ -252,7 +252,7 @@ def restored(path: str, sizes: tuple[int, int], **kwargs: Any) -> dict[str, str]
 JOBS = {
     "keep": ("--chunks", "keep"),
     "1KiB": ("--to", "1x8", "--chunks", "1KiB"),
-    "cast": ("--to", "1x8", "--dtype", "params/**=float16", "--dtype", "host=bfloat16"),
+    "cast": ("--to", "1x8", "--dtype", "params/**=bfloat16", "--dtype", "host=float64"),
     "copied": ("--chunks", "keep", "--no-link"),
     "rename": ("--to", "1x8", "--rename", "^params/=weights/", "--rename", 'w.0"$=w_0"'),
     "select": ("--to", "1x4", "--select", "params/**", "--drop", "**/uneven"),

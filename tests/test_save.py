@@ -729,13 +729,13 @@ def test_a_cast_of_every_kind_of_leaf(saved, save):
     """Floating-point arrays change. Integers, complex numbers, keys, Python scalars and
     float8_e8m0fnu, the dtype of block scales, do not."""
     source = saved("standalone")
-    out = save(reshard.cast(reshard.open(source.path), "float32"))
+    out = save(reshard.cast(reshard.open(source.path), "float64"))
     one, two = reshard.open(source.path), reshard.open(out)
     for handle in one.arrays:
         floating = jnp.issubdtype(handle.dtype, jnp.floating) and handle.value_type != "scalar"
         floating = floating and handle.dtype != "float8_e8m0fnu"
-        assert two[handle.path].dtype == ("float32" if floating else handle.dtype), handle
-    names = ("int4", "uint32", "complex64", "bool", "float32")
+        assert two[handle.path].dtype == ("float64" if floating else handle.dtype), handle
+    names = ("int4", "uint32", "complex64", "bool", "host")
     stored = {path: read for path, read in values(out).items() if path[-1] in names}
     assert stored == {p: read for p, read in values(source.path).items() if p in stored}
 
@@ -760,10 +760,11 @@ def test_short_names_of_dtypes(tmp_path):
 @pytest.mark.skipif("float8_e8m0fnu" not in layouts.DTYPES, reason="TensorStore lacks it")
 def test_block_scales_are_cast_only_if_a_glob_names_them(tmp_path, save):
     scales = np.arange(256, dtype="uint8").view(jnp.dtype("float8_e8m0fnu"))
+    half = np.append(scales[:143], scales[-1])  # what float16 holds
     tree = {
-        "mlp": {"kernel": layouts.random((8, 32), "float8_e4m3fn"), "scale": scales},
+        "mlp": {"kernel": layouts.random((8, 32), "float8_e4m3fn"), "scale": half},
         "scale": scales[::-1].copy(),
-        "bias": layouts.random((32,), "float32"),
+        "bias": layouts.held(layouts.random((32,), "float32"), "float16"),
     }
     ckpt = reshard.open(layouts.save_pytree(tmp_path / "quantised", tree))
     told = "arrays that stay float8_e8m0fnu: 2; block scales are cast only if a glob names them: "

@@ -210,7 +210,7 @@ def zeros(
     return dataclasses.replace(constant(path, values, like), value_type=value_type)
 
 
-def _operations(handle: ArrayHandle) -> Iterator[ops.Operation | ops.Constant]:
+def _operations(handle: ArrayHandle) -> Iterator[ops.Made]:
     return (h.data.operation for h in ancestors(handle) if isinstance(h.data, Derived))
 
 
@@ -257,7 +257,8 @@ def sources(handle: ArrayHandle, box: Box) -> Iterator[tuple[ArrayHandle, Box]]:
     """The arrays, with a box of each, that a box of an array is computed from: stored ones, and
     those that are computed on the way, functions' as a whole."""
     data = handle.data
-    if isinstance(data, StoredArray) or isinstance(data.operation, ops.Apply | ops.Computed):
+    computed = ops.Apply | ops.Cast | ops.Computed
+    if isinstance(data, StoredArray) or isinstance(data.operation, computed):
         yield handle, box
     if isinstance(data, Derived):
         shapes = [source.shape for source in data.inputs]

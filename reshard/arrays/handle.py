@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,12 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from reshard.arrays import boxes
+from reshard.arrays import boxes, dtypes
 from reshard.arrays import operations as ops
 from reshard.arrays.boxes import Shape
-from reshard.arrays.dtypes import cast_once, is_floating, is_miscast
 from reshard.arrays.zarr import Encoding, parse_encoding
-from reshard.errors import ArgumentError, CorruptCheckpointError
+from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchError
 from reshard.sharding.mesh import (
     NamedSharding,
     Sharding,
@@ -25,10 +25,12 @@ from reshard.sharding.mesh import (
 from reshard.storage.array_store import ArrayStore, StoredValue
 from reshard.storage.identity import Identity, unchanged
 from reshard.storage.location import checked
-from reshard.tree import Path, as_python, format_path
+from reshard.tree import Path, as_python, format_glob, format_path
 
 # Bytes that `ArrayHandle.read` reads at once.
 _READ = 1 << 26
+# Bytes that are read again at once where a cast may have overflowed.
+_READ_AGAIN = 1 << 22
 
 
 class StoredChunk(NamedTuple):
@@ -106,7 +108,7 @@ def chunk_shape_of(array: ts.TensorStore) -> Shape:
 class Outputs:
     """The outputs of one operation over some arrays, stored or derived themselves."""
 
-    operation: ops.Operation | ops.Constant
+    operation: ops.Made
     inputs: "tuple[ArrayHandle, ...]"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,9 +118,10 @@ class Outputs:
     @functools.cached_property
     def views(self) -> list[ts.TensorStore]:
         """Views of the outputs, of `stored_dtype`."""
-        if isinstance(self.operation, ops.Apply):  # the function gets the values of a reader
+        if isinstance(self.operation, ops.Apply | ops.Cast):  # they get the values of a reader
             (handle,) = self.inputs
-            return [self.operation.view(handle.view(), handle.dtype, handle.rounded)]
+            given = handle.stored_view(), handle.dtype, handle.rounded, handle.chunk_shape
+            return [self.operation.view(*given)]
         views = [handle.stored_view() for handle in self.inputs]
         if not isinstance(self.operation, ops.Computed):
             dtype = widest(self.inputs)
@@ -165,7 +168,7 @@ class Derived:
     part: int
 
     @property
-    def operation(self) -> ops.Operation | ops.Constant:
+    def operation(self) -> ops.Made:
         return self.outputs.operation
 
     @property
@@ -251,12 +254,40 @@ class ArrayHandle:
 
     @property
     def read_dtype(self) -> np.dtype:
-        """The dtype of `view`: `dtype`, or `stored_dtype` if TensorStore's cast is wrong."""
-        return self.stored_dtype if is_miscast(self.stored_dtype, self.dtype) else self.dtype
+        """The dtype of `view`: `dtype`, or `stored_dtype` if TensorStore's cast is wrong, or hides
+        that it overflows."""
+        return self.stored_dtype if dtypes.is_miscast(self.stored_dtype, self.dtype) else self.dtype
 
-    def rounded(self, values: np.ndarray) -> np.ndarray:
-        """Values of `view` as `dtype`."""
-        return values if values.dtype == self.dtype else cast_once(values, self.dtype)
+    def rounded(self, values: np.ndarray, box: boxes.Box) -> np.ndarray:
+        """Values of a box of `view`, or of `stored_view`, as `dtype`. Every reader calls it. Where
+        an infinity or NaN may come from TensorStore's cast, the box is read again without it.
+
+        Raises TreeMismatchError if the cast overflows."""
+        if not dtypes.can_overflow(self.stored_dtype, self.dtype):
+            return values if values.dtype == self.dtype else dtypes.cast_once(values, self.dtype)
+        if values.dtype == self.stored_dtype:
+            made = dtypes.cast_once(values, self.dtype)
+            if (found := dtypes.lost(values, made)) is not None:
+                index = np.unravel_index(found[1], values.shape)
+                place = [int(i) + low for i, low in zip(index, boxes.start_of(box), strict=True)]
+                raise _overflow_error(self, found[0], place, values[index], made[index])
+            return made
+        if not dtypes.is_finite(values):
+            view = self.stored_view()
+            for part in self._parts(box, _READ_AGAIN):
+                what = f"{format_path(self.path)}: its stored bytes"
+                self.rounded(checked(view[part].read(), what), part)
+        return values
+
+    def _parts(self, box: boxes.Box, nbytes: int) -> Iterator[boxes.Box]:
+        """A box in parts that are whole chunks of about `nbytes`, or one chunk."""
+        itemsize = max(self.dtype.itemsize, self.stored_dtype.itemsize)
+        count = max(nbytes // (math.prod(self.chunk_shape) * itemsize), 1)
+        cell = boxes.chunks_together(self.shape, self.chunk_shape, count)
+        for index in itertools.product(*(range(*ends) for ends in boxes.chunk_ranges(box, cell))):
+            part = tuple(slice(i * s, i * s + s) for i, s in zip(index, cell, strict=True))
+            if (found := boxes.intersection(part, box)) is not None:
+                yield found
 
     def view(self) -> ts.TensorStore:
         """A TensorStore view of `read_dtype` and `shape`. Raises CorruptCheckpointError if another
@@ -282,6 +313,7 @@ class ArrayHandle:
           ChangedCheckpointError: files of this array have changed since they were opened.
           CorruptCheckpointError: stored bytes cannot be read.
           StoreError: a request to a bucket failed.
+          TreeMismatchError: a cast overflows.
 
         Example:
           >>> reshard.open("run/1000")["params/layer_0/kernel"].read((slice(0, 2),)).shape
@@ -302,15 +334,9 @@ class ArrayHandle:
         """The values of a box."""
         self.stored_sizes()  # raises where chunks are missing
         view, values = self.view(), np.empty(boxes.shape_of(whole), self.dtype)
-        itemsize = max(self.dtype.itemsize, self.stored_dtype.itemsize)
-        count = max(_READ // (math.prod(self.chunk_shape) * itemsize), 1)
-        for part in boxes.grid_boxes(
-            self.shape, boxes.chunks_together(self.shape, self.chunk_shape, count)
-        ):
-            if (found := boxes.intersection(part, whole)) is not None:
-                read = view[found].read()
-                what = f"{format_path(self.path)}: its stored bytes"
-                values[boxes.inside(found, whole)] = self.rounded(checked(read, what))
+        for part in self._parts(whole, _READ):
+            read = checked(view[part].read(), f"{format_path(self.path)}: its stored bytes")
+            values[boxes.inside(part, whole)] = self.rounded(read, part)
         return values
 
     def stored_view(self) -> ts.TensorStore:
@@ -370,15 +396,47 @@ def ancestors(handle: ArrayHandle) -> Iterator[ArrayHandle]:
             todo += handle.data.inputs[::-1]
 
 
+def in_dtype(handle: ArrayHandle, dtype: np.dtype) -> ArrayHandle:
+    """An array in another dtype. If it is cast already, it is rounded again."""
+    if handle.dtype != dtype and cast_leaves(handle):
+        data = Derived(Outputs(ops.Cast(), (handle,)), 0)
+        handle = dataclasses.replace(handle, stored_dtype=handle.dtype, data=data)
+    return dataclasses.replace(handle, dtype=dtype)
+
+
+def cast_leaves(handle: ArrayHandle) -> list[ArrayHandle]:
+    """The arrays that are cast, of those that an array is computed from, or itself; without those
+    whose cast is an array of its own, before a second one."""
+    data, given = handle.data, ()
+    if isinstance(data, Derived) and not isinstance(data.operation, ops.Apply | ops.Cast):
+        given = data.inputs
+    if any(each.dtype == handle.dtype for each in given):
+        return [leaf for each in given for leaf in cast_leaves(each)]
+    return [handle] if handle.dtype != handle.stored_dtype else []
+
+
+def _overflow_error(
+    handle: ArrayHandle, count: int, index: Sequence[int], old: Any, new: Any
+) -> TreeMismatchError:
+    dtype, leaves = handle.dtype.name, cast_leaves(handle)
+    globs = {format_glob(leaf.path): leaf.stored_dtype.name for leaf in leaves}
+    casts = ", ".join(f'{as_python(glob)}: "{kept}"' for glob, kept in globs.items())
+    return TreeMismatchError(
+        f"{format_path(handle.path)}: {dtype} cannot hold at least {count} of its elements; the "
+        f"first, at {index}, is {old} and would become {new}",
+        hints=[f'reshard.cast(ckpt, {{"**": "{dtype}", {casts}}})'] if casts else [],
+    )
+
+
 def widest(handles: "Sequence[ArrayHandle]") -> np.dtype | None:
     """The dtype, of those that some arrays are stored as, that has all values of the others; None
     if there is none, or TensorStore gets the cast to it wrong."""
-    dtypes = {handle.stored_dtype for handle in handles}
-    for dtype in dtypes:
-        others = dtypes - {dtype}
+    stored = {handle.stored_dtype for handle in handles}
+    for dtype in stored:
+        others = stored - {dtype}
         if not others or dtype in (np.float32, np.float64):
-            smaller = (is_floating(d) and d.itemsize < dtype.itemsize for d in others)
-            if all(smaller) and not any(is_miscast(d, dtype) for d in others):
+            smaller = (dtypes.is_floating(d) and d.itemsize < dtype.itemsize for d in others)
+            if all(smaller) and not any(dtypes.is_miscast(d, dtype) for d in others):
                 return dtype
     return None
 

@@ -14,6 +14,7 @@ Nothing here reads an array.
     n           Equal          1              Copies
     1           Scale, Add     1              Scale, Add
     0, 1        Constant, Apply 1             none
+    1           Cast            1             none
 """
 
 import dataclasses
@@ -53,6 +54,8 @@ Shapes = Sequence[Shape]
 Views = Sequence[ts.TensorStore]
 Sources = list[tuple[int, Box]]
 Offsets = Iterable[tuple[int, Sequence[int]]]
+# Casts the values of a box.
+Rounded = Callable[[np.ndarray, Box], np.ndarray]
 
 
 class _Boxes:
@@ -561,7 +564,7 @@ def computed_view(
     it is read. Errors name the `paths` of the inputs."""
     made_dtype = AFFINE if isinstance(operation, _Affine) else views[0].dtype.numpy_dtype
 
-    def computed(values: Sequence[np.ndarray]) -> np.ndarray:
+    def computed(values: Sequence[np.ndarray], _: Box) -> np.ndarray:
         given = [each.reshape(-1) for each in values]
         flat = np.empty(given[0].size, made_dtype)
         for start in range(0, flat.size, _BLOCK):
@@ -581,7 +584,7 @@ def computed_view(
 
 def _computed_view(
     reads: Callable[[ts.IndexDomain], list[ts.Future]],
-    computed: Callable[[Sequence[np.ndarray]], np.ndarray],
+    computed: Callable[[Sequence[np.ndarray], Box], np.ndarray],
     dtype: np.dtype,
     shape: Shape,
     chunk: Shape,
@@ -597,7 +600,8 @@ def _computed_view(
             if left.acquire(blocking=False):
                 return  # another read has not ended
             try:
-                into[...] = computed([np.asarray(each.result()) for each in begun])
+                values = [np.asarray(each.result()) for each in begun]
+                into[...] = computed(values, domain.index_exp)
             except BaseException as error:
                 promise.set_exception(error)
             else:
@@ -797,15 +801,15 @@ class Apply:
         return [(0, whole_box(inputs[0]))]
 
     def view(
-        self, view: ts.TensorStore, dtype: np.dtype, rounded: Callable[[np.ndarray], np.ndarray]
+        self, view: ts.TensorStore, dtype: np.dtype, rounded: Rounded, _: Shape
     ) -> ts.TensorStore:
         """A view of the function's result. The function is called once for each batch that reads
         it, with values of `dtype` that `rounded` makes from those of `view`."""
         (shape,) = self.shapes([tuple(view.shape)])
         new_dtype = dtype if self.dtype is None else self.dtype
 
-        def computed(values: Sequence[np.ndarray]) -> np.ndarray:
-            return self._made(rounded(values[0]), shape, new_dtype)
+        def computed(values: Sequence[np.ndarray], _: Box) -> np.ndarray:
+            return self._made(rounded(values[0], whole_box(values[0].shape)), shape, new_dtype)
 
         chunk = tuple(max(size, 1) for size in shape)
         return _computed_view(lambda _: [view.read()], computed, new_dtype, shape, chunk)
@@ -830,6 +834,27 @@ class Apply:
         return made
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cast(_Boxes):
+    """An array in the dtype that it is cast to, which a second cast rounds again."""
+
+    def shapes(self, inputs: Shapes) -> list[Shape]:
+        return [one_shape(inputs)]
+
+    def view(
+        self, view: ts.TensorStore, dtype: np.dtype, rounded: Rounded, chunk: Shape
+    ) -> ts.TensorStore:
+        """A view of the values of `dtype` that `rounded` makes from those of `view`."""
+
+        def computed(values: Sequence[np.ndarray], box: Box) -> np.ndarray:
+            return rounded(values[0], box)
+
+        shape = tuple(view.shape)
+        return _computed_view(lambda domain: [view[domain].read()], computed, dtype, shape, chunk)
+
+
 Computed = Equal | Scale | Add
 Moving = Transpose | Reshape | Split | Concat | Stack | Unstack | Pad | Crop | Interleave
 Operation = Moving | Copies | Computed | Apply
+# What makes a derived array.
+Made = Operation | Constant | Cast

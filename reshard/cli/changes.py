@@ -116,10 +116,15 @@ def prepared(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:
     if flags["rename"]:
         ckpt = rename(ckpt, [pair(text, "--rename") for text in flags["rename"]])
     ckpt = _stacked(ckpt, flags)
+    casts: dict[str, str] = {}
     for text in flags["dtype"]:
         where, _, dtype = text.rpartition("=")
-        ckpt = cast(ckpt, dtype, where or "**")
-    return ckpt
+        where = where or "**"
+        if where in casts:
+            message = f"two dtypes for `{where}`: `{casts[where]}` and `{dtype}`"
+            raise click.BadParameter(message, param_hint="--dtype")
+        casts[where] = dtype
+    return cast(ckpt, casts) if casts else ckpt
 
 
 def _stacked(ckpt: Checkpoint, flags: options.Flags) -> Checkpoint:

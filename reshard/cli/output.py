@@ -127,7 +127,10 @@ def _call(call: ast.Call) -> str:
     inner = [_call(given) for given in call.args if isinstance(given, ast.Call)]
     given = [arg for arg in call.args if isinstance(arg, ast.Constant | ast.List)]
     words = [word for arg in given for word in _words(arg)]
-    if name == "cast":
+    if name == "cast" and isinstance(call.args[1], ast.Dict):  # beside the options that were given
+        casts = ast.literal_eval(call.args[1])
+        words = [f"{glob}={dtype}" for glob, dtype in casts.items() if glob != "**"]
+    elif name == "cast":
         words = ["{1}={0}".format(*words)]
     elif name in ("stack", "unstack"):
         axis = f"@{ast.unparse(more.pop('axis'))}" if "axis" in more else ""

@@ -30,7 +30,6 @@ from reshard.convert.record import MOST_EXCHANGES, Modules, leaves_in
 from reshard.errors import ArgumentError
 from reshard.restore.pytrees import flatten_state
 from reshard.restore.target import maker, state_of
-from reshard.storage.location import checked
 from reshard.tree import Path, format_path
 
 # How far elements of equal outputs may be apart, in units of the noise.
@@ -377,8 +376,7 @@ def _value(leaf: Any) -> Any:
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.numpy.broadcast_to(jax.random.key(0), leaf.shape)
         return jax.numpy.zeros(leaf.shape, leaf.dtype)
-    read = checked(leaf.view().read(), f"{format_path(leaf.path)}: its stored bytes")
-    values = leaf.rounded(np.asarray(read))
+    values = leaf.read()
     if leaf.key_impl is not None:
         return jax.random.wrap_key_data(jax.numpy.asarray(values), impl=leaf.key_impl)
     return jax.numpy.asarray(values, np.float32 if is_floating(leaf.dtype) else None)

@@ -112,7 +112,7 @@ def _computed(made: ArrayHandle, box: Box) -> Chunks:
     ranges = ((0, 1),) * len(chunk) if whole else chunk_ranges(box, chunk)
     nbytes = math.prod(chunk) * made.stored_dtype.itemsize
     for given in made.data.inputs:
-        itemsize = max(given.read_dtype.itemsize, given.dtype.itemsize)
+        itemsize = max(given.stored_dtype.itemsize, given.dtype.itemsize)
         nbytes += math.prod(given.shape if whole else chunk) * itemsize
     array = (id(made.data.outputs), "")
     return Chunks(array, (*ranges, (0, 1)), (*made.shape, 0), (*chunk, 1), 2 * nbytes)

@@ -74,7 +74,7 @@ class Filled:
       values: the values of each read, of the handle's dtype. None if it has buffers of its own,
         or failed.
       errors: number of a read -> why it failed.
-      parts: number of a read, and a future of a part of it.
+      parts: number of a read, a part of its box, its buffer, and the future of it.
       reservation: the consumer's bytes. They are free when the next batch is asked for, unless
         the consumer calls `free_after`.
     """
@@ -83,7 +83,7 @@ class Filled:
         self.batch = batch
         self.values: list[np.ndarray | None] = []
         self.errors: dict[int, ReshardError] = {}
-        self.parts: list[tuple[int, ts.Future]] = []
+        self.parts: list[tuple[int, Box, np.ndarray, ts.Future]] = []
         self.reservation = reservation
 
     def check(self) -> None:
@@ -110,23 +110,27 @@ class Filled:
                     for part, values in parts:
                         source = views[id(handle)][part]
                         write = ts.array(values, copy=False).write(source, batch=together)
-                        self.parts.append((number, write.commit))
+                        self.parts.append((number, part, values, write.commit))
                 except ReshardError as error:
                     self.errors[number] = error
 
     def wait(self) -> None:
         """Waits until everything has been read."""
         reads = self.batch.reads
-        for number, future in self.parts:
+        for number, _, _, future in self.parts:
             try:
                 checked(future, f"{format_path(reads[number].handle.path)}: its stored bytes")
             except ReshardError as error:
                 self.errors.setdefault(number, error)
-        for number, (read, values) in enumerate(zip(reads, self.values, strict=True)):
-            if number in self.errors or values is None:
-                self.values[number] = None
-            else:
-                self.values[number] = read.handle.rounded(values)
+        for number, box, buffer, _ in self.parts:  # now: it takes the memory of the reads
+            try:
+                if number not in self.errors:
+                    values = reads[number].handle.rounded(buffer, box)
+                    self.values[number] = None if self.values[number] is None else values
+            except ReshardError as error:
+                self.errors[number] = error
+        for number in self.errors:
+            self.values[number] = None
         self.reservation.shrink(self.batch.consumer_bytes)
 
 
@@ -153,14 +157,14 @@ def read(batches: Iterable[Batch], limiter: MemoryLimiter) -> Iterator[Filled]:
             yield from _oldest(ahead)
     finally:
         for filled in ahead:  # buffers are written to until these have ended
-            for _, future in filled.parts:
+            for *_, future in filled.parts:
                 future.exception()
 
 
 def _is_freed_first(limiter: MemoryLimiter, ahead: "collections.deque[Filled]") -> bool:
     """Waits for the consumer's oldest bytes or the oldest batch; whether the bytes came first."""
     while ahead and not limiter.is_ready():
-        if all(future.done() for _, future in ahead[0].parts):
+        if all(future.done() for *_, future in ahead[0].parts):
             return False
         time.sleep(_LOOK_SECONDS)
     return True

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,8 @@ def restore(
         specs. A real pytree is returned as a new one. A real NNX module is updated in place, after
         every read has succeeded.
       cast: False requires equal dtypes. True allows casts that keep every value (wider floats,
-        integers that fit). `"lossy"` also allows floats to be rounded, to nearest even.
+        integers that fit). `"lossy"` also allows floats to be rounded once, to nearest even; a
+        value that the dtype cannot hold is an error.
       keep: globs of leaves of a real target that keep their own values.
       unexpected: `"error"`, or `"ignore"` to leave out leaves that the target lacks.
       max_memory: the most bytes of arrays in memory, not counting the result: a number, or text
@@ -143,9 +144,24 @@ def restore(
         arrays = {i: handle for i, handle in enumerate(values) if isinstance(handle, ArrayHandle)}
         check_names(arrays.values())
         requests = [_request(leaves[i], handle) for i, handle in arrays.items()]
-        for i, value in zip(arrays, read(requests), strict=True):
+        found = _read(read, requests, arrays.values())
+        for i, value in zip(arrays, found, strict=True):
             values[i] = _as_target(value, leaves[i])
         return state.unflatten(values, in_place=True)
+
+
+def _read(
+    read: Callable[[Sequence[Request]], list[Any]],
+    requests: Sequence[Request],
+    saved: Iterable[ArrayHandle],
+) -> list[Any]:
+    """The arrays. Without casts by the caller, an error about a cast is about the target."""
+    try:
+        return read(requests)
+    except TreeMismatchError as error:
+        if error.hints and all(each.dtype == each.stored_dtype for each in saved):
+            error.hints = ("give this leaf its saved dtype in the target",)
+        raise
 
 
 def _unusable(

@@ -126,7 +126,7 @@ def diff(
         del added[path]
     rows += [Difference("added", path, None, kind_text(leaf)) for path, leaf in added.items()]
     nbytes = {p: a.nbytes for p, a in (in_a | added).items() if isinstance(a, ArrayHandle)}
-    not_compared = len(unknown) if values is False else 0
+    not_compared = len(unknown) if values is False else sum(x.what == "invalid" for x in rows)
     counts = len(pairs) - not_compared, not_compared
     by_digests = len(pairs) - len(unknown)
     return Diff(*names, tuple(rows), reads, float(rtol), float(atol), *counts, nbytes, by_digests)
@@ -238,6 +238,8 @@ def _read(
     digests, unread = read_digests(alone.values(), *how)
     errors = [("AB"[side], error) for found in failed.values() for side, error in found.items()]
     errors += [("A" if path in in_a else "B", error) for path, error in unread.items()]
+    # Nothing is damaged where a cast or an operation of a map does not apply to the values.
+    errors = [(side, e) for side, e in errors if not isinstance(e, TreeMismatchError)]
     if errors:
         raise CorruptCheckpointError(
             f"arrays cannot be read; A is `{names[0]}`, B is `{names[1]}`",
@@ -247,6 +249,11 @@ def _read(
         path: (found := comparison.state) and Difference("values", path, found.a, found.b, found)
         for path, comparison in comparisons.items()
     }
+    for number, found in failed.items():
+        path, handles = [*pairs.items()][number]
+        texts = {side: " ".join((e.summary, *e.problems)) for side, e in found.items()}
+        a, b = (texts.get(side) or kind_text(handle) for side, handle in enumerate(handles))
+        contents[path] = Difference("invalid", path, a, b)
     return contents, digests
 
 

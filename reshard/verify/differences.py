@@ -28,7 +28,8 @@ class Difference:
       what: `"removed"` (only in A), `"added"` (only in B), `"moved"` (the same contents at another
         path), `"kind"` (array, string, None, empty container), `"position"` (in a list on one
         side, in a dict on the other), `"key"` (the type of PRNG keys), `"shape"`, `"dtype"`,
-        `"values"`, `"string"`; if asked for also `"sharding"`, `"chunks"`, `"format"`.
+        `"values"`, `"invalid"` (a cast or a map does not apply to the values), `"string"`; if asked
+        for also `"sharding"`, `"chunks"`, `"format"`.
       path: the leaf's path in A, or in B if A lacks it; `()` for the format.
       a: A's side: text, a list of sizes, or the first element that differs, a numpy scalar; None
         for an added leaf.
@@ -48,7 +49,7 @@ class Difference:
         a, b = text(self.a), text(self.b)
         if self.elements is not None and a == b:
             a, b = f"{a} ({_bits(self.a)})", f"{b} ({_bits(self.b)})"
-        if self.what != "moved":
+        if self.what not in ("moved", "invalid"):
             a, b = (t if len(t) <= _MAX_TEXT else t[:_MAX_TEXT] + "..." for t in (a, b))
         return a, b
 
