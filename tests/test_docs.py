@@ -257,9 +257,9 @@ def test_the_rules_for_whole_modules_work(tmp_path):
 def test_shell_blocks_are_for_a_fresh_clone():
     first, second = texts("README", "sh")
     assert README.index(first) < README.index(second) < README.index("```console")
-    made = "python3 -m venv .venv\n.venv/bin/python -m pip install "
-    assert first == f"{made}.\n.venv/bin/python examples/quickstart.py\n"
-    assert second == f"{made}'.[test]'\n.venv/bin/pytest\n"
+    made = "python3 -m venv .venv &&\n.venv/bin/python -m pip install "
+    assert first == f"{made}. &&\n.venv/bin/python examples/quickstart.py\n"
+    assert second == f"{made}'.[test]' &&\n.venv/bin/pytest\n"
     assert (ROOT / "examples" / "quickstart.py").is_file()
 
 
