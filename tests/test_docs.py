@@ -23,11 +23,13 @@ import in_process
 import jax
 import layouts
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
 
 import reshard
+from reshard.arrays.digests import digest_of
 from reshard.convert.map_rules import apply_map
 from reshard.convert.mapfile import map_of, read_map
 
@@ -254,10 +256,23 @@ def test_python_of_the_library(at):
         jax.tree.map(np.testing.assert_array_equal, nn.unbox(weights), nn.unbox(expected[layer]))
 
 
+def test_python_of_trust(at):
+    names = python("trust", at)
+    step = at("/tmp/demo") / "trained/10"
+    live = jax.tree.leaves(names["variables"]())
+    assert [digest_of(np.asarray(x)) for x in live] == [*reshard.digest(step).values()]
+    found = reshard.verify(step)
+    assert found and found.compared == len(live) == 8
+    names["manager"].save(11, args=ocp.args.StandardSave(names["variables"]()))  # it goes on
+    names["manager"].close()
+    with pytest.raises(TypeError, match="not dict"):
+        reshard.digest(names["variables"]())  # as the topic says
+
+
 def test_python_of_errors(at):
     python("errors", at)
     # The others have tests of their own, above.
-    assert topics_with("python") == ["conversion", "errors", "python"]
+    assert topics_with("python") == ["conversion", "errors", "python", "trust"]
 
 
 @pytest.fixture(scope="module")
