@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 SECONDS = 60
 
@@ -146,9 +148,12 @@ class Tab:
 
 @contextlib.contextmanager
 def started(folder: pathlib.Path) -> Iterator[Chromium]:
-    """A browser with its files in this folder."""
+    """A browser with its files in this folder. Without a browser, the test that asks for it is
+    skipped, except in CI."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
-    assert program, "no Chromium is installed: apt-get install chromium"
+    if program is None:
+        missing = pytest.fail if os.environ.get("CI") else pytest.skip
+        missing("no Chromium is installed: apt-get install chromium")
     theirs, writing = os.pipe()
     reading, answers = os.pipe()
     # The browser reads from descriptor 3 and writes to 4.

@@ -89,17 +89,18 @@ def shell(cwd: pathlib.Path, command: str) -> tuple[int, str, str]:
     return ran.returncode, ran.stdout, ran.stderr
 
 
-def on_terminal(cwd: pathlib.Path, stream: str, *arguments: object) -> tuple[str, str]:
-    """Runs a command with stdout or stderr on a terminal of 100 columns: what the other stream has,
-    and what the terminal shows."""
+def on_terminal(cwd: pathlib.Path, streams: str, *arguments: object) -> tuple[str, str]:
+    """Runs a command with these streams, stdout or stderr and perhaps stdin, on a terminal of 100
+    columns: what the other stream has, and what the terminal shows."""
     master, slave = pty.openpty()
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: slave}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    given = pipes | dict.fromkeys(streams.split(), slave)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
         patch.setenv("COLUMNS", "100")
         patch.delenv("NO_COLOR", raising=False)
         process = subprocess.Popen(  # which closes the slave
-            [RESHARD, *map(str, arguments)], cwd=cwd, text=True, **streams
+            [RESHARD, *map(str, arguments)], cwd=cwd, text=True, **given
         )
     data = b""
     try:
@@ -171,6 +172,30 @@ def test_help_of_a_topic_is_markdown_in_a_pipe_and_rendered_in_a_terminal(tmp_pa
     drawn = without_styles(drawn)
     title = text.splitlines()[0].removeprefix("# ")
     assert title in drawn and f"# {title}" not in drawn and "```" in text and "```" not in drawn
+
+
+@pytest.mark.parametrize("topic", ["meshes", "ckpt", None])
+def test_help_is_paged_in_a_terminal(topic, tmp_path, monkeypatch):
+    """With styles. The pager ends if all fits on one screen, and does not clear the screen."""
+    less = tmp_path / "less"
+    # Older releases of click first run it without input.
+    less.write_text('#!/bin/sh\nif [ -t 0 ]; then exit; fi\necho "less $LESS"\nexec cat\n')
+    less.chmod(0o755)
+    words = ["help", topic] if topic else ["help"]
+    monkeypatch.setenv("PATH", os.pathsep.join((str(tmp_path), os.environ["PATH"])))
+    for name in ("PAGER", "LESS"):
+        monkeypatch.delenv(name, raising=False)
+    err, paged = on_terminal(tmp_path, "stdin stdout", *words)
+    assert err == ""
+    name, _, text = paged.partition("\n")
+    assert name == "less -FRX"
+    assert ("\x1b[" in text) == (topic == "meshes")
+    _, direct = on_terminal(tmp_path, "stdout", *words)
+    assert without_styles(text) == without_styles(direct)
+    monkeypatch.setenv("LESS", "-i")  # what the user has set stays
+    _, paged = on_terminal(tmp_path, "stdin stdout", *words)
+    assert paged.startswith("less -i\n")
+    assert without_styles(text) == paged.partition("\n")[2]
 
 
 def test_help_of_a_command_is_its_own(tmp_path):

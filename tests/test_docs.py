@@ -1,11 +1,13 @@
 """The commands and the Python of README and topics run, and print what they show. Examples in
-docstrings run, too. Each document has its own copy of the demonstrations' files."""
+docstrings run, too. The README runs in one shell. Each topic has its own copy of the
+demonstrations' files."""
 
 import contextlib
 import doctest
 import importlib
 import inspect
 import io
+import itertools
 import os
 import pathlib
 import re
@@ -21,11 +23,13 @@ import in_process
 import jax
 import layouts
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
 
 import reshard
+from reshard.arrays.digests import digest_of
 from reshard.convert.map_rules import apply_map
 from reshard.convert.mapfile import map_of, read_map
 
@@ -62,8 +66,8 @@ def texts(name: str, language: str) -> list[str]:
     return [block.text for block in blocks(name) if block.language == language]
 
 
-def with_blocks_of(language: str) -> list[str]:
-    return [name for name in DOCUMENTS if texts(name, language)]
+def topics_with(language: str) -> list[str]:
+    return [name for name in TOPICS if texts(name, language)]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +121,7 @@ def without_stored_bytes(output: str) -> str:
 
 
 @pytest.mark.every_combination
-@pytest.mark.parametrize("name", with_blocks_of("console"))
+@pytest.mark.parametrize("name", topics_with("console"))
 def test_console_blocks_show_what_the_commands_print(name, at, request):
     if "gs://" in "".join(texts(name, "console")):
         stores = request.getfixturevalue("stores")
@@ -135,8 +139,79 @@ def test_console_blocks_show_what_the_commands_print(name, at, request):
                 assert found == expected, command
 
 
+# What holds at the end of the README's Python in a section.
+CHECKS = """
+import numpy as np
+from flax import linen as nn
+
+saved = reshard.restore("run/1000", nn.unbox(variables()))
+assert jax.tree.structure(weights) == jax.tree.structure(variables())
+for new, old in zip(*map(jax.tree.leaves, (weights, saved)), strict=True):
+    assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
+    assert len(new.sharding.device_set) == 8
+
+start = create()
+expected = start.apply_gradients(grads=jax.grad(loss)(start.params))
+states = [(x.step, x.params, x.opt_state) for x in (state, expected)]
+assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+for new, old in zip(*map(jax.tree.leaves, states), strict=True):
+    np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-6)
+assert state.params["DotReluDot_0"]["W2"].value.sharding.shard_shape((512, 512)) == (64, 512)
+"""
+
+
+def in_a_shell(fenced: list[Block]) -> str:
+    """The lines of a shell. It prints each console block's commands with their outputs. Python
+    blocks without another block between them are one session."""
+    lines = ["set -e"]
+    for language, group in itertools.groupby(fenced, lambda block: block.language):
+        text = "\n".join(block.text for block in group)
+        if language == "console":
+            for command in re.findall(r"^\$ (.*)$", text, re.MULTILINE):
+                lines += [f"echo {shlex.quote(f'$ {command}')}", f"{command} 2>&1"]
+        elif language == "python":
+            checks = CHECKS if "create" in text else ""
+            lines.append(f"python - >&2 <<'END'\n{text}{checks}END")
+        else:
+            assert language == "sh"
+            lines.append(f"{{\n{text}}} >&2")
+    return "\n".join(lines)
+
+
+def test_the_readme_runs_in_one_shell(tmp_path):
+    """All blocks after those for a fresh clone, in their order."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    (clone / ".venv").symlink_to(sys.prefix)
+    (clone / "examples").symlink_to(ROOT / "examples")
+    fenced = blocks("README")
+    assert [block.language for block in fenced[:2]] == ["sh", "sh"]
+    script = in_a_shell(fenced[2:]).replace("/tmp/", f"{tmp_path}/")
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    ran = subprocess.run(["bash", "-c", script], cwd=clone, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    expected = "".join(text for text in texts("README", "console"))
+    found = ran.stdout.replace(f"{tmp_path}/", "/tmp/")
+    pair = [re.sub(r"\n+", "\n", without_stored_bytes(text)) for text in (found, expected)]
+    assert pair[0] == pair[1]
+    written = reshard.open(tmp_path / "demo/out/1001")
+    assert [str(mesh) for mesh in written.meshes] == ["data=1,model=8"]
+    assert len(read := reshard.open(tmp_path / "demo/out/weights").arrays) == 9
+    assert {leaf.path[0] for leaf in read} == {"step", "params"}
+
+
+def test_options_that_the_readme_names_fit_its_checkpoint(at):
+    section = README.partition("## Another mesh")[2].partition("\n## ")[0]
+    named = re.findall(r"`(--[^`]+)`", section)
+    assert len(named) == 5 and named.pop(3) == "--map FILE"
+    for number, option in enumerate(named):
+        words = ["run/1000", f"option/{number}", "--to", "1x8", "--quiet", *shlex.split(option)]
+        status, _, err = in_process.reshard_in(at("/tmp/demo"), "ckpt", *words)
+        assert (status, err) == (0, ""), option
+
+
 def python(name: str, at) -> dict[str, Any]:
-    """Runs the Python of a document and returns its names. The output must equal the next block of
+    """Runs the Python of a topic and returns its names. The output must equal the next block of
     the section, if that block has no language."""
     names: dict[str, Any] = {}
     fenced = blocks(name)
@@ -150,20 +225,6 @@ def python(name: str, at) -> dict[str, Any]:
         if after is not None and (after.language, after.section) == ("", block.section):
             assert printed.getvalue().replace(str(at(block.place)), block.place) == after.text
     return names
-
-
-def test_python_of_the_readme(at):
-    code = texts("README", "python")[0]
-    assert len([line for line in code.splitlines() if line]) == 4
-    names = python("README", at)
-    written = reshard.open(at("/tmp/demo") / "out/1001")
-    assert [str(mesh) for mesh in written.meshes] == ["data=1,model=8"]
-    state, variables = names["state"], names["variables"]()
-    assert jax.tree.structure(state) == jax.tree.structure(variables)
-    saved = reshard.restore(at("/tmp/demo") / "run/1000", nn.unbox(variables))
-    for new, old in zip(*map(jax.tree.leaves, (state, saved)), strict=True):
-        assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
-        assert len(new.sharding.device_set) == 8
 
 
 def test_python_of_conversion(at):
@@ -195,10 +256,23 @@ def test_python_of_the_library(at):
         jax.tree.map(np.testing.assert_array_equal, nn.unbox(weights), nn.unbox(expected[layer]))
 
 
+def test_python_of_trust(at):
+    names = python("trust", at)
+    step = at("/tmp/demo") / "trained/10"
+    live = jax.tree.leaves(names["variables"]())
+    assert [digest_of(np.asarray(x)) for x in live] == [*reshard.digest(step).values()]
+    found = reshard.verify(step)
+    assert found and found.compared == len(live) == 8
+    names["manager"].save(11, args=ocp.args.StandardSave(names["variables"]()))  # it goes on
+    names["manager"].close()
+    with pytest.raises(TypeError, match="not dict"):
+        reshard.digest(names["variables"]())  # as the topic says
+
+
 def test_python_of_errors(at):
     python("errors", at)
     # The others have tests of their own, above.
-    assert with_blocks_of("python") == ["README", "conversion", "errors", "python"]
+    assert topics_with("python") == ["conversion", "errors", "python", "trust"]
 
 
 @pytest.fixture(scope="module")
@@ -255,17 +329,17 @@ def test_the_rules_for_whole_modules_work(tmp_path):
 
 
 def test_shell_blocks_are_for_a_fresh_clone():
-    first, second = texts("README", "sh")
+    first, second = texts("README", "sh")[:2]
     assert README.index(first) < README.index(second) < README.index("```console")
-    made = "python3 -m venv .venv\n.venv/bin/python -m pip install "
-    assert first == f"{made}.\n.venv/bin/python examples/quickstart.py\n"
-    assert second == f"{made}'.[test]'\n.venv/bin/pytest\n"
+    made = "python3 -m venv .venv &&\n.venv/bin/python -m pip install "
+    assert first == f"{made}. &&\n.venv/bin/python examples/quickstart.py\n"
+    assert second == f"{made}'.[test]' &&\n.venv/bin/pytest\n"
     assert (ROOT / "examples" / "quickstart.py").is_file()
 
 
 def test_the_readme_is_short_and_names_every_topic_and_room():
     assert len(README.splitlines()) <= 250
-    assert len(README.encode()) <= 8_500
+    assert len(README.encode()) <= 9 << 10
     assert "Usage:" not in README
     named = README.partition("## Where to read on")[2].partition(":\n")[2].partition(".")[0]
     assert set(named.replace("\n", " ").split(", ")) == set(TOPICS)

@@ -560,6 +560,17 @@ def chromium(tmp_path_factory):
         yield started
 
 
+def test_tests_of_pages_are_skipped_without_a_browser_except_in_ci(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CI", raising=False)
+    message = "no Chromium is installed: apt-get install chromium"
+    with pytest.raises(pytest.skip.Exception, match=message), browser.started(tmp_path):
+        pass
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match=message), browser.started(tmp_path):
+        pass
+
+
 def test_a_page_works_in_a_browser(chromium, planned, ckpt, run):
     tab = chromium.open(to_html(planned))
     load = format_load(*planned.amplification)

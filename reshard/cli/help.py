@@ -1,6 +1,7 @@
 """`reshard help`: the reference, which travels with the package as Markdown files."""
 
 import importlib.resources
+import os
 import sys
 from difflib import get_close_matches
 from typing import Any
@@ -39,15 +40,17 @@ def command(topic: str | None) -> None:
     group: Any = program.command
     commands = group.list_commands(program)
     if topic is None:
-        for name, text in texts.items():
-            click.echo(f"{name:12}{text.partition(chr(10))[0].removeprefix('# ')}")
-        click.echo(
-            "\n`reshard help TOPIC` shows a topic, `reshard help COMMAND` the options of a command."
-        )
-        click.echo(f"For shell completion, add to ~/.bashrc (for zsh, zsh_source): {_COMPLETION}")
+        titles = {name: text.partition("\n")[0] for name, text in texts.items()}
+        lines = [f"{name:12}{title.removeprefix('# ')}" for name, title in titles.items()]
+        lines += [
+            "",
+            "`reshard help TOPIC` shows a topic, `reshard help COMMAND` the options of a command.",
+            f"For shell completion, add to ~/.bashrc (for zsh, zsh_source): {_COMPLETION}",
+        ]
+        shown = "\n".join(lines)
     elif topic in commands:
         _, found, _ = group.resolve_command(program, [topic])
-        click.echo(click.Context(found, info_name=topic, parent=program).get_help())
+        shown = click.Context(found, info_name=topic, parent=program).get_help()
     elif topic not in texts:
         lists = [f"topics: {', '.join(texts)}", f"commands: {', '.join(commands)}"]
         near = [f"reshard help {name}" for name in get_close_matches(topic, [*texts, *commands], 1)]
@@ -57,6 +60,11 @@ def command(topic: str | None) -> None:
         from rich.console import Console
         from rich.markdown import Markdown
 
-        Console().print(Markdown(texts[topic]))
+        console = Console()
+        with console.capture() as drawn:
+            console.print(Markdown(texts[topic]))
+        shown = drawn.get()
     else:
-        click.echo(texts[topic], nl=False)
+        shown = texts[topic]
+    os.environ.setdefault("LESS", "-FRX")  # `less` ends if all fits on one screen
+    click.echo_via_pager(shown.rstrip("\n"))
