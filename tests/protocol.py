@@ -203,6 +203,8 @@ class Actor:
 
     def __init__(self, world: "World", number: int, kind: str, token: str):
         self.number, self.kind, self.token = number, kind, token
+        # A commit overwrites if the job's documents say so.
+        self.overwrites = kind == "overwrite" or (kind != "plain" and world.overwrites)
         self.host = world.random.choice((1, 1, 2))
         self.speed = world.random.choice((0.03, 0.3, 1.0))
         self.alive, self.killed, self.published, self.result = True, False, False, ""
@@ -227,7 +229,9 @@ class World:
         self.record: Any = None
         self.kept: set[str] = set()  # what the record names
         self.watched = FIXED  # the files by which a reader's answer may change
-        self.complete = ""
+        self.complete, self.current = "", b""  # the job, and the manifest of its commit
+        self.replaced: set[bytes] = set()  # manifests of checkpoints that others have replaced
+        self.overwrites = self.random.random() < 0.5
         self.ever: set[str] = set()
         self.calm = False  # nothing goes wrong any more
         self.running: Actor | None = None
@@ -239,7 +243,7 @@ class World:
             ref = f"{ITEM}/ocdbt.process_0/d/x"
             self.files = {f"{TOP}/{name}": data for name, data in _whole("old", [ref]).items()}
             self.files[f"{TOP}/{ref}"] = b"data old"
-            self.complete = "old"
+            self.complete, self.current = "old", self.files[f"{TOP}/{ITEM}/{MANIFEST}"]
 
     def _process(self) -> dict[str, Any]:
         assert self.running is not None
@@ -262,12 +266,12 @@ class World:
                 place,
                 actor.token,
                 resume=kind == "resume",
-                overwrite=kind == "overwrite",
+                overwrite=actor.overwrites,
                 shared=shared,
             )
             if start is None:
                 return "ok"
-            if self.is_local and kind != "overwrite" and place.exists():
+            if self.is_local and not actor.overwrites and place.exists():
                 return "exists"
             directory, found, ignored = start
             own = self.job.Job(place, directory, (ITEM,), actor.token, SHARES, ignored)
@@ -281,7 +285,7 @@ class World:
                     if found is None or part not in found.parts:
                         self._write(attempt, part)
                 if not shared:
-                    self._finish(attempt, kind == "overwrite")
+                    self._finish(attempt, actor.overwrites)
             return "written" if shared else "ok"
         except (ReshardError, OSError) as error:
             return f"{type(error).__name__}: {error}"
@@ -326,7 +330,7 @@ class World:
         own = self.job.Job(place, directory, (ITEM,), about["job"], SHARES)
         attempt = self.job.Attempt(own)
         with self.commit.attempted(attempt, whole=True):
-            self._finish(attempt, False)
+            self._finish(attempt, self.overwrites)
         return "ok"
 
     # What happens.
@@ -337,7 +341,7 @@ class World:
         one, two = "1" * 16, "2" * 16
         todo = [self.random.choice(kinds) for _ in range(self.random.choice((2, 3)))]
         if "share0" in todo or "share1" in todo:
-            todo = ["share0", "share1", self.random.choice(kinds), "commit"]
+            todo = ["share0", "share1", self.random.choice((*kinds, "commit", "commit")), "commit"]
         while (living := [actor for actor in self.actors if actor.alive]) or todo:
             if todo and (not living or self.random.random() < 0.1):
                 self._start(todo.pop(0), self.random.choice((one, one, one, two)))
@@ -426,7 +430,7 @@ class World:
                 return errno.ENOENT
             if operation == "rename" and other:
                 return errno.EEXIST
-            if other and actor.kind != "overwrite":
+            if other and not actor.overwrites:
                 raise FoulError("what was not to be replaced is replaced")
             moved = {arguments[0] + n[len(path) :]: files.pop(n) for n in one}
             back = {path + n[len(arguments[0]) :]: files.pop(n) for n in other}
@@ -473,6 +477,12 @@ class World:
             raise FoulError("what can be read is mixed, or not all there")
         if not self.is_local and self.complete not in ("", owner):
             raise FoulError("what was complete is another one")
+        manifest = files[f"{TOP}/{ITEM}/{MANIFEST}"]
+        if manifest in self.replaced:
+            raise FoulError("an older checkpoint is back")
+        if manifest != self.current:
+            self.replaced.add(self.current)
+            self.current = manifest
         self.watched = FIXED | self.kept | refs
         self.complete = owner
         self.ever.add(owner)
