@@ -326,6 +326,7 @@ class World:
         if len(found) != 1 or len({d["job"] for d in found[0][1].documents}) != 1:
             return "not one job"
         [(directory, each)] = found
+        directory = self.commit.taken(place, directory, each)
         about = each.documents[0]
         own = self.job.Job(place, directory, (ITEM,), about["job"], SHARES)
         attempt = self.job.Attempt(own)
@@ -341,17 +342,24 @@ class World:
         one, two = "1" * 16, "2" * 16
         todo = [self.random.choice(kinds) for _ in range(self.random.choice((2, 3)))]
         if "share0" in todo or "share1" in todo:
-            todo = ["share0", "share1", self.random.choice((*kinds, "commit", "commit")), "commit"]
+            todo = ["share0", "share1", self.random.choice(kinds), "commit"]
+        elif self.random.random() < 0.3:
+            self._start("share0", one)
+            self._start("share1", one)
+            todo = ["commit", "commit", self.random.choice(kinds)]
+        soon, hesitates = self.random.choice((0.1, 0.01)), self.random.choice((1, 0.02))
         while (living := [actor for actor in self.actors if actor.alive]) or todo:
-            if todo and (not living or self.random.random() < 0.1):
+            written = todo[:1] != ["commit"] or not any(a.kind[:5] == "share" for a in living)
+            if todo and (not living or (written and self.random.random() < soon)):
                 self._start(todo.pop(0), self.random.choice((one, one, one, two)))
             elif self.late and self.random.random() < 0.05:
                 self.apply(self.late.pop(self.random.randrange(len(self.late))), None)
             else:
-                point = self.random.random() * sum([actor.speed for actor in living])
-                for actor in living:
-                    if (point := point - actor.speed) < 0:
-                        break
+                # Who is about to decide may wait for long, until others are about to.
+                decide = [a for a in living if a.request[0] in ("rename", "exchange")]
+                waits = decide[0] if len(decide) == 1 else None
+                speeds = [a.speed * (hesitates if a is waits else 1) for a in living]
+                [actor] = self.random.choices(living, speeds)
                 self._step(actor)
         while self.late:
             self.apply(self.late.pop(self.random.randrange(len(self.late))), None)

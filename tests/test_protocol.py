@@ -43,7 +43,32 @@ MUTANTS = {
     ),
     "a rename that was done counts as failed": (
         "disk",
-        "if attempt.is_in(destination):",
+        "if not attempt.is_in(destination):",
+        "if True:",
+    ),
+    "a job has the same name for all who commit it": (
+        "disk",
+        "            disk.rename(directory, own)\n",
+        "            own = directory\n",
+    ),
+    "an attempt does not see what it has renamed": (
+        "disk",
+        'if not (own / (attempt.begun.below(directory) or "")).exists():',
+        "if False:",
+    ),
+    "what an exchange has replaced counts as a job": (
+        "disk",
+        "        _token(directory) in path for path in found.sizes\n",
+        "        True for _ in (1,)\n",
+    ),
+    "a job is written under a private name": (
+        "disk",
+        "if not directory.name.endswith(_COMMITTING):\n        return",
+        "if True:\n        return",
+    ),
+    "the old checkpoint is taken for a job": (
+        "disk",
+        "if not any(_token(directory) in entry.path for entry in place.walk()):",
         "if False:",
     ),
     "the nodes of another manifest are deleted": (
@@ -58,8 +83,8 @@ MUTANTS = {
     ),
     "a failure between two renames": (
         "disk without exchange",
-        "            if replaced.exists() and not destination.exists():\n",
-        "            if False:\n",
+        "((aside, destination), (own, directory))",
+        "((own, directory),)",
     ),
 }
 

@@ -16,9 +16,7 @@ from reshard.storage.disk import kernel_text
 from reshard.storage.location import parse_location
 from reshard.storage.machine import has_ended
 from reshard.writer import commit, job
-from reshard.writer.siblings import UNFINISHED_PREFIX
 
-_JOB = re.compile(re.escape(UNFINISHED_PREFIX) + r"(.+)\.[0-9a-f]{16}")
 _RUNNING = " (still running)"
 
 
@@ -54,7 +52,7 @@ def unfinished(path: str) -> tuple[list[str], list[str]]:
     finish them."""
     problems, hints, place = [], [], parse_location(path)
     names = place.names() if place.is_local and place.is_dir() else ()
-    inside = dict.fromkeys(match[1] for match in map(_JOB.fullmatch, names) if match)
+    inside = dict.fromkeys(match[1] for match in map(commit.JOB_NAME.fullmatch, names) if match)
     paths = [path, *(f"{path.rstrip('/')}/{name}" for name in inside)]
     jobs = [(each, *item) for each in paths for item in commit.jobs(parse_location(each)).items()]
     for each, directory, found in jobs:

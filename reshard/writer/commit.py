@@ -5,7 +5,8 @@ anywhere, for any time, and go on. A request may arrive late, twice, or be done 
 is lost. One step decides:
 
 - on a disk, the rename of the job's directory to the destination. It fails if the name is taken;
-with `overwrite` it exchanges the two;
+with `overwrite` it exchanges the two. Before that, the directory gets a name that no other process
+uses: of two commits at once, the second would exchange the old checkpoint back;
 - in a bucket, the creation of the commit record, if it is absent. It names the parts that count,
 and the contents of all names without a token. Before it, no such name exists, and it is never
 replaced. Every process that finds it only goes forward: it creates each of these names if it is
@@ -47,6 +48,11 @@ from reshard.writer.siblings import UNFINISHED_PREFIX
 
 # Not a name of a step, and not temporary: an old checkpoint must not be swept away by a manager.
 REPLACED_SUFFIX = ".replaced-by-reshard"
+# Ends the name of a job's directory while an attempt commits it; the attempt's token is before it.
+_COMMITTING = ".commit"
+JOB_NAME = re.compile(
+    rf"{re.escape(UNFINISHED_PREFIX)}(.+)\.([0-9a-f]{{16}})({re.escape(_COMMITTING)})?", re.DOTALL
+)
 # Requests at once, and bytes of an object that is copied on the server.
 _REQUESTS = 32
 _LARGE = 16 << 20
@@ -106,7 +112,8 @@ def begin(
         if not path.is_local and _is_committed(path, found, token if resume else None):
             return None
         foreign = [d for d in found.documents if d["job"] != token]
-        begun = [d for d in found.begun if not shared or d["job"] != token]
+        alone = not shared or path.name.endswith(_COMMITTING)
+        begun = [d for d in found.begun if alone or d["job"] != token]
         ended = [(document, has_ended(document["owner"])) for document in begun]
         running = [document for document, has in ended if has is False]
         unknown = [document for document, has in ended if has is None]
@@ -127,7 +134,7 @@ def begin(
             text = f"a stopped job left {left} shares of `{destination}`"
             raise DestinationExistsError(text, writers(found.documents), [RESUME, OVERWRITE])
         if goes_on and found.documents and not foreign:
-            start = path, found, frozenset[str]()
+            start = taken(destination, path, found), found, frozenset[str]()
         elif not path.is_local:
             start = path, None, found.tokens
         elif path != start[0] and not (found.parts or unknown or overwrite):
@@ -148,6 +155,10 @@ def _restore_replaced(destination: Location) -> None:
 
     Each name is used once, so no other job puts a checkpoint under one of these names meanwhile.
     """
+    for place in _directories(destination):
+        if not _holds_job(place, look(place)):  # stopped after an exchange
+            with contextlib.suppress(FileNotFoundError):  # another process does the same
+                disk.rename(place, _aside(place, destination))
     aside = replaced_checkpoints(destination)
     if aside and not destination.exists():
         last = max(aside, key=lambda place: max((e.modified for e in place.walk()), default=0))
@@ -155,6 +166,11 @@ def _restore_replaced(destination: Location) -> None:
         aside.remove(last)
     for place in aside:
         remove_aside(destination, place)
+
+
+def _aside(directory: Location, destination: Location) -> Location:
+    """Where the old checkpoint is put that an attempt has left in a directory."""
+    return destination.parent / f"{destination.name}{REPLACED_SUFFIX}.{_token(directory)}"
 
 
 def _beside(destination: Location, token: str) -> Location:
@@ -165,10 +181,43 @@ def jobs(destination: Location) -> dict[Location, Found]:
     """The directories of a destination's jobs, with their contents."""
     if not destination.is_local:
         return {destination: look(destination)}
-    parent = destination.parent
-    pattern = re.compile(re.escape(_beside(destination, "").name) + "[0-9a-f]{16}")
-    names = parent.names() if parent.is_dir() else ()
-    return {parent / name: look(parent / name) for name in names if pattern.fullmatch(name)}
+    every = {place: look(place) for place in _directories(destination)}
+    return {place: found for place, found in every.items() if _holds_job(place, found)}
+
+
+def _directories(destination: Location) -> list[Location]:
+    """The directories beside a destination that have names of jobs."""
+    names = destination.parent.names() if destination.parent.is_dir() else ()
+    matches = filter(None, map(JOB_NAME.fullmatch, names))
+    return [destination.parent / match[0] for match in matches if match[1] == destination.name]
+
+
+def _holds_job(directory: Location, found: Found) -> bool:
+    """Whether a directory that has the name of a job holds one. A directory that an attempt
+    commits holds files of this attempt, and after the exchange it holds the old checkpoint."""
+    return not directory.name.endswith(_COMMITTING) or any(
+        _token(directory) in path for path in found.sizes
+    )
+
+
+def _token(directory: Location) -> str:
+    return directory.name.removesuffix(_COMMITTING).rpartition(".")[2]
+
+
+def taken(destination: Location, directory: Location, found: Found) -> Location:
+    """The directory of a job. If an attempt to commit was stopped, its private name is given up:
+    nobody writes under such a name, so that what is there is the job or the old checkpoint."""
+    if not directory.name.endswith(_COMMITTING):
+        return directory
+    if running := [d for d in found.begun if has_ended(d["owner"]) is False]:
+        text = f"another process commits the job for `{destination}`"
+        raise DestinationError(text, writers(running), ["wait until it ends"])
+    place = _beside(destination, secrets.token_hex(8))
+    disk.rename(directory, place)
+    if not any(_token(directory) in entry.path for entry in place.walk()):  # it has just exchanged
+        disk.rename(place, directory)
+        raise DestinationError(f"another process has committed the job for `{destination}`")
+    return place
 
 
 def share_count(destination: Location) -> int | None:
@@ -286,17 +335,23 @@ def needed(job: Job, document: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
 @contextlib.contextmanager
 def attempted(attempt: Attempt, whole: bool = False) -> Iterator[None]:
     """Runs an attempt. If it fails, its unpublished files are removed. For a `whole` job or its
-    commit, the error then says what is left."""
+    commit, the error then says what is left; or that another process has taken the job."""
+    job, begun, ended = attempt.job, False, False
     try:
-        with disk_errors(attempt.job.destination):
+        with disk_errors(job.destination):
             attempt.begin()
+            begun = True
             yield
     except BaseException as error:
+        if isinstance(error, Exception) and job.directory.is_local:
+            ended = begun and not attempt.begun.exists()
         with contextlib.suppress(ReshardError, OSError):
             attempt.abandon()
         if whole:
             with contextlib.suppress(ReshardError, OSError):
                 _note_parts(attempt, error)
+        if ended:
+            raise job.ended() from error
         raise
     if not whole:
         with contextlib.suppress(ReshardError):  # what it has done stands
@@ -487,31 +542,33 @@ def _synced(directory: Location, attempt: Attempt) -> set[str]:
 
 def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
     """Gives the job's directory the destination's name. Returns the place of the replaced
-    checkpoint."""
+    checkpoint. An error proves nothing, since a file server may repeat a request and refuse it
+    then: the attempt's token says where the job's directory is."""
     directory, destination = attempt.job.directory, attempt.job.destination
+    own = _beside(destination, f"{attempt.token}{_COMMITTING}")
+    aside = _aside(own, destination)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            disk.rename(directory, own)
+        if not (own / (attempt.begun.below(directory) or "")).exists():  # another process has it
+            raise attempt.job.ended()
         if not (overwrite and destination.exists()):
-            disk.rename(directory, destination)
-            return None
-        if disk.exchange(directory, destination):
-            return directory
-        name = f"{destination.name}{REPLACED_SUFFIX}.{attempt.token}"
-        replaced = destination.parent / name
-        try:
-            disk.rename(destination, replaced)
-            disk.rename(directory, destination)
-        except BaseException:
-            if replaced.exists() and not destination.exists():
-                disk.rename(replaced, destination)
+            disk.rename(own, destination)
+        elif not disk.exchange(own, destination):
+            disk.rename(destination, aside)
+            disk.rename(own, destination)
+    except BaseException as error:
+        if not attempt.is_in(destination):
+            for place, name in ((aside, destination), (own, directory)):
+                with contextlib.suppress(FileNotFoundError, FileExistsError):
+                    disk.rename(place, name)
+            if isinstance(error, FileExistsError):
+                text = f"`{destination}` was created by another job meanwhile"
+                raise DestinationExistsError(text, hints=[OVERWRITE]) from error
             raise
-        return replaced
-    except OSError as error:
-        if attempt.is_in(destination):  # a file server may repeat a request, and refuse it then
-            return None
-        if isinstance(error, FileExistsError):
-            text = f"`{destination}` was created by another job meanwhile"
-            raise DestinationExistsError(text, hints=[OVERWRITE]) from error
-        raise
+        if not isinstance(error, OSError | ReshardError):
+            raise
+    return next((place for place in (own, aside) if place.exists()), None)
 
 
 def _prune(directory: Location, unneeded: Sequence[str]) -> None:

@@ -42,6 +42,7 @@ from reshard.writer.job import (
     ROOT,
     UNSHARED,
     Attempt,
+    Found,
     Job,
     is_of_an_attempt,
     job_token,
@@ -465,6 +466,20 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         hints = [committing.restart_hint(path) for path in jobs]
         raise errors.DestinationError(f"several unfinished jobs exist for `{place}`", lines, hints)
     [(directory, found)] = jobs.items()
+    try:
+        _commit(place, directory, found, progress)
+    except errors.ReshardError:
+        left = [d for each in committing.jobs(place).values() for d in each.documents]
+        if not place.is_local or any(d["job"] == found.documents[0]["job"] for d in left):
+            raise
+        return commit(place)  # another process has completed the job meanwhile
+    return True
+
+
+def _commit(place: Location, directory: Location, found: Found, progress: Progress | None) -> None:
+    """Commits the job in a directory."""
+    with committing.disk_errors(place):
+        directory = committing.taken(place, directory, found)
     about = found.documents[0]
     job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])
     unshared = committing.chosen(job, found)[UNSHARED]
@@ -475,7 +490,6 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     with committing.attempted(attempt, whole=True):
         report = counted(sum(nbytes) if verify else 0, progress)
         complete(attempt, report, overwrite, verify)
-    return True
 
 
 def complete(
