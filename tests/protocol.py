@@ -15,12 +15,13 @@ from typing import Any
 import greenlet
 
 from reshard.errors import DestinationError, ReshardError, StoreError
+from reshard.loader.inventory import REPLACED_SUFFIX
 from reshard.storage.disk import UNKNOWN, Entry, Location
 from reshard.writer import commit, job
 
 TOP, ITEM, SHARES = "root/1000", "default", 2
 MARKER, META, MANIFEST = "commit_success.txt", "_METADATA", "manifest.ocdbt"
-REPLACED = TOP + commit.REPLACED_SUFFIX
+REPLACED = TOP + REPLACED_SUFFIX
 FIXED = {f"{TOP}/{n}" for n in (commit.RECORD, MARKER, f"{ITEM}/{META}", f"{ITEM}/{MANIFEST}")}
 
 

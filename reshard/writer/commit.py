@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.errors import DestinationError, DestinationExistsError, ReshardError
+from reshard.loader import inventory
 from reshard.loader.detection import MARKER, RECORD
 from reshard.storage import disk
 from reshard.storage.bucket import BucketLocation
@@ -44,15 +45,11 @@ from reshard.writer.job import (
     parsed,
     writers,
 )
-from reshard.writer.siblings import UNFINISHED_PREFIX
 
-# Not a name of a step, and not temporary: an old checkpoint must not be swept away by a manager.
-REPLACED_SUFFIX = ".replaced-by-reshard"
 # Ends the name of a job's directory while an attempt commits it; the attempt's token is before it.
 _COMMITTING = ".commit"
-JOB_NAME = re.compile(
-    rf"{re.escape(UNFINISHED_PREFIX)}(.+)\.([0-9a-f]{{16}})({re.escape(_COMMITTING)})?", re.DOTALL
-)
+_PREFIX, _ENDS = re.escape(inventory.UNFINISHED_PREFIX), re.escape(_COMMITTING)
+JOB_NAME = re.compile(rf"{_PREFIX}(.+)\.([0-9a-f]{{16}})({_ENDS})?", re.DOTALL)
 # Requests at once, and bytes of an object that is copied on the server.
 _REQUESTS = 32
 _LARGE = 16 << 20
@@ -144,7 +141,7 @@ def begin(
 
 def replaced_checkpoints(destination: Location) -> list[Location]:
     """The checkpoints that jobs for a destination on a disk have put aside."""
-    parent, name = destination.parent, re.escape(f"{destination.name}{REPLACED_SUFFIX}")
+    parent, name = destination.parent, re.escape(f"{destination.name}{inventory.REPLACED_SUFFIX}")
     names = parent.names() if parent.is_dir() else ()
     return [parent / each for each in names if re.fullmatch(rf"{name}(\.[0-9a-f]{{16}})?", each)]
 
@@ -170,11 +167,11 @@ def _restore_replaced(destination: Location) -> None:
 
 def _aside(directory: Location, destination: Location) -> Location:
     """Where the old checkpoint is put that an attempt has left in a directory."""
-    return destination.parent / f"{destination.name}{REPLACED_SUFFIX}.{_token(directory)}"
+    return destination.parent / f"{destination.name}{inventory.REPLACED_SUFFIX}.{_token(directory)}"
 
 
 def _beside(destination: Location, token: str) -> Location:
-    return destination.parent / f"{UNFINISHED_PREFIX}{destination.name}.{token}"
+    return destination.parent / f"{inventory.UNFINISHED_PREFIX}{destination.name}.{token}"
 
 
 def jobs(destination: Location) -> dict[Location, Found]:

@@ -16,6 +16,7 @@ from reshard.engine.cost import co_read_groups, decoded_together, first_cell
 from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayPlan, co_read, plan_array, too_large
 from reshard.loader.detection import MARKER, TREE_FILE, manager_steps, why_not_replaceable
+from reshard.loader.inventory import REPLACED_SUFFIX, UNFINISHED_PREFIX
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
 from reshard.storage.location import Location, parse_location
@@ -27,7 +28,7 @@ from reshard.writer.documents import NO_RECORD, read_again, read_costs, source_r
 from reshard.writer.format import TargetFormat, name_errors, target_format
 from reshard.writer.links import files_to_link
 from reshard.writer.plan import ItemPlan, Plan
-from reshard.writer.siblings import UNFINISHED_PREFIX, siblings, source_state
+from reshard.writer.siblings import siblings, source_state
 
 P = TypeVar("P", bound=Plan)
 
@@ -255,7 +256,7 @@ def _check_directory(destination: Location, steps: Sequence[Source], overwrite: 
         raise errors.DestinationExistsError(
             f"`{destination}` is a file or a symbolic link, not a directory"
         )
-    reserved = committing.REPLACED_SUFFIX in destination.name
+    reserved = REPLACED_SUFFIX in destination.name
     if reserved or destination.name.startswith(UNFINISHED_PREFIX):
         text = f"`{destination}` has a name that is reserved for unfinished jobs"
         raise errors.DestinationError(text, hints=["choose another name"])

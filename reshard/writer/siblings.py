@@ -23,6 +23,7 @@ from reshard.loader.detection import (
     is_step,
     step_directories,
 )
+from reshard.loader.inventory import UNFINISHED_PREFIX
 from reshard.storage.disk import Entry
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
@@ -30,10 +31,6 @@ from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
 # Names in an item's directory that the writer makes itself, but for arrays and staged databases.
 WRITTEN = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER, STRINGS_FILE, MANIFEST, MARKER})
 WRITTEN |= {*FOLDERS, *RECORD_FILES}
-# The prefix of a job's directory, next to its destination. Orbax does not list or remove it. Orbax
-# would take a name that ends in digits for a step, and its CheckpointManager removes names with
-# Orbax's own temporary suffix.
-UNFINISHED_PREFIX = ".reshard-"
 # Files that may be written at any time.
 NO_STATE = RECORD_FILES
 # Files that are copied at once.
