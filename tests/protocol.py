@@ -10,15 +10,17 @@ import functools
 import json
 import random
 import types
+import zlib
 from typing import Any
 
 import greenlet
 
-from reshard.errors import DestinationError, ReshardError, StoreError
+from reshard.errors import DestinationError, KeptFilesError, ReshardError, StoreError
 from reshard.loader.inventory import REPLACED_SUFFIX
 from reshard.storage.disk import UNKNOWN, Entry, Location
-from reshard.writer import commit, job
+from reshard.writer import commit, job, replaced
 
+FOREIGN = "foreign"  # begins names of somebody else's files
 TOP, ITEM, SHARES = "root/1000", "default", 2
 MARKER, META, MANIFEST = "commit_success.txt", "_METADATA", "manifest.ocdbt"
 REPLACED = TOP + REPLACED_SUFFIX
@@ -77,7 +79,8 @@ class Place:
     is_dir = exists
 
     def walk(self) -> list[Entry]:
-        return [_entry(path) for path in self.ask("list")]
+        found = [(path, self.world.files[f"{self.path}/{path}"]) for path in self.ask("list")]
+        return [_entry(path, data) if isinstance(data, bytes) else _entry(path) for path, data in found]
 
     def names(self) -> list[str]:
         return sorted({path.partition("/")[0] for path in self.ask("list")})
@@ -110,8 +113,8 @@ class Place:
 
 
 @functools.lru_cache(1 << 12)
-def _entry(path: str) -> Entry:
-    return Entry(path, True, False, 1, 0)
+def _entry(path: str, content: bytes = b"") -> Entry:
+    return Entry(path, True, False, 1, zlib.crc32(content))
 
 
 def rename(one: Place, other: Place) -> None:
@@ -259,7 +262,12 @@ class World:
 
     def attempt(self, actor: Actor) -> str:
         place, kind = Place(self, TOP), actor.kind
+        seen = None
         try:
+            if self.is_local and actor.overwrites:
+                seen = replaced.list_seen(self.commit.standing(place))
+                if any(each[0].startswith(FOREIGN) for each in seen):
+                    return "refused"
             if kind == "commit":
                 return self._commit(place)
             shared = kind.startswith("share")
@@ -284,14 +292,16 @@ class World:
             with self.commit.attempted(attempt, whole=not shared):
                 for part in parts:
                     if found is None or part not in found.parts:
-                        self._write(attempt, part)
+                        self._write(attempt, part, seen)
                 if not shared:
-                    self._finish(attempt, actor.overwrites)
+                    self._finish(attempt, seen)
             return "written" if shared else "ok"
+        except KeptFilesError:
+            return "ok"
         except (ReshardError, OSError) as error:
             return f"{type(error).__name__}: {error}"
 
-    def _write(self, attempt: Any, part: str) -> None:
+    def _write(self, attempt: Any, part: str, seen: Any) -> None:
         directory = attempt.job.item_directory(0)
         names = {f"{attempt.name(part, '0')}/d/x": b"data " + attempt.job.token.encode()}
         staged = {}
@@ -304,10 +314,12 @@ class World:
         if not self.calm and self.random.random() < 0.05:
             raise DestinationError("a share has failed")
         item = {"files": dict.fromkeys(names, 1), "nodes": {}}
-        attempt.publish(part, {"items": {"0": item}, "files": staged})
+        attempt.publish(part, {"items": {"0": item}, "files": staged, "replaced": seen})
 
-    def _finish(self, attempt: Any, overwrite: bool) -> None:
+    def _finish(self, attempt: Any, seen: Any) -> None:
         own = attempt.job
+        assert self.running is not None
+        self.running.overwrites = seen is not None
         parts = self.commit.chosen(own, self.job.look(own.directory))
         node = f"{attempt.name(self.job.ROOT, '')}/d/n"
         (own.item_directory(0) / node).replace(b"data " + own.token.encode(), "")
@@ -317,7 +329,7 @@ class World:
         markers = [(MARKER, b"marker " + own.token.encode())]
         kept = [f"{ITEM}/{ref}" for ref in refs]
         result = self.commit.Result(files, markers, kept, [], [])
-        self.commit.publish(attempt, result, overwrite, lambda: None)
+        self.commit.publish(attempt, result, seen, lambda: None)
 
     def _commit(self, place: Place) -> str:
         if not self.is_local and (place / commit.RECORD).exists():
@@ -331,8 +343,9 @@ class World:
         about = each.documents[0]
         own = self.job.Job(place, directory, (ITEM,), about["job"], SHARES)
         attempt = self.job.Attempt(own)
+        unshared = self.commit.chosen(own, each)[self.job.UNSHARED]
         with self.commit.attempted(attempt, whole=True):
-            self._finish(attempt, self.overwrites)
+            self._finish(attempt, unshared["replaced"])
         return "ok"
 
     # What happens.
@@ -348,11 +361,14 @@ class World:
             self._start("share0", one)
             self._start("share1", one)
             todo = ["commit", "commit", self.random.choice(kinds)]
+        foreign = self.random.choice((0, 0.03))
         soon, hesitates = self.random.choice((0.1, 0.01)), self.random.choice((1, 0.02))
         while (living := [actor for actor in self.actors if actor.alive]) or todo:
             written = todo[:1] != ["commit"] or not any(a.kind[:5] == "share" for a in living)
             if todo and (not living or (written and self.random.random() < soon)):
                 self._start(todo.pop(0), self.random.choice((one, one, one, two)))
+            elif self.is_local and self.random.random() < foreign:
+                self._save_foreign()
             elif self.late and self.random.random() < 0.05:
                 self.apply(self.late.pop(self.random.randrange(len(self.late))), None)
             else:
@@ -368,10 +384,18 @@ class World:
         names = [name for name in self.files if name.startswith(f"{TOP}/")]
         if self.complete and not names and not any(actor.killed for actor in self.actors):
             raise FoulError("nobody was killed, and the old checkpoint is not put back")
+        for name in names:
+            if FOREIGN in name:
+                del self.files[name]
         for kind in ("resume", "overwrite"):
             self._start(kind, self.random.choice((one, two)))
         if not self.complete:
             raise FoulError(f"a lone job does not get there: {self.actors[-1].result}")
+
+    def _save_foreign(self) -> None:
+        """Another program saves a step."""
+        if f"{TOP}/{MARKER}" in self.files:
+            self.files[f"{TOP}/{FOREIGN}{len(self.files)}"] = b"foreign"
 
     def _start(self, kind: str, token: str) -> None:
         actor = Actor(self, len(self.actors), kind, token)
@@ -431,6 +455,8 @@ class World:
         elif operation == "put":
             files[path] = arguments[0]
         elif operation == "delete":
+            if FOREIGN in path:
+                raise FoulError("somebody else's file is deleted")
             files.pop(path, None)
         else:
             assert actor is not None

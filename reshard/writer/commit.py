@@ -23,7 +23,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reshard.errors import DestinationError, DestinationExistsError, ReshardError
+from reshard.errors import (
+    DestinationError,
+    DestinationExistsError,
+    KeptFilesError,
+    ReshardError,
+)
 from reshard.loader import inventory
 from reshard.loader.detection import MARKER, RECORD
 from reshard.storage import disk
@@ -45,6 +50,7 @@ from reshard.writer.job import (
     parsed,
     writers,
 )
+from reshard.writer.replaced import Seen, remove_seen, unseen
 
 # Ends the name of a job's directory while an attempt commits it; the attempt's token is before it.
 _COMMITTING = ".commit"
@@ -103,7 +109,7 @@ def begin(
         different one, or the destination is complete.
     """
     if destination.is_local:
-        _restore_replaced(destination)
+        _recover(destination)
     start = _beside(destination, token if shared else secrets.token_hex(8)), None, frozenset[str]()
     for path, found in jobs(destination).items():
         if not path.is_local and _is_committed(path, found, token if resume else None):
@@ -146,9 +152,20 @@ def replaced_checkpoints(destination: Location) -> list[Location]:
     return [parent / each for each in names if re.fullmatch(rf"{name}(\.[0-9a-f]{{16}})?", each)]
 
 
-def _restore_replaced(destination: Location) -> None:
-    """Cleans up after jobs that were stopped between two renames, or after them. Without a
-    destination, the last checkpoint that was put aside gets its name back. All others are deleted.
+def standing(destination: Location) -> Location:
+    """Where the checkpoint of a destination is: a job that was stopped between two renames has put
+    it aside, and the next job gives it its name back."""
+    if not destination.exists():
+        for directory in _directories(destination):
+            aside = _aside(directory, destination)
+            if directory.name.endswith(_COMMITTING) and aside.exists():
+                return aside
+    return destination
+
+
+def _recover(destination: Location) -> None:
+    """Goes on with what a job has begun that was stopped at its commit: gives an old checkpoint
+    its name back, or deletes it. All that no plan has seen stays.
 
     Each name is used once, so no other job puts a checkpoint under one of these names meanwhile.
     """
@@ -156,13 +173,13 @@ def _restore_replaced(destination: Location) -> None:
         if not _holds_job(place, look(place)):  # stopped after an exchange
             with contextlib.suppress(FileNotFoundError):  # another process does the same
                 disk.rename(place, _aside(place, destination))
-    aside = replaced_checkpoints(destination)
-    if aside and not destination.exists():
-        last = max(aside, key=lambda place: max((e.modified for e in place.walk()), default=0))
-        disk.rename(last, destination)
-        aside.remove(last)
-    for place in aside:
-        remove_aside(destination, place)
+    if (place := standing(destination)) != destination:
+        disk.rename(place, destination)
+    elif aside := replaced_checkpoints(destination):
+        unshared = look(destination).parts.get(UNSHARED, {}).values()
+        seen = [each for document in unshared for each in document.get("replaced") or ()]
+        for place in aside:
+            remove_seen(place, seen)
 
 
 def _aside(directory: Location, destination: Location) -> Location:
@@ -387,13 +404,19 @@ def disk_errors(destination: Location) -> Iterator[None]:
 # The commit.
 
 
-def publish(attempt: Attempt, result: Result, overwrite: bool, check: Callable[[], object]) -> None:
-    """Makes a checkpoint of a job whose parts are all written, after `check`. Raises
-    DestinationExistsError if another job has completed meanwhile."""
+def publish(
+    attempt: Attempt,
+    result: Result,
+    seen: Sequence[Seen] | None,
+    check: Callable[[], object],
+) -> None:
+    """Makes a checkpoint of a job whose parts are all written, after `check`. On a disk it replaces
+    what the plan has `seen`; nothing if that is None. Raises DestinationExistsError if the
+    destination has changed meanwhile, and KeptFilesError if it changed at the last moment."""
     job = attempt.job
     attempt.published.add(ROOT)
     if job.destination.is_local:
-        _publish_on_disk(attempt, result, overwrite, check)
+        _publish_on_disk(attempt, result, seen, check)
         return
     check()
     record = {
@@ -481,7 +504,10 @@ def _fix(
 
 
 def _publish_on_disk(
-    attempt: Attempt, result: Result, overwrite: bool, check: Callable[[], object]
+    attempt: Attempt,
+    result: Result,
+    seen: Sequence[Seen] | None,
+    check: Callable[[], object],
 ) -> None:
     directory, destination = attempt.job.directory, attempt.job.destination
     for folder in result.folders:
@@ -507,22 +533,28 @@ def _publish_on_disk(
         raise DestinationError("files were removed during the job", sorted(missing))
     unneeded = [path for path in found if is_of_an_attempt(path) and path not in named]
     _prune(directory, result.dropped)
-    replaced = _rename(attempt, overwrite)
+    aside = _rename(attempt, seen)
+    kept = []
     try:
         disk.sync(destination.parent)
-        if replaced is not None:
-            disk.remove_tree(replaced)
+        kept = remove_seen(aside, seen or ())
         _prune(destination, unneeded)
-        if overwrite:
+        if seen is not None:
             for path, found in jobs(destination).items():
                 if all(has_ended(document["owner"]) for document in found.begun):
                     remove_aside(destination, path)
     except OSError as error:  # the destination is complete
         path, reason = error.filename or destination.parent, error.strerror or error
         text = f"`{destination}` is complete, but the cleanup failed: `{path}`: {reason}"
-        if replaced is not None and replaced.exists():
-            text += f"; rm -r {shell_quoted(str(replaced))} deletes the replaced checkpoint"
+        if aside.exists():
+            text += f"; rm -r {shell_quoted(str(aside))} deletes the replaced checkpoint"
         warnings.warn(text, stacklevel=2)
+    if kept:
+        raise KeptFilesError(
+            f"`{destination}` is complete, but files that came into the old one during the job stay",
+            [f"`{aside / path}`" for path in kept],
+            [f"move them, then rm -r {shell_quoted(str(aside))}"],
+        )
 
 
 def _synced(directory: Location, attempt: Attempt) -> set[str]:
@@ -537,7 +569,7 @@ def _synced(directory: Location, attempt: Attempt) -> set[str]:
     return found
 
 
-def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
+def _rename(attempt: Attempt, seen: Sequence[Seen] | None) -> Location:
     """Gives the job's directory the destination's name. Returns the place of the replaced
     checkpoint. An error proves nothing, since a file server may repeat a request and refuse it
     then: the attempt's token says where the job's directory is."""
@@ -549,23 +581,39 @@ def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
             disk.rename(directory, own)
         if not (own / (attempt.begun.below(directory) or "")).exists():  # another process has it
             raise attempt.job.ended()
-        if not (overwrite and destination.exists()):
+        if seen is None or not destination.exists():
             disk.rename(own, destination)
-        elif not disk.exchange(own, destination):
-            disk.rename(destination, aside)
-            disk.rename(own, destination)
+        else:
+            _check_seen(destination, destination, seen)
+            if not disk.exchange(own, destination):
+                disk.rename(destination, aside)
+                _check_seen(aside, destination, seen)
+                disk.rename(own, destination)
     except BaseException as error:
         if not attempt.is_in(destination):
             for place, name in ((aside, destination), (own, directory)):
                 with contextlib.suppress(FileNotFoundError, FileExistsError):
                     disk.rename(place, name)
-            if isinstance(error, FileExistsError):
+            if isinstance(error, FileExistsError) and not isinstance(error, ReshardError):
                 text = f"`{destination}` was created by another job meanwhile"
                 raise DestinationExistsError(text, hints=[OVERWRITE]) from error
             raise
         if not isinstance(error, OSError | ReshardError):
             raise
-    return next((place for place in (own, aside) if place.exists()), None)
+    with contextlib.suppress(FileNotFoundError):
+        disk.rename(own, aside)
+    return aside
+
+
+def _check_seen(directory: Location, destination: Location, seen: Sequence[Seen]) -> None:
+    """Raises DestinationExistsError if a destination, which is in this directory, is not as the
+    plan has seen it."""
+    if changed := unseen(directory, seen):
+        raise DestinationExistsError(
+            f"`{destination}` has changed during the job",
+            [f"`{destination / path}`" for path in changed],
+            ["move these files to another place, then start again"],
+        )
 
 
 def _prune(directory: Location, unneeded: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from reshard.units import count_of, format_bytes, format_load
 from reshard.verify.digest_record import Record
 from reshard.writer.arrays import ItemShare, Piece
 from reshard.writer.format import TargetFormat
+from reshard.writer.replaced import Seen
 from reshard.writer.siblings import Sibling
 
 # Bytes of a share, as they are stored, and the least that a worker is given one for.
@@ -195,6 +196,7 @@ class Plan:
       destination: where it is written; None if that is not known yet.
       max_memory: bytes.
       overwrite: an existing destination is replaced.
+      replaced: on a disk, what is replaced, as the plan has seen it.
       verify: everything that is written is read back before the commit.
       digest: arrays that are copied verbatim get digests, too.
       source_state: a hash of the names, sizes and times of each of the source's directories;
@@ -208,6 +210,7 @@ class Plan:
     destination: Location | None = None
     max_memory: int = 0
     overwrite: bool = False
+    replaced: tuple[Seen, ...] = ()
     verify: bool = False
     digest: bool = False
     source_state: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -228,6 +231,11 @@ class Plan:
     def hints(self) -> tuple[str, ...]:
         """How to solve the problems."""
         return tuple(dict.fromkeys(hint for error in self.errors for hint in error.hints))
+
+    @property
+    def seen(self) -> tuple[Seen, ...] | None:
+        """All that the job may replace at its destination; None if nothing may be there."""
+        return self.replaced if self.overwrite else None
 
     @property
     def checkpoints(self) -> list[Checkpoint]:

@@ -52,6 +52,7 @@ from reshard.writer.job import (
 from reshard.writer.links import write_linked
 from reshard.writer.plan import ItemPlan, Plan, Share
 from reshard.writer.planning import P, plan
+from reshard.writer.replaced import Seen
 
 # Documents that are written, or read, at once.
 _DOCUMENTS = 32
@@ -202,7 +203,7 @@ def execute(
                 # Digests of an earlier run are of what it read; what it wrote may have changed.
                 written = (each for part in parts.values() for each in written_of(part).values())
                 doubted = {name for each in written for name in each.digests}
-                complete(attempt, report, plan.overwrite, plan.verify, doubted, plan.checkpoints)
+                complete(attempt, report, plan.seen, plan.verify, doubted, plan.checkpoints)
     return plan
 
 
@@ -365,7 +366,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
             "markers": markers,
             "source": dict(plan.source_state),
             "max_memory": plan.max_memory,
-            "overwrite": plan.overwrite,
+            "replaced": plan.seen,
             "verify": plan.verify,
         },
     )
@@ -483,19 +484,19 @@ def _commit(place: Location, directory: Location, found: Found, progress: Progre
     about = found.documents[0]
     job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])
     unshared = committing.chosen(job, found)[UNSHARED]
-    overwrite, verify = unshared["overwrite"], unshared["verify"]
+    verify = unshared["verify"]
     arrays = [a for entry in unshared["entries"] for a in entry["record"]["arrays"].values()]
     nbytes = (math.prod(a["shape"]) * parse_dtype(a["dtype"]).itemsize for a in arrays)
     attempt = Attempt(job)
     with committing.attempted(attempt, whole=True):
         report = counted(sum(nbytes) if verify else 0, progress)
-        complete(attempt, report, overwrite, verify)
+        complete(attempt, report, unshared.get("replaced"), verify)
 
 
 def complete(
     attempt: Attempt,
     report: Report,
-    overwrite: bool,
+    seen: Sequence[Seen] | None,
     verify: bool,
     doubted: Collection[str] = (),
     checkpoints: Sequence[Checkpoint] = (),
@@ -548,7 +549,7 @@ def complete(
     dropped = [path for path in needed - {*kept} if not is_of_an_attempt(path)]
     result = committing.Result(files, markers, kept, dropped, unshared["folders"])
     check = functools.partial(_check, attempt, parts, result, checked, report)
-    committing.publish(attempt, result, overwrite, check)
+    committing.publish(attempt, result, seen, check)
 
 
 def _check(

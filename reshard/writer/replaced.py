@@ -1,0 +1,52 @@
+"""What a job replaces on a disk: only the files that its plan has seen are ever deleted.
+
+Another program may write into a destination while a job runs. So the plan lists it, the commit
+compares it with this list, and the old checkpoint is deleted file by file, as the list says.
+"""
+
+from collections.abc import Sequence
+
+from reshard.loader.detection import RECORD_FILES
+from reshard.storage.disk import Entry
+from reshard.storage.location import Location
+
+# Path, bytes, and time of the last change in ns. Of a directory, the path alone counts.
+Seen = tuple[str, int, int | str]
+
+
+def _seen(entry: Entry) -> Seen:
+    if entry.is_dir:
+        return f"{entry.path}/", 0, 0
+    return entry.path, entry.nbytes, entry.modified
+
+
+def list_seen(directory: Location) -> list[Seen]:
+    """Everything below a directory."""
+    return [_seen(entry) for entry in directory.walk()]
+
+
+def unseen(directory: Location, seen: Sequence[Seen]) -> list[str]:
+    """Paths below a directory that are not as they were seen. Records of digests may be written at
+    any time: they belong to the directories that were seen."""
+    known = {tuple(each) for each in seen}
+    return [
+        entry.path
+        for entry in directory.walk()
+        if _seen(entry) not in known and not _is_record(entry.path, known)
+    ]
+
+
+def _is_record(path: str, known: set[tuple[str, int, int | str]]) -> bool:
+    folder, slash, name = path.rpartition("/")
+    return name in RECORD_FILES and (not slash or (f"{folder}/", 0, 0) in known)
+
+
+def remove_seen(directory: Location, seen: Sequence[Seen]) -> list[str]:
+    """Deletes everything below a directory that is as it was seen. Returns the paths that stay."""
+    kept = unseen(directory, seen)
+    gone = [entry for entry in directory.walk() if entry.path not in {*kept}]
+    directory.remove_files([entry.path for entry in gone if not entry.is_dir])
+    for folder in [*(entry.path for entry in reversed(gone) if entry.is_dir), ""]:
+        if (directory / folder).is_dir() and not (directory / folder).names():
+            (directory / folder).remove_empty()
+    return kept
