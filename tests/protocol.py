@@ -80,7 +80,9 @@ class Place:
 
     def walk(self) -> list[Entry]:
         found = [(path, self.world.files[f"{self.path}/{path}"]) for path in self.ask("list")]
-        return [_entry(path, data) if isinstance(data, bytes) else _entry(path) for path, data in found]
+        return [
+            _entry(path, data) if isinstance(data, bytes) else _entry(path) for path, data in found
+        ]
 
     def names(self) -> list[str]:
         return sorted({path.partition("/")[0] for path in self.ask("list")})
@@ -265,7 +267,7 @@ class World:
         seen = None
         try:
             if self.is_local and actor.overwrites:
-                seen = replaced.list_seen(self.commit.standing(place))
+                seen = [*map(replaced.seen_entry, self.commit.standing(place).walk())]
                 if any(each[0].startswith(FOREIGN) for each in seen):
                     return "refused"
             if kind == "commit":

@@ -49,8 +49,6 @@ RECORD_FILES = (RECORD_FILE, RECORD_TEMPORARY)
 _ENDS = (".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt")
 _BEGINS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _NOT_COPIED = (".index.json", RECORD_FILE, RECORD)
-# The files of an export.
-_EXPORTED = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 # Names that an error lists.
 _MOST_LISTED = 10
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
@@ -243,37 +241,9 @@ def is_step(directory: Location) -> bool:
     )
 
 
-def why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
-    """The reason why a new checkpoint, or a manager's root of these `steps`, may not replace a
-    directory; None if it may."""
-    names = directory.names()
-    if not names:
-        return None
-    is_export = RECORD_FILE in names and any(name.endswith(SAFETENSORS) for name in names)
-    if is_export and (others := [name for name in names if not _is_exported(directory / name)]):
-        listed = ", ".join(sorted(others)[:_MOST_LISTED])
-        return f"it also holds files that no export writes: {listed}"
-    if is_export or TREE_FILE in names or CHECKPOINT_FILE in names:
-        return "it is a single checkpoint, but the new one is a manager's root" if steps else None
-    present = step_directories(directory)
-    if not present:
-        return "it is not a checkpoint"
-    if not steps:
-        return "it is a manager's root, but the new one is a single checkpoint"
-    lost = sorted(set(present) - steps)
-    return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None
-
-
 def is_copied(name: str) -> bool:
     """Whether a file of a Hugging Face directory is copied with its weights, by its name."""
     return (name.endswith(_ENDS) or name.startswith(_BEGINS)) and not name.endswith(_NOT_COPIED)
-
-
-def _is_exported(file: Location) -> bool:
-    """Whether a file in a directory may be of an export."""
-    name = file.name
-    ours = name in (*RECORD_FILES, f"model{SAFETENSORS}.index.json")
-    return file.is_file() and (ours or is_copied(name) or _EXPORTED.fullmatch(name) is not None)
 
 
 def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None) -> Item:

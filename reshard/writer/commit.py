@@ -551,7 +551,7 @@ def _publish_on_disk(
         warnings.warn(text, stacklevel=2)
     if kept:
         raise KeptFilesError(
-            f"`{destination}` is complete, but files that came into the old one during the job stay",
+            f"`{destination}` is complete, but the old one got other files during the job",
             [f"`{aside / path}`" for path in kept],
             [f"move them, then rm -r {shell_quoted(str(aside))}"],
         )

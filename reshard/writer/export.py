@@ -18,6 +18,7 @@ from reshard.loader.json_documents import read_json
 from reshard.loader.safetensors import INDEX, MAX_HEADER
 from reshard.storage import location
 from reshard.verify import values
+from reshard.writer import destination as destinations
 from reshard.writer import format as target_format
 from reshard.writer import planning, siblings
 from reshard.writer.plan import Plan
@@ -180,33 +181,31 @@ def plan_export(
             if (entry := file.entry()) is not None and entry.is_file:
                 copied.append(siblings.Sibling(name, file, entry))
     notes: list[str] = []
+    replaced = ()
     try:
         if model is not None:
-            planning.check_apart(place, model, "directory of `like`")
-        _check_no_step(place)
-        notes += planning.check_destination(place, [ckpt], overwrite, exported=True)
+            destinations.check_apart(place, model, "directory of `like`")
+        destinations.check_no_step(place)
+        notes += destinations.check_destination(place, [ckpt], overwrite, exported=True)
+        if overwrite and place.is_local:
+            names = {sibling.path for sibling in copied}
+            replaced = destinations.replaced(place, [ckpt], names, exported=True)
     except errors.ReshardError as error:
         problems.insert(0, error)
     state = siblings.source_state([ckpt], opened=True)
     return planning.with_cost_errors(
         Export(
-            (item,), tuple(copied), place, limit, overwrite, source_state=state, notes=tuple(notes)
+            (item,),
+            tuple(copied),
+            place,
+            limit,
+            overwrite,
+            replaced,
+            source_state=state,
+            notes=tuple(notes),
         ),
         problems,
     )
-
-
-def _check_no_step(destination: location.Location) -> None:
-    """Raises DestinationError if Orbax would list the new directory as a step."""
-    name, digits = destination.name, "0123456789"
-    if not name.endswith(tuple(digits)):
-        return
-    steps = detection.manager_steps(destination.parent)
-    if name.rstrip(digits) in {step.rstrip(digits) for step in steps.values()}:
-        raise errors.DestinationError(
-            f"Orbax would take `{destination}` for a step: `{destination.parent}` holds steps",
-            hints=["write to another directory"],
-        )
 
 
 def _unwritable(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:

@@ -11,19 +11,19 @@ from reshard import errors
 from reshard.arrays.boxes import shape_of
 from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
-from reshard.checkpoint import Checkpoint, Source, check_checkpoints
+from reshard.checkpoint import Checkpoint, check_checkpoints
 from reshard.engine.cost import co_read_groups, decoded_together, first_cell
 from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayPlan, co_read, plan_array, too_large
-from reshard.loader.detection import MARKER, TREE_FILE, manager_steps, why_not_replaceable
-from reshard.loader.inventory import REPLACED_SUFFIX, UNFINISHED_PREFIX
+from reshard.loader.detection import TREE_FILE
+from reshard.loader.inventory import UNFINISHED_PREFIX
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
 from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, as_python, format_path
 from reshard.units import format_bytes, parse_bytes, whole_kib
 from reshard.verify.digest_record import FILE
-from reshard.writer import commit as committing
+from reshard.writer import destination as destinations
 from reshard.writer.documents import NO_RECORD, read_again, read_costs, source_record
 from reshard.writer.format import TargetFormat, name_errors, target_format
 from reshard.writer.links import files_to_link
@@ -36,9 +36,6 @@ P = TypeVar("P", bound=Plan)
 _ESTIMATE_ERROR = 1.1
 # No codec makes weights smaller than by this factor.
 _MOST_COMPRESSION = 100
-# Names that unfinished jobs of earlier versions have next to a destination.
-_EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
-_EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
 # Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
 _MAX_BLOSC = (1 << 31) - 17
 # Bytes in flight of a box of an export, so that most boxes are whole rows, one piece of a file.
@@ -86,12 +83,14 @@ def plan(
     ]
     problems: list[errors.ReshardError] = []
     notes: list[str] = []
-    found = ()
+    found = replaced = ()
     with (
         concurrent.futures.ThreadPoolExecutor(1) as pool,  # both places may be far away
         checkpoints[0].source.root.cached_listing(),
     ):
-        checked = place and pool.submit(check_destination, place, checkpoints, overwrite)
+        checked = place and pool.submit(
+            destinations.check_destination, place, checkpoints, overwrite
+        )
         for each in checkpoints:
             each.source.directory.prefetch(below=place is not None, unseen=[FILE])
         items = tuple(
@@ -114,9 +113,24 @@ def plan(
             notes += [] if checked is None else checked.result()
         except errors.ReshardError as error:
             problems.insert(0, error)
+        else:
+            if overwrite and place is not None and place.is_local:
+                try:
+                    replaced = destinations.replaced(place, checkpoints, paths)
+                except errors.ReshardError as error:
+                    problems.insert(0, error)
     notes = list(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))
     planned = Plan(
-        items, tuple(found), place, limit, overwrite, verify, digest, state, notes=tuple(notes)
+        items,
+        tuple(found),
+        place,
+        limit,
+        overwrite,
+        replaced,
+        verify,
+        digest,
+        state,
+        notes=tuple(notes),
     )
     return with_cost_errors(planned, problems)
 
@@ -190,120 +204,6 @@ def _free_bytes(destination: Location) -> int:
         if name.startswith(f"{UNFINISHED_PREFIX}{destination.name}."):  # resumed, or removed
             free += disk.own_bytes(parent / name)
     return free
-
-
-def check_apart(destination: Location, source: Location, what: str = "source") -> None:
-    """Raises DestinationError if one of the two is inside the other."""
-    real, root = destination.resolved(), source.resolved()
-    if real.below(root) is not None or root.below(real) is not None:
-        elsewhere = "write to another path, check the result, then rename it"
-        raise errors.DestinationError(
-            f"the destination `{destination}` and the {what} `{source}` overlap",
-            hints=[elsewhere if destination.is_local else "write to another prefix"],
-        )
-
-
-def check_destination(
-    destination: Location,
-    checkpoints: Sequence[Checkpoint],
-    overwrite: bool,
-    exported: bool = False,
-) -> list[str]:
-    """Notes about a destination. Raises DestinationError if these checkpoints may not be written
-    there. Steps of a manager's root that are not `exported` become such a root."""
-    parent = destination.parent
-    steps = [c.source for c in checkpoints if c.source.step and not exported]
-    check_apart(destination, checkpoints[0].source.root)
-    with parent.cached_listing():
-        names = parent.names() if not parent.is_local or parent.is_dir() else ()
-        for left in (pattern.format(destination.name) for pattern in _EARLIER):
-            if left in names:
-                raise errors.DestinationError(
-                    f"an earlier version of reshard left an unfinished job: `{parent / left}`",
-                    ["this version cannot resume it"],
-                    [committing.restart_hint(parent / left)],
-                )
-        if destination.is_local:
-            notes = _check_directory(destination, steps, overwrite)
-        else:
-            notes = _check_prefix(destination)
-    return notes + _written_steps(destination, steps)
-
-
-def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
-    """Notes about where each step of a manager's root is written. Raises DestinationError if the
-    new root would have the name of a step: the manager of the directory around it would list
-    that step, and could not restore it."""
-    written = [f"step {s.number} of `{s.root}` -> `{destination / s.step}`" for s in steps]
-    name, digits = destination.name, "0123456789"
-    prefixes = {"", *(source.step.rstrip(digits) for source in steps)}
-    if steps and name[-1:].isdecimal() and name.rstrip(digits) in prefixes:
-        raise errors.DestinationError(
-            f"`{destination}` is the name of a step, and `{steps[0].root}` is a manager's root",
-            written,
-            [
-                f"to write one step there, open it alone: {steps[0].root / steps[0].step}",
-                f"to write a root, give it another name: {destination.parent / f'root-{name}'}",
-            ],
-        )
-    return written
-
-
-def _check_directory(destination: Location, steps: Sequence[Source], overwrite: bool) -> list[str]:
-    """Notes about a destination on a disk. Raises DestinationError if it may not be written."""
-    exists = destination.exists()
-    if destination.is_symlink() or (exists and not destination.is_dir()):
-        raise errors.DestinationExistsError(
-            f"`{destination}` is a file or a symbolic link, not a directory"
-        )
-    reserved = REPLACED_SUFFIX in destination.name
-    if reserved or destination.name.startswith(UNFINISHED_PREFIX):
-        text = f"`{destination}` has a name that is reserved for unfinished jobs"
-        raise errors.DestinationError(text, hints=["choose another name"])
-    # An earlier job may have been stopped between two renames.
-    if not overwrite and (exists or committing.replaced_checkpoints(destination)):
-        raise errors.DestinationExistsError(
-            f"`{destination}` exists",
-            hints=["overwrite=True replaces it once the new one is complete"],
-        )
-    if not exists:
-        return []
-    numbers = {source.number for source in steps if source.number is not None}
-    reason = why_not_replaceable(destination, numbers)
-    if reason is not None:
-        raise errors.DestinationExistsError(
-            f"`{destination}` would be deleted: {reason}",
-            hints=["choose another destination, or move the existing one away"],
-        )
-    return [f"`{destination}` is replaced once the new checkpoint is complete"]
-
-
-def _check_prefix(destination: Location) -> list[str]:
-    """Notes about a prefix in a bucket. Raises DestinationError if nothing may be written there."""
-    parent = destination.parent
-    if destination == parent:
-        raise errors.DestinationError(
-            f"`{destination}` is a bucket, not a path in a bucket",
-            hints=[f"add a path: {destination}/1000"],
-        )
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        marker = pool.submit((parent.parent / MARKER).read_whole)
-        above = {parent: (parent / MARKER).is_file(), parent.parent: marker.result() is not None}
-    for place, is_complete in above.items():
-        if is_complete:
-            raise errors.DestinationError(
-                f"`{destination}` is inside `{place}`, which is a complete checkpoint",
-                hints=["write to another prefix"],
-            )
-    if destination.is_file():
-        text = f"`{destination}` is an object, not a prefix"
-        raise errors.DestinationExistsError(text)
-    if not set(manager_steps(parent).values()) - {destination.name}:
-        return []
-    return [
-        f"`{parent}` has other steps: a CheckpointManager that removes incomplete steps there "
-        "would delete this job's files; another prefix is safe"
-    ]
 
 
 def _one_memory_error(found: list[errors.ReshardError]) -> list[errors.ReshardError]:

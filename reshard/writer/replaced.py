@@ -14,15 +14,11 @@ from reshard.storage.location import Location
 Seen = tuple[str, int, int | str]
 
 
-def _seen(entry: Entry) -> Seen:
+def seen_entry(entry: Entry) -> Seen:
+    """What the plan notes of a name."""
     if entry.is_dir:
         return f"{entry.path}/", 0, 0
     return entry.path, entry.nbytes, entry.modified
-
-
-def list_seen(directory: Location) -> list[Seen]:
-    """Everything below a directory."""
-    return [_seen(entry) for entry in directory.walk()]
 
 
 def unseen(directory: Location, seen: Sequence[Seen]) -> list[str]:
@@ -32,7 +28,7 @@ def unseen(directory: Location, seen: Sequence[Seen]) -> list[str]:
     return [
         entry.path
         for entry in directory.walk()
-        if _seen(entry) not in known and not _is_record(entry.path, known)
+        if seen_entry(entry) not in known and not _is_record(entry.path, known)
     ]
 
 

@@ -354,6 +354,9 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
         items[number] = _write_item(attempt, number, item, plan.max_memory, report)._asdict()
         hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
         entries.append(_entry(item, hashes, plan.max_memory, report))
+    if job.destination.is_local and copied:
+        hashed = {s.path: (folder / files[s.path][0]).sha256() for s in copied if s.is_file}
+        entries[0]["record"]["copied"] = hashed
     top = folder.below(job.directory)
     attempt.publish(
         UNSHARED,
