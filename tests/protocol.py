@@ -16,6 +16,7 @@ from typing import Any
 import greenlet
 
 from reshard.errors import DestinationError, KeptFilesError, ReshardError, StoreError
+from reshard.loader import detection
 from reshard.loader.inventory import REPLACED_SUFFIX
 from reshard.storage.disk import UNKNOWN, Entry, Location
 from reshard.writer import commit, job, replaced
@@ -24,7 +25,7 @@ FOREIGN = "foreign"  # begins names of somebody else's files
 TOP, ITEM, SHARES = "root/1000", "default", 2
 MARKER, META, MANIFEST = "commit_success.txt", "_METADATA", "manifest.ocdbt"
 REPLACED = TOP + REPLACED_SUFFIX
-FIXED = {f"{TOP}/{n}" for n in (commit.RECORD, MARKER, f"{ITEM}/{META}", f"{ITEM}/{MANIFEST}")}
+FIXED = {f"{TOP}/{n}" for n in (detection.RECORD, MARKER, f"{ITEM}/{META}", f"{ITEM}/{MANIFEST}")}
 
 
 class FoulError(Exception):
@@ -334,7 +335,7 @@ class World:
         self.commit.publish(attempt, result, seen, lambda: None)
 
     def _commit(self, place: Place) -> str:
-        if not self.is_local and (place / commit.RECORD).exists():
+        if not self.is_local and (place / detection.RECORD).exists():
             self.commit.forward(place)
             return "ok"
         found = [(path, each) for path, each in self.commit.jobs(place).items() if each.parts]
@@ -362,7 +363,7 @@ class World:
         elif self.random.random() < 0.3:
             self._start("share0", one)
             self._start("share1", one)
-            todo = ["commit", "commit", self.random.choice(kinds)]
+            todo = ["commit", "commit", self.random.choice((*kinds, *["commit"] * len(kinds)))]
         foreign = self.random.choice((0, 0.03))
         soon, hesitates = self.random.choice((0.1, 0.01)), self.random.choice((1, 0.02))
         while (living := [actor for actor in self.actors if actor.alive]) or todo:
@@ -486,7 +487,7 @@ class World:
     def check(self) -> None:
         """Raises FoulError for what must never be; notes what is complete."""
         files = self.files
-        record = files.get(f"{TOP}/{commit.RECORD}")
+        record = files.get(f"{TOP}/{detection.RECORD}")
         if self.record not in (None, record):
             raise FoulError("the commit record is gone, or another one")
         if record is not None and self.record is None:

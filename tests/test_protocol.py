@@ -8,8 +8,8 @@ KINDS = ("bucket", "disk", "disk without exchange")
 MUTANTS = {
     "the record replaces another one": (
         "bucket",
-        "(job.destination / RECORD).create(dumped(record))",
-        '(job.destination / RECORD).replace(dumped(record), "")',
+        "(job.destination / detection.RECORD).create(dumped(record))",
+        '(job.destination / detection.RECORD).replace(dumped(record), "")',
     ),
     "whoever's the record is": (
         "bucket",
@@ -78,7 +78,7 @@ MUTANTS = {
     ),
     "the old checkpoint is not put back": (
         "disk without exchange",
-        "if aside and not destination.exists():",
+        "if (place := standing(destination)) != destination:",
         "if False:",
     ),
     "a failure between two renames": (
@@ -100,4 +100,4 @@ def test_no_schedule_loses_or_mixes_anything(kind, seeds):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_protocol_without_a_condition_is_found_out(name):
     kind, old, new = MUTANTS[name]
-    assert protocol.run(kind, range(5000), old, new) is not None
+    assert protocol.run(kind, range(10000), old, new) is not None

@@ -29,8 +29,7 @@ from reshard.errors import (
     KeptFilesError,
     ReshardError,
 )
-from reshard.loader import inventory
-from reshard.loader.detection import MARKER, RECORD
+from reshard.loader import detection, inventory
 from reshard.storage import disk
 from reshard.storage.bucket import BucketLocation
 from reshard.storage.location import Location
@@ -38,6 +37,7 @@ from reshard.storage.machine import has_ended
 from reshard.storage.ocdbt import MANIFEST, PROCESS, value_files
 from reshard.tree import as_python, shell_quoted
 from reshard.units import format_runs
+from reshard.writer import replaced
 from reshard.writer.job import (
     ROOT,
     UNSHARED,
@@ -50,7 +50,6 @@ from reshard.writer.job import (
     parsed,
     writers,
 )
-from reshard.writer.replaced import Seen, remove_seen, unseen
 
 # Ends the name of a job's directory while an attempt commits it; the attempt's token is before it.
 _COMMITTING = ".commit"
@@ -179,7 +178,7 @@ def _recover(destination: Location) -> None:
         unshared = look(destination).parts.get(UNSHARED, {}).values()
         seen = [each for document in unshared for each in document.get("replaced") or ()]
         for place in aside:
-            remove_seen(place, seen)
+            replaced.remove_seen(place, seen)
 
 
 def _aside(directory: Location, destination: Location) -> Location:
@@ -249,9 +248,11 @@ def _is_committed(destination: Location, found: Found, token: str | None) -> boo
     """Whether a prefix holds the checkpoint of a job, which is then completed. Raises
     DestinationError if it holds anything else."""
     names = [path for path in found.sizes if not is_of_an_attempt(path)]
-    if RECORD in names and forward(destination)[0]["job"] == token:
+    if detection.RECORD in names and forward(destination)[0]["job"] == token:
         return True
-    if RECORD in names or any(path.rpartition("/")[2] == MARKER for path in names):
+    if detection.RECORD in names or any(
+        path.rpartition("/")[2] == detection.MARKER for path in names
+    ):
         raise DestinationExistsError(
             f"`{destination}` is complete, and a complete checkpoint in a bucket is never replaced",
             hints=["write to another prefix, check the result, then delete this prefix"],
@@ -349,23 +350,17 @@ def needed(job: Job, document: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
 @contextlib.contextmanager
 def attempted(attempt: Attempt, whole: bool = False) -> Iterator[None]:
     """Runs an attempt. If it fails, its unpublished files are removed. For a `whole` job or its
-    commit, the error then says what is left; or that another process has taken the job."""
-    job, begun, ended = attempt.job, False, False
+    commit, the error then says what is left."""
     try:
-        with disk_errors(job.destination):
+        with disk_errors(attempt.job.destination):
             attempt.begin()
-            begun = True
             yield
     except BaseException as error:
-        if isinstance(error, Exception) and job.directory.is_local:
-            ended = begun and not attempt.begun.exists()
         with contextlib.suppress(ReshardError, OSError):
             attempt.abandon()
         if whole:
             with contextlib.suppress(ReshardError, OSError):
                 _note_parts(attempt, error)
-        if ended:
-            raise job.ended() from error
         raise
     if not whole:
         with contextlib.suppress(ReshardError):  # what it has done stands
@@ -407,7 +402,7 @@ def disk_errors(destination: Location) -> Iterator[None]:
 def publish(
     attempt: Attempt,
     result: Result,
-    seen: Sequence[Seen] | None,
+    seen: Sequence[replaced.Seen] | None,
     check: Callable[[], object],
 ) -> None:
     """Makes a checkpoint of a job whose parts are all written, after `check`. On a disk it replaces
@@ -425,7 +420,7 @@ def publish(
         "markers": [[path, _text(content)] for path, content in result.markers],
         "kept": list(result.kept),
     }
-    created = (job.destination / RECORD).create(dumped(record))
+    created = (job.destination / detection.RECORD).create(dumped(record))
     # A refusal proves nothing: the record may be this one's nevertheless.
     if forward(job.destination, record if created else None)[0]["job"] != job.token:
         raise DestinationExistsError(f"`{job.destination}` was created by another job meanwhile")
@@ -436,9 +431,11 @@ def forward(
 ) -> tuple[Mapping[str, Any], bool]:
     """Completes the checkpoint of a commit record in a bucket. The record is read unless it is
     given. Returns it, and whether anything was left to do."""
-    record = record or parsed(destination / RECORD)
+    record = record or parsed(destination / detection.RECORD)
     if record is None:
-        raise DestinationError(f"the commit record `{destination / RECORD}` could not be written")
+        raise DestinationError(
+            f"the commit record `{destination / detection.RECORD}` could not be written"
+        )
     sizes = {entry.path: entry.nbytes for entry in destination.walk() if entry.is_file}
     left = not {*record["files"], *(path for path, _ in record["markers"])} <= sizes.keys()
     missing = [f"`{destination / path}`" for path in record["kept"] if path not in sizes]
@@ -506,7 +503,7 @@ def _fix(
 def _publish_on_disk(
     attempt: Attempt,
     result: Result,
-    seen: Sequence[Seen] | None,
+    seen: Sequence[replaced.Seen] | None,
     check: Callable[[], object],
 ) -> None:
     directory, destination = attempt.job.directory, attempt.job.destination
@@ -537,7 +534,7 @@ def _publish_on_disk(
     kept = []
     try:
         disk.sync(destination.parent)
-        kept = remove_seen(aside, seen or ())
+        kept = replaced.remove_seen(aside, seen or ())
         _prune(destination, unneeded)
         if seen is not None:
             for path, found in jobs(destination).items():
@@ -569,7 +566,7 @@ def _synced(directory: Location, attempt: Attempt) -> set[str]:
     return found
 
 
-def _rename(attempt: Attempt, seen: Sequence[Seen] | None) -> Location:
+def _rename(attempt: Attempt, seen: Sequence[replaced.Seen] | None) -> Location:
     """Gives the job's directory the destination's name. Returns the place of the replaced
     checkpoint. An error proves nothing, since a file server may repeat a request and refuse it
     then: the attempt's token says where the job's directory is."""
@@ -605,10 +602,10 @@ def _rename(attempt: Attempt, seen: Sequence[Seen] | None) -> Location:
     return aside
 
 
-def _check_seen(directory: Location, destination: Location, seen: Sequence[Seen]) -> None:
+def _check_seen(directory: Location, destination: Location, seen: Sequence[replaced.Seen]) -> None:
     """Raises DestinationExistsError if a destination, which is in this directory, is not as the
     plan has seen it."""
-    if changed := unseen(directory, seen):
+    if changed := replaced.unseen(directory, seen):
         raise DestinationExistsError(
             f"`{destination}` has changed during the job",
             [f"`{destination / path}`" for path in changed],

@@ -11,27 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from reshard import errors
 from reshard.checkpoint import Checkpoint, Source
-from reshard.loader.detection import (
-    ARRAYS_FOLDER,
-    CHECKPOINT_FILE,
-    MARKER,
-    RECORD,
-    RECORD_FILE,
-    RECORD_FILES,
-    SAFETENSORS,
-    TREE_FILE,
-    manager_steps,
-    step_directories,
-)
-from reshard.loader.inventory import (
-    REPLACED_SUFFIX,
-    ROOT_FILE,
-    UNFINISHED_PREFIX,
-    Level,
-    Role,
-    roles,
-    step_number,
-)
+from reshard.loader import detection, inventory
+from reshard.loader.inventory import Level, Role
 from reshard.loader.orbax import array_names
 from reshard.loader.safetensors import INDEX
 from reshard.storage.disk import Entry
@@ -52,7 +33,7 @@ _EXPORTED = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _IN_ITEM = re.compile(
     rf"({PROCESS}\w+/)?(({'|'.join(FOLDERS)})/[0-9a-f]{{32}}|{re.escape(MANIFEST)})"
     rf"|{PROCESS}[0-9a-f]{{16}}(/(begun|unshared|\d+)\.json|\w+xfiles/[^/]+)"
-    rf"|{ARRAYS_FOLDER}/process_\d+"
+    rf"|{detection.ARRAYS_FOLDER}/process_\d+"
 )
 _IN_ARRAY = re.compile(r"\.z(array|attrs)|zarr\.json|c|(c/)?\d+([./]\d+)*")
 
@@ -122,8 +103,8 @@ def _check_directory(destination: Location, steps: Sequence[Source], overwrite: 
         raise errors.DestinationExistsError(
             f"`{destination}` is a file or a symbolic link, not a directory"
         )
-    reserved = REPLACED_SUFFIX in destination.name
-    if reserved or destination.name.startswith(UNFINISHED_PREFIX):
+    reserved = inventory.REPLACED_SUFFIX in destination.name
+    if reserved or destination.name.startswith(inventory.UNFINISHED_PREFIX):
         text = f"`{destination}` has a name that is reserved for unfinished jobs"
         raise errors.DestinationError(text, hints=["choose another name"])
     if exists and not overwrite:
@@ -157,8 +138,11 @@ def _check_prefix(destination: Location) -> list[str]:
             hints=[f"add a path: {destination}/1000"],
         )
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        marker = pool.submit((parent.parent / MARKER).read_whole)
-        above = {parent: (parent / MARKER).is_file(), parent.parent: marker.result() is not None}
+        marker = pool.submit((parent.parent / detection.MARKER).read_whole)
+        above = {
+            parent: (parent / detection.MARKER).is_file(),
+            parent.parent: marker.result() is not None,
+        }
     for place, is_complete in above.items():
         if is_complete:
             raise errors.DestinationError(
@@ -168,7 +152,7 @@ def _check_prefix(destination: Location) -> list[str]:
     if destination.is_file():
         text = f"`{destination}` is an object, not a prefix"
         raise errors.DestinationExistsError(text)
-    if not set(manager_steps(parent).values()) - {destination.name}:
+    if not set(detection.manager_steps(parent).values()) - {destination.name}:
         return []
     return [
         f"`{parent}` has other steps: a CheckpointManager that removes incomplete steps there "
@@ -181,7 +165,7 @@ def check_no_step(destination: Location) -> None:
     name, digits = destination.name, "0123456789"
     if not name.endswith(tuple(digits)):
         return
-    steps = manager_steps(destination.parent)
+    steps = detection.manager_steps(destination.parent)
     if name.rstrip(digits) in {step.rstrip(digits) for step in steps.values()}:
         raise errors.DestinationError(
             f"Orbax would take `{destination}` for a step: `{destination.parent}` holds steps",
@@ -195,9 +179,9 @@ def _why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
     names = directory.names()
     if not names:
         return None
-    if _is_export(names) or TREE_FILE in names or CHECKPOINT_FILE in names:
+    if _is_export(names) or detection.TREE_FILE in names or detection.CHECKPOINT_FILE in names:
         return "it is a single checkpoint, but the new one is a manager's root" if steps else None
-    present = step_directories(directory)
+    present = detection.step_directories(directory)
     if not present:
         return "it is not a checkpoint"
     if not steps:
@@ -207,17 +191,21 @@ def _why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
 
 
 def _is_export(names: Collection[str]) -> bool:
-    return RECORD_FILE in names and any(name.endswith(SAFETENSORS) for name in names)
+    return detection.RECORD_FILE in names and any(
+        name.endswith(detection.SAFETENSORS) for name in names
+    )
 
 
 def replaced(
-    destination: Location,
+    destination: Location | None,
     checkpoints: Sequence[Checkpoint],
     copied: Collection[str],
     exported: bool = False,
 ) -> tuple[Seen, ...]:
     """Everything in a directory on a disk that a job for these checkpoints replaces, with files
     that are `copied` again. Raises DestinationExistsError with all that it may not replace."""
+    if destination is None or not destination.is_local:
+        return ()
     place = committing.standing(destination)
     entries = [*place.walk()] if place.is_dir() else []
     steps: dict[int | None, set[str]] = {None: set()}
@@ -226,7 +214,7 @@ def replaced(
     others = [path for path in _others(place, entries, steps) if path not in copied]
     recorded: dict[str, str] = {}
     for entry in entries if others else ():
-        if entry.path.rpartition("/")[2] == RECORD_FILE:
+        if entry.path.rpartition("/")[2] == detection.RECORD_FILE:
             record = read_record(place / entry.path)
             recorded |= record.copied if record is not None else {}
     own = {entry.path for entry in entries if entry.is_file}
@@ -271,20 +259,20 @@ def _others(
     written again. `steps` are the numbers of the new steps, each with its items."""
     names = {entry.path for entry in entries if "/" not in entry.path}
     if _is_export(names):
-        own = {*RECORD_FILES, INDEX}
+        own = {*detection.RECORD_FILES, INDEX}
         for entry in entries:
             if not (entry.is_dir or entry.path in own or _EXPORTED.fullmatch(entry.path)):
                 yield entry.path
         return
-    single = not {TREE_FILE, CHECKPOINT_FILE}.isdisjoint(names)
+    single = not {detection.TREE_FILE, detection.CHECKPOINT_FILE}.isdisjoint(names)
     level = Level.ROOT if not single and steps.keys() - {None} else _level(names)
-    written = {name for name in names if step_number(name) in steps}
+    written = {name for name in names if inventory.step_number(name) in steps}
     items = written if level is Level.ROOT else {i for each in steps.values() for i in each}
     yield from _others_at(place, entries, level, items, steps)
 
 
 def _level(names: Collection[str]) -> Level:
-    item = {TREE_FILE, MANIFEST, "checkpoint"}.isdisjoint(names)
+    item = {detection.TREE_FILE, MANIFEST, "checkpoint"}.isdisjoint(names)
     return Level.STEP if item else Level.ITEM
 
 
@@ -301,14 +289,14 @@ def _others_at(
     tops = {entry.path: entry for entry in entries if "/" not in entry.path}
     groups = itertools.groupby(entries, lambda entry: entry.path.partition("/")[0])
     below = {name: [*group][1:] for name, group in groups}
-    for name, role, entry, _ in roles(tops.values(), level, known):
+    for name, role, entry, _ in inventory.roles(tops.values(), level, known):
         inside = [each._replace(path=each.path[len(name) + 1 :]) for each in below[name]]
         if role is Role.STEP:
             at = _level({each.path for each in inside})
-            others = _others_at(place / name, inside, at, steps[step_number(name)])
+            others = _others_at(place / name, inside, at, steps[inventory.step_number(name)])
         elif role is Role.ITEM:
             others = _others_at(place / name, inside, Level.ITEM, ())
-        elif entry.is_file and (role in (Role.DOCUMENT, Role.MARKER) or name == RECORD):
+        elif entry.is_file and (role in (Role.DOCUMENT, Role.MARKER) or name == detection.RECORD):
             continue
         elif not entry.is_dir:
             yield name
@@ -326,7 +314,11 @@ def _others_at(
 def _belongs(path: str, level: Level, role: Role, arrays: Collection[str]) -> bool:
     """Whether a file in a directory of a root or an item belongs to it."""
     if level is Level.ROOT:
-        return role is Role.DOCUMENT and path.endswith(f"/{ROOT_FILE}") and path.count("/") == 1
+        return (
+            role is Role.DOCUMENT
+            and path.endswith(f"/{inventory.ROOT_FILE}")
+            and path.count("/") == 1
+        )
     if level is Level.STEP or role not in (Role.DOCUMENT, Role.CHUNKS):
         return False
     cuts = (n for n, character in enumerate(path) if character == "/")

@@ -4,6 +4,7 @@ It is a job like any other; see `reshard.writer.save`. In a bucket, the index is
 single file has no index: then its configuration is the last.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -187,25 +188,15 @@ def plan_export(
             destinations.check_apart(place, model, "directory of `like`")
         destinations.check_no_step(place)
         notes += destinations.check_destination(place, [ckpt], overwrite, exported=True)
-        if overwrite and place.is_local:
+        if overwrite:
             names = {sibling.path for sibling in copied}
             replaced = destinations.replaced(place, [ckpt], names, exported=True)
     except errors.ReshardError as error:
         problems.insert(0, error)
     state = siblings.source_state([ckpt], opened=True)
-    return planning.with_cost_errors(
-        Export(
-            (item,),
-            tuple(copied),
-            place,
-            limit,
-            overwrite,
-            replaced,
-            source_state=state,
-            notes=tuple(notes),
-        ),
-        problems,
-    )
+    found = Export((item,), tuple(copied), place, limit, overwrite, replaced)
+    found = dataclasses.replace(found, source_state=state, notes=tuple(notes))
+    return planning.with_cost_errors(found, problems)
 
 
 def _unwritable(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:

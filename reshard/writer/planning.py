@@ -111,26 +111,12 @@ def plan(
         state = {} if place is None else source_state(checkpoints, opened=True)
         try:
             notes += [] if checked is None else checked.result()
+            replaced = destinations.replaced(place, checkpoints, paths) if overwrite else ()
         except errors.ReshardError as error:
             problems.insert(0, error)
-        else:
-            if overwrite and place is not None and place.is_local:
-                try:
-                    replaced = destinations.replaced(place, checkpoints, paths)
-                except errors.ReshardError as error:
-                    problems.insert(0, error)
-    notes = list(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))
+    told = tuple(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))
     planned = Plan(
-        items,
-        tuple(found),
-        place,
-        limit,
-        overwrite,
-        replaced,
-        verify,
-        digest,
-        state,
-        notes=tuple(notes),
+        items, tuple(found), place, limit, overwrite, replaced, verify, digest, state, notes=told
     )
     return with_cost_errors(planned, problems)
 

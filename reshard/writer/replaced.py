@@ -24,7 +24,7 @@ def seen_entry(entry: Entry) -> Seen:
 def unseen(directory: Location, seen: Sequence[Seen]) -> list[str]:
     """Paths below a directory that are not as they were seen. Records of digests may be written at
     any time: they belong to the directories that were seen."""
-    known = {tuple(each) for each in seen}
+    known: set[Seen] = {(path, nbytes, modified) for path, nbytes, modified in seen}
     return [
         entry.path
         for entry in directory.walk()
@@ -32,7 +32,7 @@ def unseen(directory: Location, seen: Sequence[Seen]) -> list[str]:
     ]
 
 
-def _is_record(path: str, known: set[tuple[str, int, int | str]]) -> bool:
+def _is_record(path: str, known: set[Seen]) -> bool:
     folder, slash, name = path.rpartition("/")
     return name in RECORD_FILES and (not slash or (f"{folder}/", 0, 0) in known)
 

@@ -19,8 +19,8 @@ from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.run import check_tasks, check_workers, run_tasks
+from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import MARKER, RECORD
 from reshard.loader.safetensors import INDEX
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location, parse_location
@@ -378,7 +378,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
 def _last_files(files: Collection[str], exported: Sequence[str]) -> list[str]:
     """The files that are written last in a bucket: markers, or the index of an export."""
     if not exported:
-        return [path for path in files if path.endswith(MARKER)]
+        return [path for path in files if path.endswith(detection.MARKER)]
     return [next(name for name in (INDEX, "config.json", *exported) if name in {*files, *exported})]
 
 
@@ -452,13 +452,13 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
       True
     """
     place = parse_location(destination)
-    if not place.is_local and (place / RECORD).exists():
+    if not place.is_local and (place / detection.RECORD).exists():
         return committing.forward(place)[1]
     every = committing.jobs(place)
     jobs = {path: found for path, found in every.items() if found.parts}
     jobs = jobs or {path: found for path, found in every.items() if found.begun}
     if not jobs:
-        name = FILE if place.is_local else MARKER
+        name = FILE if place.is_local else detection.MARKER
         if any(entry.path.rpartition("/")[2] == name for entry in place.walk()):
             return False
         raise errors.CheckpointNotFoundError(
@@ -470,30 +470,32 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         hints = [committing.restart_hint(path) for path in jobs]
         raise errors.DestinationError(f"several unfinished jobs exist for `{place}`", lines, hints)
     [(directory, found)] = jobs.items()
-    try:
-        _commit(place, directory, found, progress)
-    except errors.ReshardError:
-        left = [d for each in committing.jobs(place).values() for d in each.documents]
-        if not place.is_local or any(d["job"] == found.documents[0]["job"] for d in left):
-            raise
-        return commit(place)  # another process has completed the job meanwhile
-    return True
+    return _commit(place, directory, found, progress)
 
 
-def _commit(place: Location, directory: Location, found: Found, progress: Progress | None) -> None:
+def _commit(place: Location, directory: Location, found: Found, progress: Progress | None) -> bool:
     """Commits the job in a directory."""
-    with committing.disk_errors(place):
-        directory = committing.taken(place, directory, found)
     about = found.documents[0]
     job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])
-    unshared = committing.chosen(job, found)[UNSHARED]
-    verify = unshared["verify"]
-    arrays = [a for entry in unshared["entries"] for a in entry["record"]["arrays"].values()]
-    nbytes = (math.prod(a["shape"]) * parse_dtype(a["dtype"]).itemsize for a in arrays)
-    attempt = Attempt(job)
-    with committing.attempted(attempt, whole=True):
-        report = counted(sum(nbytes) if verify else 0, progress)
-        complete(attempt, report, unshared.get("replaced"), verify)
+    try:
+        with committing.disk_errors(place):
+            job = dataclasses.replace(job, directory=committing.taken(place, directory, found))
+        unshared = committing.chosen(job, found)[UNSHARED]
+        arrays = [a for entry in unshared["entries"] for a in entry["record"]["arrays"].values()]
+        nbytes = (math.prod(a["shape"]) * parse_dtype(a["dtype"]).itemsize for a in arrays)
+        attempt = Attempt(job)
+        with committing.attempted(attempt, whole=True):
+            report = counted(sum(nbytes) if unshared["verify"] else 0, progress)
+            complete(attempt, report, unshared.get("replaced"), unshared["verify"])
+    except (errors.ReshardError, ValueError) as error:
+        jobs = committing.jobs(place).items() if place.is_local else ()
+        left = [path for path, each in jobs for d in each.documents if d["job"] == job.token]
+        if not left and place.is_local:
+            return commit(place)  # another process has completed the job meanwhile
+        if place.is_local and job.directory not in left:
+            raise job.ended() from error
+        raise
+    return True
 
 
 def complete(
