@@ -1,5 +1,6 @@
 """Tiny random models in Hugging Face's names and shapes, written by NumPy alone."""
 
+import hashlib
 import json
 import pathlib
 from typing import Any
@@ -133,3 +134,18 @@ def write(folder: pathlib.Path, config: dict[str, Any], values: dict[str, np.nda
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def in_cache(directory: pathlib.Path, home: pathlib.Path) -> pathlib.Path:
+    """Moves a directory into a cache, as `huggingface_hub` has it. Returns the model's directory
+    there, whose one snapshot is the directory with links to its files."""
+    model = home / "models--org--name"
+    snapshot = model / "snapshots" / ("0123456789" * 4)
+    for each in (snapshot, model / "blobs", model / "refs"):
+        each.mkdir(parents=True)
+    (model / "refs" / "main").write_text(snapshot.name)
+    for file in sorted(directory.iterdir()):
+        blob = model / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        file.rename(blob)
+        (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
+    return model

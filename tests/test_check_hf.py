@@ -105,3 +105,13 @@ def test_the_command_refuses_what_it_cannot_check(project):
     for words in (CHECK[:-1], ("--to", "linen", *CHECK[2:])):
         status, _, err = converted(project, *words, *SOURCE)
         assert status == 2 and "hf:DIR requires `convert --to nnx --check`" in err
+
+
+def test_the_directory_of_a_cache(project, tmp_path, monkeypatch):
+    shutil.copytree(project / "hf", tmp_path / "hf")
+    model = hf_models.in_cache(tmp_path / "hf", tmp_path / "hub")
+    (snapshot,) = (model / "snapshots").iterdir()
+    monkeypatch.setattr(hf_model, "_load", lambda directory: pytest.fail(str(directory)))
+    for path in (model, snapshot):
+        with pytest.raises(pytest.fail.Exception, match=f"^{snapshot}$"):
+            hf_model.run(str(path), None, [])

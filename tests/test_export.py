@@ -394,7 +394,7 @@ def model(tree, tmp_path):
     save_file(zeros, folder / "model.safetensors")
     texts = ("config.json", "tokenizer.json", "generation_config.json", "README.md", "LICENSE")
     for name in texts:
-        (folder / name).write_text(f"of {name}")
+        (folder / name).write_text(json.dumps({"of": name}))
     for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "reshard_digests.json"):
         (folder / name).write_text("{}")
     (folder / "onnx").mkdir()
@@ -407,8 +407,130 @@ def test_like_a_directory(source, tree, model, tmp_path):
     assert sorted(made.copied) == sorted(texts)
     found = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert found.keys() == {*texts, "model.safetensors", "reshard_digests.json"}
-    assert {name: found[name].decode() for name in texts} == {name: f"of {name}" for name in texts}
+    assert {name: json.loads(found[name]) for name in texts} == {n: {"of": n} for n in texts}
     assert_tensors(load_file(tmp_path / "out/model.safetensors"), tensors(tree))
+
+
+CONFIG = {
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "eps": 1e-05,
+    "name": "Ünï",
+    "text_config": {"dtype": "bfloat16", "inner_config": {"torch_dtype": "float16"}, "size": 8},
+    "vision_config": {"dtype": None, "patch": 2},
+    "audio_config": {"patch": 2},
+    "quantization_config": {"dtype": "bfloat16"},
+}
+
+
+def with_dtype(dtype):
+    config = json.loads(json.dumps(CONFIG))
+    config["torch_dtype"] = config["text_config"]["dtype"] = dtype
+    config["text_config"]["inner_config"]["torch_dtype"] = dtype
+    return config
+
+
+@pytest.fixture
+def configured(model):
+    (model[0] / "config.json").write_text(json.dumps(CONFIG))
+    return model[0]
+
+
+CHANGED = "config.json is copied with `torch_dtype` and `dtype` = float32, the dtype of the tensors"
+
+
+def test_the_dtype_in_the_configuration_is_that_of_the_tensors(source, configured, tmp_path):
+    ckpt, out = reshard.cast(reshard.open(source), "float32"), tmp_path / "out"
+    planned = plan_export(ckpt, out, like=configured)
+    assert planned.notes == (CHANGED,)
+    assert "config.json" not in planned.copied and "README.md" in planned.copied
+    assert planned.document()["changed"] == ["config.json"]
+    made = reshard.export(ckpt, out, like=configured, workers=2)
+    assert made.notes == planned.notes
+    text = (out / "config.json").read_text()
+    assert text == json.dumps(with_dtype("float32"), indent=2) + "\n"
+    assert json.loads((configured / "config.json").read_text()) == CONFIG
+    words = ["export", source, "told", "--dtype", "float32", "--like", configured]
+    told = shown(tmp_path, *words, "--dry-run")
+    assert told.endswith(f"\nnote     {CHANGED}\n")
+    for number in (0, 1):
+        reshard.export(ckpt, tmp_path / "shares", like=configured, share=(number, 2))
+    reshard.commit(tmp_path / "shares")
+    assert objects(tmp_path / "shares") == objects(out)
+
+
+CASTING = """
+[[rule]]
+from = '^odd$'
+drop = true
+[[rule]]
+to = 'odd'
+fill = { value = 0.5, shape = [7, 3, 5], dtype = 'float16' }
+"""
+
+
+def test_the_dtype_of_a_map(source, configured, tmp_path):
+    """Tensors that are no floats do not count, nor those of 8 bits."""
+    saved = reshard.select(reshard.open(source), ["odd", "count", "layers/1/both"])
+    rules = "[[rule]]\nfrom = '^(count|layers/1/both)$'\nto = '\\1'\n"
+    (tmp_path / "map.toml").write_text(CASTING + rules)
+    ckpt = reshard.cast(saved, "float8_e4m3fn", "layers/**")
+    ckpt = reshard.remap(ckpt, tmp_path / "map.toml")
+    zeros = load_file(configured / "model.safetensors")
+    zeros = {name: zeros[name] for name in ("odd", "count", "layers.1.both")}
+    save_file(zeros, configured / "model.safetensors")
+    made = reshard.export(ckpt, tmp_path / "out", like=configured)
+    assert made.notes == (CHANGED.replace("float32", "float16"),)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == with_dtype("float16")
+
+
+def test_tensors_of_several_dtypes(source, configured, tmp_path):
+    """The configuration has the dtype of most values: `transformers` casts all to it."""
+    planned = reshard.export(reshard.open(source), tmp_path / "most", like=configured)
+    assert planned.notes == (
+        f"{CHANGED.replace('the tensors', 'most values')}: transformers casts the bfloat16 tensors "
+        "to it",
+    )
+    assert json.loads((tmp_path / "most/config.json").read_text()) == with_dtype("float32")
+    ckpt = reshard.cast(reshard.open(source), "bfloat16", "layers/**")
+    (configured / "config.json").write_text(json.dumps(with_dtype("bfloat16")))
+    planned = reshard.export(ckpt, tmp_path / "kept", like=configured)
+    assert planned.notes == (
+        "config.json is copied with `torch_dtype` and `dtype` = bfloat16, the dtype of most "
+        "values: transformers casts the float32 tensors to it",
+    )
+    kept = (tmp_path / "kept/config.json").read_text()
+    assert kept == json.dumps(with_dtype("bfloat16")), "copied"
+
+
+def test_a_configuration_without_a_dtype_is_copied(source, configured, tmp_path):
+    config = '{"size":8 , "vision_config": {"dtype": null}}'
+    (configured / "config.json").write_text(config)
+    planned = reshard.export(reshard.open(source), tmp_path / "out", like=configured)
+    assert planned.notes == () and "config.json" in planned.copied
+    assert (tmp_path / "out/config.json").read_text() == config
+    (configured / "config.json").write_text("{")
+    text = refused(
+        CorruptCheckpointError,
+        reshard.export,
+        reshard.open(source),
+        tmp_path / "2",
+        like=configured,
+    )
+    assert text.startswith(f"`{configured / 'config.json'}` is not JSON")
+
+
+def test_files_of_like_that_cannot_be_copied(source, configured, tmp_path):
+    """A link to nothing, and a pointer of git-lfs. Directories are never copied."""
+    (configured / "vocab.txt").symlink_to("nowhere")
+    (configured / "LICENSES").mkdir()
+    (configured / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid")
+    text = refused(
+        ReshardError, reshard.export, reshard.open(source), tmp_path / "out", like=configured
+    )
+    assert f"`{configured}/vocab.txt` is a symbolic link to `nowhere`, which does not exist" in text
+    assert f"`{configured}/tokenizer.json` is a pointer of git-lfs, not the file itself" in text
+    assert text.endswith(f"\n\nhint: git -C {configured} lfs pull")
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -426,7 +548,7 @@ def test_unlike_a_directory(source, tree, model, tmp_path, whole):
     if not whole:
         (folder / INDEX).write_text('{"weight_map": null}')
         told = refused(CorruptCheckpointError, reshard.export, ckpt, tmp_path / "out", like=folder)
-        assert told == f"`{folder / INDEX}`: `weight_map` is not a JSON object"
+        assert told == f"`{folder / INDEX}` has no `weight_map`"
     first, *lines = text.partition("\n\n")[0].split("\n")
     assert first == f"the tensors differ from those of `{folder}`"
     assert {*lines} == {
@@ -488,7 +610,9 @@ def test_too_little_room_for_temporary_files(source, bucket, stores, monkeypatch
 def test_in_a_bucket(source, model, bucket, stores, tmp_path, size, monkeypatch):
     monkeypatch.setattr(commit, "_LARGE", 1 << 12)  # more is copied on the server
     url, ckpt = f"{bucket}/hf", reshard.open(source)
+    (model[0] / "config.json").write_text(json.dumps(CONFIG))
     reshard.export(ckpt, tmp_path / "near", like=model[0], file_size=size)
+    assert json.loads((tmp_path / "near/config.json").read_text()) == with_dtype("float32")
     stores.reset()
     reshard.export(ckpt, url, like=model[0], file_size=size)
     near, found = objects(tmp_path / "near"), objects(url)

@@ -200,7 +200,8 @@ IN_RANGE = "Error parsing value at position 0: Expected integer in the range"
 DATABASE = "the OCDBT database in `PATH` "
 NO_ENTRY = " is damaged: an entry of `tree_metadata` cannot be read\n  "
 NOT_A_FILE = (
-    "` is neither a file nor a directory\n\nhint: replace a symbolic link by what it points to"
+    "` is neither a file nor a directory\n\n"
+    "hint: make a copy that has files in place of symbolic links: cp -rL DIRECTORY COPY"
 )
 
 

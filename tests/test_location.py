@@ -1,17 +1,23 @@
 """Locations: text, paths and URLs, listings of a disk, and other systems than Linux."""
 
 import ctypes
+import itertools
 import os
 import pathlib
 import pickle
 import re
+import shutil
 import types
 
 import layouts
+import numpy as np
 import pytest
+import tensorstore as ts
 from etils import epath
+from flax.serialization import msgpack_serialize
 from in_process import command, inside
 from jobs import refused
+from safetensors.numpy import save_file
 
 import reshard
 from reshard.storage import disk, machine, ocdbt
@@ -191,3 +197,107 @@ def test_local_files_are_mapped_and_those_of_a_network_are_read(saved, monkeypat
         assert how_files_are_read(path) == "default"
     # What is written is never mapped.
     assert ocdbt.new_context()["file_io_mode"].to_json() == {}
+
+
+def odd(path, more=b"\xff"):
+    """The path with one more byte, which then is not UTF-8."""
+    return pathlib.Path(os.fsdecode(os.fsencode(path) + more))
+
+
+def not_opened(path):
+    text = f"`{path}` holds a backslash, or a byte that is not UTF-8\n".replace("\udcff", "\\udcff")
+    return f"{text}  TensorStore opens no such path\n\nhint: give it another name"
+
+
+@pytest.fixture
+def state(tmp_path):
+    return layouts.save_pytree(tmp_path / "state", {"w": np.arange(12.0).reshape(3, 4)})
+
+
+@pytest.mark.parametrize("kind", ["item", "of a step", "step", "safetensors", "msgpack"])
+@pytest.mark.parametrize("byte", [b"\xff", b"\\"])
+def test_a_source_whose_path_tensorstore_does_not_open(state, tmp_path, kind, byte):
+    path = told = odd(tmp_path / "moved", byte)
+    if kind == "item":
+        shutil.copytree(state, path)
+    elif kind == "of a step":
+        path = tmp_path / "step"
+        told = odd(path / "state", byte)
+        shutil.copytree(state, told)
+        (path / "_CHECKPOINT_METADATA").write_text("{}")
+    elif kind == "step":
+        path = tmp_path / "run"
+        told = pathlib.Path(f"{odd(path / 'a', byte)}_3")
+        shutil.copytree(state, told)
+    elif kind == "safetensors":
+        path = told = pathlib.Path(f"{path}.safetensors")
+        save_file({"w": np.arange(3)}, path)
+    else:
+        path.write_bytes(msgpack_serialize({"w": np.arange(3)}))
+    text = layouts.refused(reshard.CheckpointFormatError, reshard.open, path)
+    assert text == not_opened(told)
+    assert command(["inspect", str(path)])[::2] == (2, f"Error: {text}\n")
+
+
+@pytest.mark.parametrize("byte", [b"\xff", b"\\"])
+def test_a_destination_that_tensorstore_does_not_open(state, tmp_path, byte):
+    ckpt, out = reshard.open(state), odd(tmp_path / "out", byte)
+    for write, more in itertools.product((reshard.save, reshard.export), ({}, {"share": (0, 1)})):
+        text = layouts.refused(reshard.CheckpointFormatError, write, ckpt, out, **more)
+        assert text == not_opened(out)
+    assert [*tmp_path.iterdir()] == [state]
+
+
+def test_names_that_are_not_utf8_in_a_checkpoint(state, stores, tmp_path):
+    """Files that are copied may have any name, and files of tensors; arrays and objects not."""
+    step, root = tmp_path / "run" / "3", tmp_path / "run"
+    shutil.copytree(state, step)
+    odd(root / "log").write_text("text")
+    odd(root / "logs").mkdir()
+    odd(odd(root / "logs") / "inner").write_text("inner")
+    ckpt = reshard.open(root)
+    reshard.save(ckpt, tmp_path / "out")
+    assert odd(odd(tmp_path / "out" / "logs") / "inner").read_text() == "inner"
+    assert odd(tmp_path / "out" / "log").read_text() == "text"
+    text = layouts.refused(
+        reshard.DestinationError, reshard.save, ckpt, f"{stores.bucket('s3')}/out"
+    )
+    assert text == (
+        "names in a bucket must be UTF-8\n  logs\\udcff\n  logs\\udcff/inner\\udcff\n  log\\udcff"
+    )
+    values = {"a": np.random.default_rng(0).standard_normal((5, 7))}
+    save_file(values, tmp_path / "x")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "x").rename(f"{odd(tmp_path / 'hf' / 'x')}.safetensors")
+    reshard.save(reshard.open(tmp_path / "hf"), tmp_path / "tensors")
+    assert np.array_equal(reshard.open(tmp_path / "tensors")["a"].read(), values["a"])
+    for name in ("x/a", odd("x/b"), "y/c"):
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path}/tree/new"}}
+        spec |= {"metadata": {"shape": [4], "dtype": "<f4"}, "create": True}
+        ts.open(spec).result().write(np.arange(4, dtype="f4")).result()
+        (tmp_path / "tree" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "tree" / "new").rename(tmp_path / "tree" / name)
+    text = layouts.refused(reshard.CorruptCheckpointError, reshard.open, tmp_path / "tree")
+    told = f"`{tmp_path}/tree` cannot be read as a tree of zarr arrays"
+    assert text == f"{told}\n  x/b\\udcff: its name is not UTF-8"
+
+
+@pytest.mark.parametrize("kind", ["other disk", "same disk"])
+@pytest.mark.parametrize("name", ["out", "o u"])
+def test_a_destination_that_is_a_mount_point(state, tmp_path, monkeypatch, kind, name):
+    ckpt, out = reshard.open(state), tmp_path / name
+    reshard.save(ckpt, out)
+    point = f"{tmp_path.resolve()}/{name}".replace(" ", "\\040")
+    lines = f"1 0 1:1 / / rw - ext4 a rw\n64 44 254:0 /s {point} rw,x - ext4 b rw\n"
+    if kind == "other disk":
+        monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(out))
+        lines = ""
+    monkeypatch.setattr(disk, "kernel_text", {"self/mountinfo": lines}.__getitem__)
+    before = layouts.hashes(tmp_path)
+    for write in (reshard.save, reshard.export):
+        for overwrite in (True, False):
+            text = layouts.refused(reshard.DestinationError, write, ckpt, out, overwrite=overwrite)
+            what = "is a mount point, which no new checkpoint can replace"
+            assert text == f"`{out}` {what}\n\nhint: write to a directory in it: {out}/new"
+    assert layouts.hashes(tmp_path) == before
+    reshard.save(ckpt, out / "new")

@@ -3,12 +3,14 @@ wrong files; and what opening one reads."""
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from unittest import mock
 
 import flax.linen as nn
 import flax.serialization
+import hf_models
 import jax
 import jax.numpy as jnp
 import layouts
@@ -177,6 +179,20 @@ def test_aggregate_files_of_orbax(data, version):
     path = data / version / "aggregate"
     with ocp.PyTreeCheckpointer() as checkpointer:
         assert_read(reshard.open(path), checkpointer.restore(path))
+
+
+def test_links_to_files(data, tmp_path):
+    """They are followed in the cache of Hugging Face, and not in an item of Orbax."""
+    tree = {"w": random_bits((3, 5), "float32")}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "flax_model.msgpack").write_bytes(pack(tree))
+    model = hf_models.in_cache(tmp_path / "hf", tmp_path / "hub")
+    assert_read(reshard.open(model), tree)
+    item = shutil.copytree(data / "orbax-0.4.4" / "aggregate", tmp_path / "item")
+    (item / "checkpoint").rename(tmp_path / "elsewhere")
+    (item / "checkpoint").symlink_to(tmp_path / "elsewhere")
+    text = refused(reshard.CheckpointFormatError, reshard.open, item)
+    assert text.startswith(f"`{item / 'checkpoint'}` is neither a file nor a directory")
 
 
 @pytest.mark.parametrize("kind", ["s3", "conditional"])

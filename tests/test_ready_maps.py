@@ -280,3 +280,18 @@ def test_a_layer_without_a_pair_is_refused(tmp_path):
 def test_arguments_of_ready_maps_need_one(tmp_path, llama):
     told = refused(tmp_path, "ckpt", "hf", "out", "--vocab", 64)
     assert "--vocab and --scan-axis require --map hf:NAME" in told
+
+
+def test_the_directory_of_a_cache(tmp_path, llama):
+    """As the source, `--like` and `--config`."""
+    tensors = load_file(llama / "model.safetensors")
+    model = hf_models.in_cache(llama, tmp_path / "hub").relative_to(tmp_path)
+    words = ["--map", "hf:llama-tunix"]
+    shown(tmp_path, "ckpt", model, "out", *words)
+    for option in ("--like", "--config"):
+        back = tmp_path / option[2:]
+        shown(tmp_path, "export", "out", back, *words, "--reverse", option, model)
+        assert_same(load_file(back / "model.safetensors"), tensors)
+    copied = tmp_path / "like" / "config.json"
+    assert json.loads(copied.read_text()) == hf_models.CONFIGS["llama"]
+    assert not copied.is_symlink()

@@ -2,7 +2,9 @@
 on a disk and in buckets; and files that are wrong."""
 
 import json
+import shutil
 
+import hf_models
 import layouts
 import ml_dtypes
 import numpy as np
@@ -13,10 +15,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import refused
 from releases import older
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import reshard
-from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
+from reshard.errors import (
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DestinationError,
+)
+from reshard.storage.location import parse_location
 
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 DTYPES += ["float16", "bfloat16", "float32", "float64", "complex64"]
@@ -186,8 +194,10 @@ def test_in_a_bucket(tensors, parts, stores, tmp_path, kind):
     rows = ckpt["large"].view()[2, 100:102].read().result()
     assert np.array_equal(rows, tensors["large"][2, 100:102])
     assert sum(r.received for r in stores.requests) < tensors["large"].nbytes
-    reshard.save(reshard.to_mesh(ckpt, "data=8"), tmp_path / "out")
-    assert_tensors(named(layouts.load_pytree(tmp_path / "out")), tensors)
+    opened = {"out": ckpt, "by_index": reshard.open(f"{url}/model.safetensors.index.json")}
+    for name, each in opened.items():
+        reshard.save(reshard.to_mesh(each, "data=8"), tmp_path / name)
+        assert_tensors(named(layouts.load_pytree(tmp_path / name)), tensors)
 
 
 def test_names_below_one_another_are_not_split(tmp_path):
@@ -261,7 +271,7 @@ def test_an_index_that_contradicts_the_files(parts, tensors):
     assert said.endswith(f"\n  `model-00002-of-00003.safetensors` is missing, {text}")
     index.write_text("{}")
     said = refused(CorruptCheckpointError, reshard.open, parts)
-    assert said.endswith(f"  `{index}` has no `weight_map`")
+    assert said == f"`{index}` has no `weight_map`"
 
 
 def test_a_file_that_is_missing_where_there_is_no_index(parts, tensors):
@@ -273,8 +283,145 @@ def test_a_file_that_is_missing_where_there_is_no_index(parts, tensors):
     assert len(reshard.open(parts / "model-00001-of-00003.safetensors"))
 
 
-def test_a_consolidated_file_and_its_shards(parts, tensors):
-    save_file(tensors, parts / "consolidated.safetensors")
+@pytest.mark.parametrize("name", ["model", "diffusion_pytorch_model", "a.fp16"])
+def test_only_the_files_of_the_index_are_read(parts, tensors, name):
+    (parts / "model.safetensors.index.json").rename(parts / f"{name}.safetensors.index.json")
+    others = ("consolidated", "model.fp16", "model")
+    for other in others:
+        save_file(
+            {key: np.asarray(values * 2) for key, values in tensors.items()},
+            parts / f"{other}.safetensors",
+        )
+    (parts / "broken.safetensors").write_bytes(b"1234")
+    ckpt = reshard.open(parts)
+    assert_tensors({".".join(p): a.view().read().result() for p, a in ckpt.items()}, tensors)
+    left = "`broken.safetensors`, `consolidated.safetensors`, `model.fp16.safetensors`"
+    assert ckpt.notes == (f"the index does not name {left}, `model.safetensors`: not read",)
+
+
+def test_an_index_whose_files_are_missing_beside_another_file(parts, tensors):
+    save_file(tensors, parts / "model.safetensors")
+    for file in parts.glob("model-*"):
+        file.unlink()
     lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
+    assert len(lines) == 6 and all(" is missing, with " in line for line in lines[1:4])
+    assert lines[4:] == [
+        "",
+        f"hint: open a file that is not in the index: {parts}/model.safetensors",
+    ]
+    assert [*reshard.open(parts / "model.safetensors")]
+
+
+@pytest.mark.parametrize(
+    "variant", ["model.fp16.safetensors.index", "model.safetensors.index.fp16"]
+)
+def test_two_indexes(parts, tensors, tmp_path, variant):
+    halves = {name: values.astype("f2") for name, values in tensors.items()}
+    save_file(halves, parts / "model-00001-of-00001.fp16.safetensors")
+    index = dict.fromkeys(halves, "model-00001-of-00001.fp16.safetensors")
+    both = sorted([f"{variant}.json", "model.safetensors.index.json"])
+    (parts / f"{variant}.json").write_text(json.dumps({"weight_map": index}))
+    text = refused(CheckpointNotFoundError, reshard.open, parts)
+    assert text == f"`{parts}` has several indexes\n  {both[0]}\n  {both[1]}\n\n" + "\n".join(
+        f"hint: open one of them: {parts / name}" for name in both
+    )
+    for name, expected in ((f"{variant}.json", halves), ("model.safetensors.index.json", tensors)):
+        ckpt = reshard.open(parts / name)
+        got = {".".join(p): a.view().read().result() for p, a in ckpt.items()}
+        assert_tensors(got, expected)
+        out = tmp_path / name
+        reshard.export(ckpt, out, like=parts / name)
+        assert reshard.diff(parts / name, out, values=True).equal
+        assert sorted(p.name for p in out.iterdir()) == [
+            "config.json",
+            "model.safetensors",
+            "reshard_digests.json",
+        ]
+        text = refused(DestinationError, reshard.export, ckpt, parts, overwrite=True)
+        assert "overlap" in text
+    assert "`model-00001-of-00001.fp16.safetensors`: not read" in ckpt.notes[0]
+
+
+def test_tensors_in_several_files_without_an_index(parts, tensors):
+    (parts / "model.safetensors.index.json").unlink()
+    save_file(tensors, parts / "consolidated.safetensors")
+    *lines, empty, hint = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
     twice = [f"  `{name}` is in `consolidated.safetensors` and in `model-0000" for name in tensors]
     assert all(any(line.startswith(text) for line in lines) for text in twice)
+    assert (empty, hint) == ("", f"hint: open one of the files: {parts}/consolidated.safetensors")
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123456\n"
+
+
+def test_pointers_of_git_lfs(parts, tmp_path):
+    first, _, last = sorted(parts.glob("*.safetensors"))
+    hint = f"\n\nhint: git -C {parts} lfs pull"
+    what = "is a pointer of git-lfs, not the file itself"
+    for file in (first, last):
+        file.write_text(POINTER)
+    text = refused(CorruptCheckpointError, reshard.open, parts)
+    assert text.startswith(f"`{parts}` cannot be read as safetensors\n  `{first}` {what}\n")
+    assert f"  `{last}` {what}\n" in text and text.endswith(hint)
+    text = refused(CorruptCheckpointError, reshard.open, first)
+    assert text == f"`{first}` cannot be read as safetensors\n  `{first}` {what}{hint}"
+    (parts / "model.safetensors.index.json").write_text(POINTER)
+    text = refused(CheckpointFormatError, reshard.open, parts)
+    assert text == f"`{parts}/model.safetensors.index.json` {what}{hint}"
+    (tmp_path / "flax").mkdir()
+    for file in (tmp_path / "flax" / "flax_model.msgpack", tmp_path / "pytorch_model.bin"):
+        file.write_text(POINTER)
+        for path in (file, file.parent)[: 1 + (file.parent != tmp_path)]:
+            text = refused(CheckpointFormatError, reshard.open, path)
+            assert text == f"`{file}` {what}\n\nhint: git -C {file.parent} lfs pull"
+
+
+def test_a_cache_of_hugging_face(parts, tensors, tmp_path):
+    model = hf_models.in_cache(parts, tmp_path / "hub")
+    (snapshot,) = (model / "snapshots").iterdir()
+    for path in (model, snapshot):
+        assert_tensors(
+            {".".join(p): a.view().read().result() for p, a in reshard.open(path).items()}, tensors
+        )
+    reshard.save(reshard.open(model), tmp_path / "out", max_memory="64MiB")
+    reshard.export(reshard.open(model), tmp_path / "back", like=model)
+    for out in ("out", "back"):
+        assert reshard.diff(model, tmp_path / out, values=True).equal
+        assert not any(path.is_symlink() for path in (tmp_path / out).rglob("*"))
+    (one, *_) = snapshot.glob("model-00001-*")
+    assert len(reshard.open(one)) == len(load_file(one))
+    assert reshard.open(model).source.root == parse_location(snapshot)
+
+
+def test_a_cache_without_its_snapshot(parts, tensors, tmp_path):
+    model = hf_models.in_cache(parts, tmp_path / "hub")
+    (snapshot,) = (model / "snapshots").iterdir()
+    (model / "refs" / "main").write_text("f" * 40)
+    shutil.copytree(snapshot, other := model / "snapshots" / ("a" * 40), symlinks=True)
+    hints = f"\n\nhint: {snapshot}\nhint: {other}"
+    text = refused(CheckpointNotFoundError, reshard.open, model)
+    assert text == f"`{model}` has no snapshot `{'f' * 40}`, which its `refs/main` names{hints}"
+    for wrong in ("../../elsewhere", ""):
+        (model / "refs" / "main").write_text(wrong)
+        text = refused(CheckpointNotFoundError, reshard.open, model)
+        assert text == f"`{model}` has no snapshot `{wrong}`, which its `refs/main` names{hints}"
+    (model / "refs" / "main").unlink()
+    text = refused(CheckpointNotFoundError, reshard.open, model)
+    assert text == f"`{model}` has no `refs/main`, which names the snapshot to open{hints}"
+    for hint in (other, snapshot):
+        assert len(reshard.open(hint)) == len(tensors)
+
+
+def test_links_of_a_directory_that_lead_to_no_file(parts, tmp_path):
+    first, second, _ = sorted(parts.glob("*.safetensors"))
+    for file, target in ((first, "nowhere"), (second, tmp_path)):
+        file.unlink()
+        file.symlink_to(target)
+    lines = refused(CorruptCheckpointError, reshard.open, parts).splitlines()
+    assert f"  `{first}` is a symbolic link to `nowhere`, which does not exist" in lines
+    assert f"  `{second}` is a directory, not a file" in lines
+    index = parts / "model.safetensors.index.json"
+    index.unlink()
+    index.symlink_to("nowhere")
+    text = refused(CheckpointFormatError, reshard.open, parts)
+    assert text == f"`{index}` is a symbolic link to `nowhere`, which does not exist"

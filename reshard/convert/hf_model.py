@@ -14,6 +14,7 @@ import numpy as np
 from reshard.convert.model_run import Arguments, Run, moved
 from reshard.convert.remap import read_config
 from reshard.errors import ArgumentError
+from reshard.loader.hf_files import snapshot
 
 
 class _Model(NamedTuple):
@@ -35,10 +36,11 @@ def run(directory: str, arguments: Arguments | None, exchanges: object) -> Run:
     Raises:
       ArgumentError: the directory or the token ids are not usable, or no library runs the model.
     """
-    if not pathlib.Path(directory, "config.json").is_file():
+    place = pathlib.Path(snapshot(directory))
+    if not (place / "config.json").is_file():
         raise ArgumentError(f"`{directory}` is not a local directory with `config.json`")
-    arguments, tokens = _tokens(arguments, read_config(directory).get("vocab_size"))
-    model = _load(pathlib.Path(directory))
+    arguments, tokens = _tokens(arguments, read_config(place).get("vocab_size"))
+    model = _load(place)
     runs = []
     for change in (np.asarray, moved):
         model.change(change)

@@ -55,8 +55,8 @@ from reshard.convert.map_rules import Map, apply_inverse, apply_map
 from reshard.convert.mapfile import config_numbers, map_of, read_map
 from reshard.convert.optimizer import followers
 from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
+from reshard.loader.hf_files import snapshot
 from reshard.loader.json_documents import read_json
-from reshard.storage.location import parse_location
 
 PREFIX = "hf:"
 _FILES = importlib.resources.files("reshard.convert") / "maps_hf"
@@ -328,10 +328,10 @@ def _fitting_arguments(leaves: Collection[tree.Path], problems: Sequence[str]) -
 
 def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
     """The document `config.json` of a directory, beside a file, or of its own path."""
-    place = parse_location(config)
+    place = snapshot(config)
     if place.name != _CONFIG:
         place = (place.parent if place.is_file() else place) / _CONFIG
-    document = read_json(place)
+    document = read_json(place, follow=True)
     if document is None:
         raise ArgumentError(f"there is no `{place}`", hints=["config=..."])
     inner = document.get("text_config")

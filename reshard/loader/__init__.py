@@ -23,7 +23,8 @@ def open(
     Args:
       path: a PyTree item directory, a standalone checkpoint, a step, a `CheckpointManager` root,
         or a checkpoint of Orbax's v1 API; a file or a directory of safetensors or of Flax's
-        msgpack; or a tree of zarr arrays. On a disk, or in a bucket (`gs://`, `s3://`).
+        msgpack, also in the cache of Hugging Face; or a tree of zarr arrays. On a disk, or in a
+        bucket (`gs://`, `s3://`).
       step: the step of a manager's root; by default, the latest committed one.
       item: the item of a step that has several trees.
       concurrency: the most requests for arrays that are sent to a bucket at once.
@@ -54,6 +55,7 @@ def open(
         with parse_location(path).cached_listing():
             located = detection.locate(path, step, item)
             detection.check_inside(located)
+            located.directory.check_opens()
             if located.kind in _FOREIGN:
                 return _FOREIGN[located.kind].read(located, concurrency)
             if file := orbax.values_file(located):

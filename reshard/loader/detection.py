@@ -16,6 +16,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     UncommittedCheckpointError,
 )
+from reshard.loader.hf_files import check_no_pointer, snapshot
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import MANIFEST, PROCESS
@@ -48,7 +49,10 @@ RECORD_FILES = (RECORD_FILE, RECORD_TEMPORARY)
 # Ends and beginnings of names that are copied with the weights of a Hugging Face directory.
 _ENDS = (".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt")
 _BEGINS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_NOT_COPIED = (".index.json", RECORD_FILE, RECORD)
+_NOT_COPIED = (RECORD_FILE, RECORD)
+# The name of an index: `model.safetensors.index.json`, or of a variant of the weights,
+# `model.safetensors.index.fp16.json`.
+_INDEX = re.compile(r"(.*)\.index(\.[^.]+)?\.json")
 # Names that an error lists.
 _MOST_LISTED = 10
 _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
@@ -82,8 +86,9 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     if not root.exists():
         raise CheckpointNotFoundError(f"nothing exists at `{text}`", hints=_siblings(root))
     if not root.is_dir():
-        is_safetensors = root.name.endswith(SAFETENSORS)
+        is_safetensors = root.name.endswith(SAFETENSORS) or is_index(root.name)
         if not is_safetensors and (description := describe_file(root)) != MSGPACK:
+            check_no_pointer(root)
             raise CheckpointFormatError(f"`{text}` is {description}")
         _refuse(text, step, item)
         return Item(root, "safetensors" if is_safetensors else "msgpack")
@@ -102,6 +107,8 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     if files := {} if is_one else _flax_steps(root):
         return locate(root / files[_chosen_step(text, files, step)], None, item)
     _refuse(text, step, None)
+    if not is_one and (current := snapshot(root)) != root:
+        return locate(current, None, item)
     if foreign := _of_another_program(root):
         _refuse(text, None, item)
         return foreign
@@ -243,7 +250,14 @@ def is_step(directory: Location) -> bool:
 
 def is_copied(name: str) -> bool:
     """Whether a file of a Hugging Face directory is copied with its weights, by its name."""
-    return (name.endswith(_ENDS) or name.startswith(_BEGINS)) and not name.endswith(_NOT_COPIED)
+    ours = name.endswith(_NOT_COPIED) or _INDEX.fullmatch(name)
+    return not ours and (name.endswith(_ENDS) or name.startswith(_BEGINS))
+
+
+def is_index(name: str) -> bool:
+    """Whether a file is an index of safetensors files, by its name."""
+    match = _INDEX.fullmatch(name)
+    return match is not None and match[1].endswith(SAFETENSORS)
 
 
 def _in_step(root: Location, step: str, steps: tuple[int, ...], item: str | None) -> Item:

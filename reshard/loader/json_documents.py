@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from reshard.errors import CorruptCheckpointError
+from reshard.loader.hf_files import check_no_pointer
 from reshard.storage.location import Location
 
 # The deepest nesting. Orbax's documents have less than ten levels; users attach deeper ones.
@@ -21,15 +22,16 @@ _MAX_DIGITS = 40
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_json(path: Location) -> dict[str, Any] | None:
+def read_json(path: Location, follow: bool = False) -> dict[str, Any] | None:
     """The JSON object in a file, or None without a file. Raises CorruptCheckpointError for anything
-    else."""
-    data = path.read()
+    else. `follow`: also through a symbolic link, as in the cache of Hugging Face."""
+    data = path.read(follow)
     if data is None:
         return None
     try:
         document = parse_json(data)
     except ValueError as error:
+        check_no_pointer(path)
         raise CorruptCheckpointError(f"`{path}` is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise CorruptCheckpointError(f"`{path}` is JSON, but not an object")

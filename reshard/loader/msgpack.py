@@ -20,8 +20,9 @@ from reshard.arrays.boxes import MOST_AXES
 from reshard.checkpoint import Checkpoint, Item
 from reshard.errors import CheckpointFormatError
 from reshard.loader.detection import MSGPACK_FILE
+from reshard.loader.hf_files import check_no_pointer
 from reshard.loader.orbax import tree_problems
-from reshard.loader.plain_arrays import PlainArray, checkpoint, index_problems
+from reshard.loader.plain_arrays import PlainArray, checkpoint, index_problems, weight_map
 from reshard.storage.disk import MAX_DOCUMENT
 from reshard.storage.location import Location
 from reshard.tree import MAX_KEYS, Path, format_path
@@ -65,14 +66,16 @@ def read(item: Item, requests: int) -> Checkpoint:
                     f"the tree ends, but the file has {reader.size - reader.at} bytes more"
                 )
         except ValueError as error:
+            check_no_pointer(root / file)
             reader.problems.append(f"at byte {reader.at}: {error}")
         problems += [f"`{root / file}`: {problem}" for problem in reader.problems]
         pairs += reader.leaves
     if not problems:
         problems += tree_problems([path for path, _ in pairs])
     if files != [""]:
-        names = {"/".join(map(str, p)): a.file for p, a in pairs if isinstance(a, PlainArray)}
-        problems += index_problems(root / f"flax_model{MSGPACK_FILE}.index.json", names)
+        arrays = {"/".join(map(str, p)): a for p, a in pairs if isinstance(a, PlainArray)}
+        named = weight_map(root / f"flax_model{MSGPACK_FILE}.index.json")
+        problems += index_problems(named, arrays) if named else ()
     texts = [leaf for _, leaf in pairs if isinstance(leaf, str)]
     if not problems and any(text.startswith(_ELSEWHERE) for text in texts):
         raise CheckpointFormatError(
@@ -100,7 +103,7 @@ class _Reader:
 
     def __init__(self, root: Location, file: str):
         self.file, self._place = file, root / file
-        self.size = self._place.file_bytes() or 0
+        self.size = self._place.file_bytes(follow=True) or 0
         self.at = self._begin = self._consumed = self._entries = 0
         self._piece = b""
         self.leaves: list[tuple[Path, Any]] = []

@@ -96,7 +96,7 @@ def source_of(
 ) -> Source:
     """The source of a checkpoint, in a bucket with the state of its files, except ignored ones. On
     a disk, the plan reads their state soon enough."""
-    state = "" if item.directory.is_local else item.directory.state(ignored)
+    state = "" if store.directory.is_local else store.directory.state(ignored)
     facts = {"metadata": document, "metadata_apart": metadata_apart, "state": state}
     return Source(**vars(item), store=store, **facts)
 
@@ -158,6 +158,7 @@ def values_file(item: Item) -> Location | None:
     file = item.directory / "checkpoint"
     if detection.describe_file(file) != detection.MSGPACK:
         return None
+    file.file_bytes()  # raises for a link, whose target may be outside the checkpoint
     document = read_json(item.directory / detection.TREE_FILE)
     if document is None:
         return file

@@ -62,10 +62,13 @@ def checkpoint(
     requests: int,
     problems: list[str],
     notes: Sequence[str] = (),
+    directory: Location | None = None,
+    hints: Sequence[str] = (),
 ) -> Checkpoint:
-    """The checkpoint of plain arrays and other leaves. Raises CorruptCheckpointError if there are
-    problems."""
-    root = item.root
+    """The checkpoint of plain arrays and other leaves, whose files are relative to `directory`, by
+    default the item's root. Raises CorruptCheckpointError, with the hints, if there are problems.
+    """
+    root = directory or item.root
     store = ArrayStore(False, root, ("",), False, requests, ranged=True)
     vars(store)["values"] = {}
     opened: dict[Path, Leaf] = {}
@@ -83,20 +86,23 @@ def checkpoint(
         else:
             opened[path] = leaf
     if problems:
-        raise CorruptCheckpointError(f"`{root}` cannot be read as {kind}", problems)
+        raise CorruptCheckpointError(f"`{item.root}` cannot be read as {kind}", problems, hints)
     document = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
     return Checkpoint(opened, source_of(item, store, document), tuple(notes))
 
 
-def index_problems(index: Location, files: Mapping[str, str]) -> Iterator[str]:
-    """The differences between an index, if it exists, and the `files` of arrays."""
-    document = read_json(index)
-    if document is None:
-        return
-    named = document.get("weight_map")
-    if not isinstance(named, dict):
-        yield f"`{index}` has no `weight_map`"
-        return
+def weight_map(index: Location) -> dict[str, Any]:
+    """The file of each array by an index; empty if there is no index."""
+    document = read_json(index, follow=True)
+    named = {} if document is None else document.get("weight_map")
+    if not isinstance(named, dict) or (document and not named):
+        raise CorruptCheckpointError(f"`{index}` has no `weight_map`")
+    return named
+
+
+def index_problems(named: Mapping[str, Any], arrays: Mapping[str, PlainArray]) -> Iterator[str]:
+    """The differences between the files that an index has `named` and those of the arrays."""
+    files = {name: plain.file for name, plain in arrays.items()}
     lost: dict[str, list[str]] = {}
     for name, expected in named.items():
         if name not in files:

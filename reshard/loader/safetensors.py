@@ -14,11 +14,16 @@ from typing import Any
 
 from reshard.arrays.dtypes import parse_dtype
 from reshard.checkpoint import Checkpoint, Item
-from reshard.errors import UncommittedCheckpointError
-from reshard.loader.detection import RECORD, SAFETENSORS
+from reshard.errors import (
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    UncommittedCheckpointError,
+)
+from reshard.loader.detection import RECORD, SAFETENSORS, is_index
+from reshard.loader.hf_files import check_no_pointer
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.loader.orbax import tree_problems
-from reshard.loader.plain_arrays import PlainArray, checkpoint, index_problems
+from reshard.loader.plain_arrays import PlainArray, checkpoint, index_problems, weight_map
 from reshard.storage.location import Location
 from reshard.tree import Path, as_python, natural
 from reshard.units import format_bytes
@@ -40,29 +45,58 @@ DTYPES = {name: parse_dtype(dtype) for name, dtype in _PAIRS}
 def read(item: Item, requests: int) -> Checkpoint:
     """The checkpoint of a file or a directory; see `reshard.open` for the errors.
 
-    A tensor's name is split at its dots. If one name would then be below another, no name is split.
+    If there is an index, only the files that it names are read. A tensor's name is split at its
+    dots. If one name would then be below another, no name is split.
     """
-    root = item.root
-    files = [""] if root.is_file() else [n for n in root.names() if n.endswith(SAFETENSORS)]
-    _check_complete(root)
+    _check_complete(item.root)
+    directory, files, named, left = _files(item.root)
     problems: list[str] = []
+    hints = [f"open a file that is not in the index: {directory / name}" for name in left[:1]]
     tensors: dict[str, PlainArray] = {}
     for file in files:
-        for name, tensor in _tensors(root, file, problems):
+        for name, tensor in _tensors(directory, file, problems, hints):
             if other := tensors.get(name):
                 problems.append(f"`{name}` is in `{other.file}` and in `{file}`")
+                hints += [f"open one of the files: {directory / files[0]}"] * (not named)
             tensors[name] = tensor
-    if files != [""]:
-        problems += [] if (root / INDEX).is_file() else _missing_files(files)
-        named = {name: tensor.file for name, tensor in tensors.items()}
-        problems += index_problems(root / INDEX, named)
+    problems += index_problems(named, tensors) if named else _missing_files(files)
+    listed = ", ".join(f"`{name}`" for name in left)
+    notes = [f"the index does not name {listed}: not read"] * bool(left)
     paths: dict[str, Path] = {name: tuple(name.split(".")) for name in tensors}
     if tree_problems(paths.values()):
         paths = {name: (name,) for name in tensors}
         problems += tree_problems(paths.values())
     names = sorted(tensors, key=lambda name: natural((name,)))
     leaves = {paths[name]: tensors[name] for name in names}
-    return checkpoint(item, "safetensors", leaves, requests, problems)
+    return checkpoint(
+        item, "safetensors", leaves, requests, problems, notes, directory=directory, hints=hints
+    )
+
+
+def find_index(directory: Location) -> Location | None:
+    """The index of a directory, or None. Raises CheckpointNotFoundError if there are several."""
+    names = [name for name in directory.names() if is_index(name)]
+    if len(names) > 1:
+        hints = [f"open one of them: {directory / name}" for name in names]
+        raise CheckpointNotFoundError(f"`{directory}` has several indexes", names, hints)
+    return directory / names[0] if names else None
+
+
+def _files(root: Location) -> tuple[Location, list[str], Mapping[str, Any], list[str]]:
+    """The directory, the files to read, the file of each tensor by the index, and the files that
+    the index does not name. The root is the directory, its index, or the only file."""
+    is_file = root.is_file()
+    if is_file and not is_index(root.name):
+        return root, [""], {}, []
+    directory, index = (root.parent, root) if is_file else (root, find_index(root))
+    names = directory.names()
+    files = [name for name in names if name.endswith(SAFETENSORS)]
+    if index is None:
+        return directory, files, {}, []
+    named = weight_map(index)
+    wanted = {*map(str, named.values())}
+    left = [name for name in files if name not in wanted]
+    return directory, [name for name in names if name in wanted], named, left
 
 
 def _missing_files(files: Sequence[str]) -> list[str]:
@@ -85,11 +119,18 @@ def _check_complete(root: Location) -> None:
         )
 
 
-def _tensors(root: Location, file: str, problems: list[str]) -> Iterator[tuple[str, PlainArray]]:
-    """The tensors of a file, by name. Appends the file's defects to the problems."""
+def _tensors(
+    root: Location, file: str, problems: list[str], hints: list[str]
+) -> Iterator[tuple[str, PlainArray]]:
+    """The tensors of a file, by name. Appends the file's defects to the problems, and hints."""
     place = root / file
-    size = place.file_bytes() or 0
-    header, start = _header(place, size, problems)
+    try:
+        size = place.file_bytes(follow=True) or 0
+        header, start = _header(place, size, problems)
+    except CheckpointFormatError as error:  # a link to no file, or a pointer of git-lfs
+        problems.append(error.summary)
+        hints += error.hints
+        return
     ends = []
     for name, entry in header.items():
         try:
@@ -135,5 +176,6 @@ def _header(place: Location, size: int, problems: list[str]) -> tuple[Mapping[st
         header.pop("__metadata__", None)
         return header, 8 + length
     except ValueError as error:
+        check_no_pointer(place)
         problems.append(f"`{place}`: {error}")
         return {}, size

@@ -5,7 +5,7 @@ from reshard.checkpoint import Checkpoint, Item, Leaf
 from reshard.errors import CorruptCheckpointError
 from reshard.loader.json_documents import parse_json
 from reshard.loader.orbax import array, source_of, tree_problems, without_tree
-from reshard.storage.array_store import ArrayStore
+from reshard.storage.array_store import ArrayStore, name_problem
 from reshard.storage.ocdbt import MANIFEST
 from reshard.tree import Path, natural
 
@@ -25,8 +25,9 @@ def read(item: Item, requests: int) -> Checkpoint:
         raise without_tree(root)  # an item of Orbax: its names have no `/`
     (store,) = used
     leaves: dict[Path, Leaf] = {}
-    problems: list[str] = []
     names = sorted(store.values, key=lambda name: natural((name,)))
+    problems = [f"{name}: {why}" for name in names if (why := name_problem(name))]
+    names = [name for name in names if not name_problem(name)]
     for name, metadata in zip(names, store.read_metadata(names), strict=True):
         if not _is_group(metadata):
             path = tuple(name.split("/"))

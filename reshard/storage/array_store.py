@@ -14,7 +14,7 @@ import tensorstore as ts
 
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.bucket import REQUESTS
-from reshard.storage.disk import Location, not_a_file
+from reshard.storage.disk import Location, is_utf8, not_a_file
 from reshard.storage.location import checked
 from reshard.storage.ocdbt import (
     MANIFEST,
@@ -44,6 +44,8 @@ def name_problem(name: str) -> str | None:
     as a path below the checkpoint."""
     if "\0" in name:
         return "its name holds a NUL"
+    if not is_utf8(name):
+        return "its name is not UTF-8"
     if name.startswith("/") or ".." in name.split("/"):
         return "its name points outside the checkpoint"
     length = len(name.encode(errors="replace"))

@@ -124,7 +124,8 @@ def _file_table(files: Sequence[str]) -> tuple[bytes, list[int]]:
     """The table of some files, and the number of each of them in it."""
     names = sorted(set(files))
     numbers = {name: number for number, name in enumerate(names)}
-    table = _numbers([len(names)]) + _keys([name.encode() for name in names], len(names))
+    encoded = [name.encode(errors="surrogateescape") for name in names]
+    table = _numbers([len(names)]) + _keys(encoded, len(names))
     return table, [numbers[file] for file in files]
 
 

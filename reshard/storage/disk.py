@@ -115,6 +115,15 @@ class Location:
         """The key-value store below it."""
         return ts.KvStore.open(self.spec, context=context).result()
 
+    def check_opens(self) -> None:
+        """Raises CheckpointFormatError for a path that TensorStore does not open."""
+        if (self.is_local and "\\" in self.path) or not is_utf8(self.path):
+            raise CheckpointFormatError(
+                f"`{self}` holds a backslash, or a byte that is not UTF-8",
+                ["TensorStore opens no such path"],
+                ["give it another name"],
+            )
+
     def cached_listing(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, nothing below a directory of a bucket is expected to change. Each
         directory is listed once, and each small document is read once."""
@@ -224,11 +233,15 @@ class Location:
         """The identity of the version of each file that the listing has without one."""
         return []
 
-    def file_bytes(self) -> int | None:
+    def file_bytes(self, follow: bool = False) -> int | None:
         """Bytes of a file, or None if it does not exist. Raises CheckpointFormatError for anything
         else. The target of a symbolic link may be outside the checkpoint, and a pipe may never
-        end."""
-        entry = self.entry()
+        end. With `follow`, a link to a file is that file."""
+        entry = self.entry(follow)
+        if entry is None and self.is_symlink():
+            raise CheckpointFormatError(
+                f"`{self}` is a symbolic link to `{os.readlink(self)}`, which does not exist"
+            )
         if entry is None:
             return None
         if entry.is_file:
@@ -263,10 +276,11 @@ class Location:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def read(self) -> bytes | None:
+    def read(self, follow: bool = False) -> bytes | None:
         """All bytes of a small file, or None if it does not exist. Raises CorruptCheckpointError if
-        it is large or unreadable, and CheckpointFormatError if it is not a file."""
-        size = self.file_bytes()
+        it is large or unreadable, and CheckpointFormatError if it is not a file. `follow`: as of
+        `file_bytes`."""
+        size = self.file_bytes(follow)
         if size is None:
             return None
         if size > MAX_DOCUMENT:
@@ -377,6 +391,18 @@ class Location:
             remove_empty(directory)
 
 
+def is_utf8(path: str) -> bool:
+    """Whether the bytes of a path are UTF-8. Python keeps others as surrogates."""
+    return path == path.encode(errors="replace").decode()
+
+
+def is_mount_point(path: AnyPath) -> bool:
+    """Whether a file system is mounted there: on Linux, also one from the same disk."""
+    real = os.path.realpath(path).translate({ord(c): f"\\{ord(c):03o}" for c in "\\ \t\n"})
+    lines = kernel_text("self/mountinfo").splitlines()
+    return os.path.ismount(path) or any(line.split()[4] == real for line in lines)
+
+
 def write_box(
     file: AnyPath, begin: int, shape: Sequence[int], box: Sequence[slice], values: np.ndarray
 ) -> None:
@@ -442,7 +468,7 @@ def not_a_file(location: Location) -> CheckpointFormatError:
         )
     return CheckpointFormatError(
         f"`{location}` is neither a file nor a directory",
-        hints=["replace a symbolic link by what it points to"],
+        hints=["make a copy that has files in place of symbolic links: cp -rL DIRECTORY COPY"],
     )
 
 

@@ -15,6 +15,7 @@ from reshard.loader import detection, inventory
 from reshard.loader.inventory import Level, Role
 from reshard.loader.orbax import array_names
 from reshard.loader.safetensors import INDEX
+from reshard.storage import disk
 from reshard.storage.disk import Entry
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
@@ -59,6 +60,7 @@ def check_destination(
     there. Steps of a manager's root that are not `exported` become such a root."""
     parent = destination.parent
     steps = [c.source for c in checkpoints if c.source.step and not exported]
+    destination.check_opens()
     check_apart(destination, checkpoints[0].source.root)
     with parent.cached_listing():
         names = parent.names() if not parent.is_local or parent.is_dir() else ()
@@ -102,6 +104,11 @@ def _check_directory(destination: Location, steps: Sequence[Source], overwrite: 
     if destination.is_symlink() or (exists and not place.is_dir()):
         raise errors.DestinationExistsError(
             f"`{destination}` is a file or a symbolic link, not a directory"
+        )
+    if exists and disk.is_mount_point(destination):
+        raise errors.DestinationError(
+            f"`{destination}` is a mount point, which no new checkpoint can replace",
+            hints=[f"write to a directory in it: {destination / 'new'}"],
         )
     reserved = inventory.REPLACED_SUFFIX in destination.name
     if reserved or destination.name.startswith(inventory.UNFINISHED_PREFIX):

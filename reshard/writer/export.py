@@ -4,19 +4,24 @@ It is a job like any other; see `reshard.writer.save`. In a bucket, the index is
 single file has no index: then its configuration is the last.
 """
 
+import collections
 import dataclasses
+import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
 from reshard import errors, tree, units
-from reshard.arrays.handle import array_text, stored_name
+from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint, check_checkpoints, name_clashes
 from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
+from reshard.loader.hf_files import check_no_pointer, snapshot
 from reshard.loader.json_documents import read_json
-from reshard.loader.safetensors import INDEX, MAX_HEADER
+from reshard.loader.plain_arrays import weight_map
+from reshard.loader.safetensors import MAX_HEADER, find_index
 from reshard.storage import location
 from reshard.verify import values
 from reshard.writer import destination as destinations
@@ -29,6 +34,8 @@ from reshard.writer.save import execute
 _NAMED = 8
 # Bytes of an object that s3 copies in one request.
 _MOST_COPIED = 5 << 30
+# Dtypes of models. Others are quantized weights.
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Export(Plan):
@@ -41,8 +48,8 @@ class Export(Plan):
 
     @property
     def copied(self) -> tuple[str, ...]:
-        """Names of the files that are copied from `like`."""
-        return tuple(sibling.path for sibling in self.siblings)
+        """Names of the files that are copied from `like` unchanged."""
+        return tuple(sibling.path for sibling in self.siblings if sibling.data is None)
 
     @property
     def nbytes(self) -> int:
@@ -51,6 +58,7 @@ class Export(Plan):
 
     def document(self, *_: Any) -> dict[str, Any]:
         """What `reshard export --json` prints."""
+        changed = [sibling.path for sibling in self.siblings if sibling.data is not None]
         return {
             "destination": str(self.destination),
             "bytes": self.nbytes,
@@ -63,6 +71,7 @@ class Export(Plan):
                 for file in self.files
             ],
             "copied": list(self.copied),
+            **({"changed": changed} if changed else {}),
             **({"rounded": self.rounded._asdict()} if self.rounded.arrays else {}),
         }
 
@@ -103,7 +112,8 @@ def export(
       destination: the new directory, or the prefix in a bucket.
       file_size: the most bytes of tensors in a file. A larger tensor has its own file.
       like: a Hugging Face directory. Its configuration, tokenizer, licence and model card are
-        copied. The names and shapes of its tensors, if it has any, must be those of `ckpt`.
+        copied; the configuration gets the dtype of the written tensors. The names and shapes of
+        its tensors, if it has any, must be those of `ckpt`.
       max_memory: the most bytes of arrays in memory, in each worker.
       overwrite: replace an earlier export on a disk once the new one is complete; ignore the
         leftovers of unfinished jobs.
@@ -154,7 +164,7 @@ def plan_export(
     """What `export` would write. Its `errors` are those that `export` would raise."""
     check_checkpoints(ckpt)
     place = location.parse_location(destination)
-    model = None if like is None else location.parse_location(like)
+    model = None if like is None else snapshot(like)
     limit = units.parse_bytes(max_memory)
     problems = [*_unwritable(ckpt), *_clashes(ckpt), *_unlike(ckpt, model)]
     handles = [h for h in ckpt.arrays if target_format.why_not_written(h) is None]
@@ -175,14 +185,11 @@ def plan_export(
         problems.append(errors.ArgumentError(text, large, ['file_size="5GB"']))
     written = ckpt.replace({handle.path: handle for handle in handles})
     item = planning.plan_item(written, place, limit, "keep", form, False, False, problems)
-    copied = []
-    if model is not None and model.is_dir():
-        for name in filter(detection.is_copied, model.names()):
-            file = (model / name).resolved()  # it may be a link into a cache
-            if (entry := file.entry()) is not None and entry.is_file:
-                copied.append(siblings.Sibling(name, file, entry))
+    if model is not None and detection.is_index(model.name):
+        model = model.parent
     notes: list[str] = []
     replaced = ()
+    copied = [] if model is None else _copied(model, handles, notes, problems)
     try:
         if model is not None:
             destinations.check_apart(place, model, "directory of `like`")
@@ -197,6 +204,63 @@ def plan_export(
     found = Export((item,), tuple(copied), place, limit, overwrite, replaced)
     found = dataclasses.replace(found, source_state=state, notes=tuple(notes))
     return planning.with_cost_errors(found, problems)
+
+
+def _copied(
+    like: location.Location,
+    handles: Sequence[ArrayHandle],
+    notes: list[str],
+    problems: list[errors.ReshardError],
+) -> list[siblings.Sibling]:
+    """The files of a Hugging Face directory that are copied. They may be links into a cache."""
+    found = []
+    for name in filter(detection.is_copied, like.names() if like.is_dir() else ()):
+        file = like / name
+        entry = file.entry(follow=True)
+        try:
+            if entry is None or (not entry.is_file and not entry.is_dir):
+                file.file_bytes(follow=True)  # raises for a link to nothing, and for a pipe
+            elif entry.is_file:
+                check_no_pointer(file)
+                data = _with_dtype(file, handles, notes) if name == "config.json" else None
+                entry = entry if data is None else entry._replace(nbytes=len(data))
+                found.append(siblings.Sibling(name, file.resolved(), entry, data))
+        except errors.ReshardError as error:
+            problems.append(error)
+    return found
+
+
+def _with_dtype(
+    config: location.Location, handles: Sequence[ArrayHandle], notes: list[str]
+) -> bytes | None:
+    """A `config.json` with the dtype of most exported values: transformers loads all floats in it.
+    None if it has no dtype or this one. Appends a note if a value is not what it was."""
+    counts = collections.Counter[str]()
+    for handle in handles:
+        counts[handle.dtype.name] += math.prod(handle.shape) * (handle.dtype.name in _FLOATS)
+    dtypes = [dtype for dtype, count in counts.most_common() if count]
+    document = read_json(config, follow=True) or {}
+    old = _set_dtype(document, dtypes[0]) if dtypes else []
+    is_changed = any(dtype != dtypes[0] for _, dtype in old)
+    if is_changed or (old and dtypes[1:]):
+        keys = " and ".join(f"`{key}`" for key in dict.fromkeys(key for key, _ in old))
+        casts = f"most values: transformers casts the {' and '.join(dtypes[1:])} tensors to it"
+        what = casts if dtypes[1:] else "the tensors"
+        notes.append(f"config.json is copied with {keys} = {dtypes[0]}, the dtype of {what}")
+    return (json.dumps(document, indent=2) + "\n").encode() if is_changed else None
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> list[tuple[str, str]]:
+    """Sets each dtype in a model's configuration and in those inside of it. Returns the keys, with
+    the dtypes before."""
+    old = []
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and isinstance(value, str) and value != "auto":
+            old.append((key, value))
+            config[key] = dtype
+        elif isinstance(value, dict) and key.endswith("_config") and key != "quantization_config":
+            old += _set_dtype(value, dtype)
+    return old
 
 
 def _unwritable(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:
@@ -237,21 +301,15 @@ def _unlike(ckpt: Checkpoint, like: location.Location | None) -> Iterator[errors
     """How the tensors differ from those of a Hugging Face directory."""
     if like is None:
         return
-    if not like.is_dir():
+    if not like.is_dir() and not detection.is_index(like.name):
         yield errors.CheckpointNotFoundError(f"there is no directory `{like}`")
         return
     shapes: dict[str, tuple[int, ...] | None] = {}
-    if any(name.endswith(detection.SAFETENSORS) for name in like.names()):
+    if not like.is_dir() or any(name.endswith(detection.SAFETENSORS) for name in like.names()):
         found = open_checkpoint(like)
         shapes = {stored_name(handle.path): handle.shape for handle in found.arrays}
-    elif (document := read_json(like / INDEX)) is not None:
-        names = document.get("weight_map", {})
-        if not isinstance(names, dict):
-            yield errors.CorruptCheckpointError(
-                f"`{like / INDEX}`: `weight_map` is not a JSON object"
-            )
-            return
-        shapes = dict.fromkeys(names)
+    elif index := find_index(like):
+        shapes = dict.fromkeys(weight_map(index))
     own = {stored_name(handle.path): handle for handle in ckpt.arrays}
     problems = [f"missing: `{name}`, which `{like}` has" for name in shapes if name not in own]
     for name, handle in own.items() if shapes else ():

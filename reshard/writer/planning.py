@@ -153,6 +153,9 @@ def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
         if array.verbatim and not array.linked and needed > limit:
             yield too_large(array, needed, limit)
     if place is not None and not place.is_local:
+        odd = [sibling.path for sibling in plan.siblings if not disk.is_utf8(sibling.path)]
+        if odd:
+            yield errors.DestinationError("names in a bucket must be UTF-8", odd)
         large = [sibling for sibling in plan.siblings if copy_bytes(sibling.nbytes) > limit]
         if large:
             least = max(copy_bytes(sibling.nbytes) for sibling in large)

@@ -38,12 +38,13 @@ _COPIES = 32
 
 
 class Sibling(NamedTuple):
-    """A file or a directory that is copied unchanged: its path below the destination and the
-    source's root, and its size and time when it was listed."""
+    """A file or a directory that is copied: its path below the destination and the source's root,
+    its size and time when it was listed, and the bytes of a file that is changed, of that size."""
 
     path: str
     source: Location
     entry: Entry
+    data: bytes | None = None
 
     @property
     def is_file(self) -> bool:
@@ -128,7 +129,11 @@ def copy_siblings(
     names = {sibling.path: str(number) for number, sibling in enumerate(files)}
 
     def copy(sibling: Sibling) -> None:
-        sibling.source.copy(directory / names[sibling.path], sibling.entry.nbytes)
+        new = directory / names[sibling.path]
+        if sibling.data is None:
+            sibling.source.copy(new, sibling.entry.nbytes)
+        else:
+            new.write(sibling.data)
 
     with concurrent.futures.ThreadPoolExecutor(_COPIES) as pool:
         for some in in_groups(files, lambda s: copy_bytes(s.nbytes), max_memory, _COPIES):
