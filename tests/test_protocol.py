@@ -61,25 +61,10 @@ MUTANTS = {
         "        _token(directory) in path for path in found.sizes\n",
         "        True for _ in (1,)\n",
     ),
-    "a job is written under a private name": (
-        "disk",
-        "if not directory.name.endswith(_COMMITTING):\n        return",
-        "if True:\n        return",
-    ),
-    "the old checkpoint is taken for a job": (
-        "disk",
-        "if not any(_token(directory) in entry.path for entry in place.walk()):",
-        "if False:",
-    ),
     "the nodes of another manifest are deleted": (
         "disk",
         "kept |= {prefix",
         "_ = {prefix",
-    ),
-    "the old checkpoint is not put back": (
-        "disk without exchange",
-        "if (place := standing(destination)) != destination:",
-        "if False:",
     ),
     "a failure between two renames": (
         "disk without exchange",

@@ -34,7 +34,7 @@ def unseen(directory: Location, seen: Sequence[Seen]) -> list[str]:
 
 def _is_record(path: str, known: set[Seen]) -> bool:
     folder, slash, name = path.rpartition("/")
-    return name in RECORD_FILES and (not slash or (f"{folder}/", 0, 0) in known)
+    return name in RECORD_FILES and ((f"{folder}/", 0, 0) in known if slash else bool(known))
 
 
 def remove_seen(directory: Location, seen: Sequence[Seen]) -> list[str]:
