@@ -201,7 +201,7 @@ def plan_export(
     except errors.ReshardError as error:
         problems.insert(0, error)
     state = siblings.source_state([ckpt], opened=True)
-    found = Export((item,), tuple(copied), place, limit, overwrite, replaced)
+    found = Export((item,), tuple(copied), place, limit, overwrite, replaced=replaced)
     found = dataclasses.replace(found, source_state=state, notes=tuple(notes))
     return planning.with_cost_errors(found, problems)
 

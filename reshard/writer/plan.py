@@ -196,13 +196,13 @@ class Plan:
       destination: where it is written; None if that is not known yet.
       max_memory: bytes.
       overwrite: an existing destination is replaced.
-      replaced: on a disk, what is replaced, as the plan has seen it.
       verify: everything that is written is read back before the commit.
       digest: arrays that are copied verbatim get digests, too.
       source_state: a hash of the names, sizes and times of each of the source's directories;
         empty without a destination, since the plan cannot be executed.
       errors: why it cannot be executed.
       notes: what the user should know.
+      replaced: on a disk, what is replaced, as the plan has seen it.
     """
 
     items: tuple[ItemPlan, ...]
@@ -210,12 +210,12 @@ class Plan:
     destination: Location | None = None
     max_memory: int = 0
     overwrite: bool = False
-    replaced: tuple[Seen, ...] = ()
     verify: bool = False
     digest: bool = False
     source_state: Mapping[str, str] = dataclasses.field(default_factory=dict)
     errors: tuple[ReshardError, ...] = ()
     notes: tuple[str, ...] = ()
+    replaced: tuple[Seen, ...] = ()
 
     @functools.cached_property
     def arrays(self) -> tuple[ArrayPlan, ...]:

@@ -116,7 +116,7 @@ def plan(
             problems.insert(0, error)
     told = tuple(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))
     planned = Plan(
-        items, tuple(found), place, limit, overwrite, replaced, verify, digest, state, notes=told
+        items, tuple(found), place, limit, overwrite, verify, digest, state, (), told, replaced
     )
     return with_cost_errors(planned, problems)
 
