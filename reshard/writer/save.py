@@ -458,8 +458,7 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     jobs = {path: found for path, found in every.items() if found.parts}
     jobs = jobs or {path: found for path, found in every.items() if found.begun}
     if not jobs:
-        name = FILE if place.is_local else detection.MARKER
-        if any(entry.path.rpartition("/")[2] == name for entry in place.walk()):
+        if _is_complete(place):
             return False
         raise errors.CheckpointNotFoundError(
             f"no shares exist for `{place}`", hints=["share=(..., ...) writes one of them"]
@@ -488,14 +487,21 @@ def _commit(place: Location, directory: Location, found: Found, progress: Progre
             report = counted(sum(nbytes) if unshared["verify"] else 0, progress)
             complete(attempt, report, unshared.get("replaced"), unshared["verify"])
     except (errors.ReshardError, ValueError) as error:
-        jobs = committing.jobs(place).items() if place.is_local else ()
-        left = [path for path, each in jobs for d in each.documents if d["job"] == job.token]
-        if not left and place.is_local:
-            return commit(place)  # another process has completed the job meanwhile
-        if place.is_local and job.directory not in left:
+        if not (place.is_local and found.parts):
+            raise
+        left = [path for path, each in committing.jobs(place).items() if each.parts]
+        if not left and _is_complete(place):  # another process has completed the job meanwhile
+            return False
+        if job.directory not in left:
             raise job.ended() from error
         raise
     return True
+
+
+def _is_complete(place: Location) -> bool:
+    """Whether a job has been completed at a place."""
+    name = FILE if place.is_local else detection.MARKER
+    return any(entry.path.rpartition("/")[2] == name for entry in place.walk())
 
 
 def complete(
