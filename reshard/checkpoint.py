@@ -9,18 +9,29 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, CheckpointFormatError
 from reshard.sharding.mesh import Mesh, NamedSharding
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.location import Location
-from reshard.tree import Path, as_python, format_path
+from reshard.tree import Path, as_python, format_glob, format_path
 
 # Orbax keeps a namedtuple without fields if it records the types of containers.
 EmptyNamedTuple = collections.namedtuple("EmptyNamedTuple", ())
 # Leaves that a repr lists; `reshard inspect` lists all.
 _SHOWN = 200
 
-Leaf = ArrayHandle | str | dict | list | tuple | None
+
+@dataclasses.dataclass(frozen=True)
+class UnknownLeaf:
+    """A leaf of a type that only the program that saved it restores."""
+
+    value_type: str
+
+    def __repr__(self) -> str:
+        return f"<{self.value_type}>"
+
+
+Leaf = ArrayHandle | UnknownLeaf | str | dict | list | tuple | None
 
 # Orbax's name of a leaf without a value -> the leaf.
 EMPTY_LEAVES: dict[str, Leaf] = {
@@ -47,10 +58,13 @@ class Item:
       v1: written by Orbax's v1 API.
       step: name of the step's directory below a manager's root, else "".
       item: name of the item's directory below the step, else "".
-      steps: committed steps of a manager's root, oldest first.
       items: names of the step's items, without `deleted`.
       deleted: name of the item whose deletion has begun and not ended, else "".
-      uncommitted: steps of a manager's root that were never committed.
+      file: name of the msgpack file with all values: in the item's directory, or if Flax wrote it
+        as one of several steps, in the root; else "".
+      left_out: what the root and the step have beside this item, and was left out: a line each.
+      find_steps: returns the committed steps of a root, and those that were never committed. On a
+        disk, it looks into each of them.
     """
 
     root: Location
@@ -58,14 +72,42 @@ class Item:
     v1: bool = False
     step: str = ""
     item: str = ""
-    steps: tuple[int, ...] = ()
     items: tuple[str, ...] = ()
     deleted: str = ""
-    uncommitted: tuple[int, ...] = ()
+    file: str = ""
+    left_out: tuple[str, ...] = ()
+    find_steps: Callable[[], tuple[tuple[int, ...], tuple[int, ...]]] | None = dataclasses.field(
+        default=None, compare=False
+    )
 
     @property
     def directory(self) -> Location:
-        return self.root / self.step / self.item
+        """The directory of the item, or the file or directory of another program."""
+        return self.root / self.file if self.is_foreign else self.root / self.step / self.item
+
+    @property
+    def data(self) -> Location:
+        """The file or directory that has its values."""
+        return self.directory if self.is_foreign else self.directory / self.file
+
+    @property
+    def place(self) -> Location:
+        """The step, or the file or directory of another program."""
+        return self.directory if self.is_foreign else self.root / self.step
+
+    @functools.cached_property
+    def _found_steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.find_steps() if self.find_steps else ((), ())
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Committed steps of a root, oldest first."""
+        return self._found_steps[0]
+
+    @property
+    def uncommitted(self) -> tuple[int, ...]:
+        """Steps of a manager's root that were never committed."""
+        return self._found_steps[1]
 
     @property
     def is_foreign(self) -> bool:
@@ -74,8 +116,10 @@ class Item:
 
     @property
     def number(self) -> int | None:
-        """The step: 100 in `100` and in `ckpt_100`."""
-        return int(self.step.rpartition("_")[2]) if self.step else None
+        """The step: 100 in `100`, `ckpt_100` and `checkpoint_100`; None for a number that is not
+        whole."""
+        digits = (self.step or self.file).rpartition("_")[2]
+        return int(digits) if digits.isdecimal() else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,25 +130,28 @@ class Source(Item):
       store: the arrays.
       metadata: the parsed `_METADATA` document, without its tree.
       metadata_apart: the item had per-array metadata files (PRNG key types are in them).
+      write_shapes: name of an array -> the shape that each process wrote, of those files.
+      step_document: the `_CHECKPOINT_METADATA` document of the step, if a transform changed it.
       state: in a bucket, a hash of the names and versions of the files in the item's directory.
     """
 
     store: ArrayStore
     metadata: dict[str, Any]
     metadata_apart: bool
+    write_shapes: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
+    step_document: Mapping[str, Any] | None = None
     state: str = ""
 
     @property
     def path(self) -> Location:
         """The path that opens this tree: the step, and the item of a step with several."""
-        step = self.root / self.step
-        return step / self.item if len(self.items) > 1 else step
+        return self.place / self.item if len(self.items) > 1 else self.place
 
     @property
     def format(self) -> str:
         """The on-disk format in words: `OCDBT, zarr2`."""
         if self.store.ranged:
-            return self.kind
+            return "msgpack" if self.file else self.kind
         layout = "plain files"
         if self.store.ocdbt:
             layout = "OCDBT" if self.store.parts == ("",) else "OCDBT, never merged"
@@ -226,6 +273,17 @@ def check_checkpoints(*given: Any) -> None:
         raise ArgumentError(text, [f"{each!r:.80}" for each in wrong], hints)
 
 
+def check_known(leaves: Mapping[Path, Leaf]) -> None:
+    """Raises CheckpointFormatError for leaves of unknown types, before leaves are used."""
+    unknown = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, UnknownLeaf)}
+    if unknown:
+        raise CheckpointFormatError(
+            "some leaves have a type that only the program that saved them restores",
+            [f"{format_path(path)}: {leaf.value_type}" for path, leaf in unknown.items()],
+            [f"reshard.select(ckpt, drop={as_python([*map(format_glob, unknown)])})"],
+        )
+
+
 def describe(leaf: Leaf) -> str:
     """A leaf in a few words: `float32[16,24] P('data', None)`, `'text'`, `{}`."""
     return leaf.describe() if isinstance(leaf, ArrayHandle) else repr(leaf)
@@ -241,6 +299,8 @@ def kind_text(leaf: Leaf) -> str:
 
 def type_name(leaf: Leaf) -> str:
     """The name of the type of a leaf that is no array: `string`, `None`, `empty dict`."""
+    if isinstance(leaf, UnknownLeaf):
+        return leaf.value_type
     return {str: "string", type(None): "None"}.get(type(leaf), f"empty {type(leaf).__name__}")
 
 
@@ -248,7 +308,14 @@ def _leaf_document(path: Path, leaf: Leaf) -> dict[str, Any]:
     keys = {"path": format_path(path), "keys": list(path)}
     if isinstance(leaf, ArrayHandle):
         return leaf.document() | keys
-    return keys | {"type": type_name(leaf), "value": leaf}
+    value = None if isinstance(leaf, UnknownLeaf) else leaf
+    return keys | {"type": type_name(leaf), "value": value}
+
+
+def without_value(name: str) -> Leaf:
+    """The leaf with Orbax's name for a leaf without a value, or for a type that it does not
+    know."""
+    return EMPTY_LEAVES[name] if name in EMPTY_LEAVES else UnknownLeaf(name)
 
 
 def empty_name(leaf: Leaf) -> str:

@@ -132,7 +132,8 @@ class MemoryLimitError(ReshardError, ValueError):
 
 
 class StoreError(ReshardError, OSError):
-    """A bucket or the network has failed a request; the message says which, and why."""
+    """A bucket or the network has failed a request, or a disk has refused it; the message says
+    which, and why."""
 
 
 class DestinationError(ReshardError, OSError):

@@ -7,7 +7,7 @@ array; the planner and the writer execute it.
 import dataclasses
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from reshard.sharding.mesh import (
 )
 from reshard.sharding.rules import match_specs, spec_pairs
 from reshard.tree import Path, format_path
-from reshard.units import count_leaves
+from reshard.units import count_leaves, count_of
 
 # Dtypes that JAX truncates on devices if x64 is not enabled.
 _WIDE = ("int64", "uint64", "float64", "complex128")
@@ -198,11 +198,11 @@ def to_mesh(
     matched = match_specs(candidates, rules, otherwise=tree.LISTING)
     chosen, notes = dict(known or {}), _leave_on_host(ckpt, rules, matched)
     chosen |= matched
-    leaves = dict(ckpt)
-    misfits, replicated = [], []
+    is_plain = ckpt.source.is_foreign or ckpt.source.store.ranged
+    leaves, misfits, replicated = dict(ckpt), [], []
     for array in ckpt.arrays:
         spec, saved = chosen.get(array.path), array.sharding
-        if spec is None and ckpt.source.is_foreign and array.dtype.name not in _WIDE:
+        if spec is None and is_plain and array.dtype.name not in _WIDE:
             spec = ()
             replicated.append(array)
         if spec is None and saved is None:
@@ -229,7 +229,7 @@ def to_mesh(
             ],
             _axis_hints(sizes, misfits, new_mesh, axes) + _spec_hints(ckpt, misfits, new_mesh),
         )
-    notes += [_replicated_note(replicated)] if replicated else []
+    notes += [_replicated_note(replicated)] if replicated else _unplaced_note(leaves.values())
     retyped = any(a.value_type != "jax.Array" for a in ckpt.arrays if a.path in chosen)
     return ckpt.replace(leaves, notes=notes, retyped=retyped)
 
@@ -241,6 +241,18 @@ def _replicated_note(arrays: Sequence[ArrayHandle]) -> str:
         f"replicated on the new mesh ({sum(a.nbytes for a in arrays)} bytes a device): "
         + _first_three([format_path(array.path) for array in arrays])
     )
+
+
+def _unplaced_note(leaves: Iterable[Leaf]) -> list[str]:
+    """A note on NumPy arrays, if no array is on the new mesh."""
+    arrays = [leaf for leaf in leaves if isinstance(leaf, ArrayHandle)]
+    host = [format_path(a.path) for a in arrays if a.shape and a.value_type == "np.ndarray"]
+    if not host or any(array.sharding for array in arrays):
+        return []
+    stay = count_of(len(host), "NumPy array stays", "NumPy arrays stay")
+    return [
+        f"no array is on the new mesh, as no spec names one: {stay} as saved: {_first_three(host)}"
+    ]
 
 
 def _first_three(names: Sequence[str]) -> str:

@@ -44,10 +44,12 @@ def format_path(path: Path) -> str:
     return "/".join(map(format_key, path)) or "."
 
 
-def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[Key, Any]:
-    """Nested dicts with these values at their paths."""
+def nested(leaves: Iterable[tuple[Path, Any]]) -> Any:
+    """Nested dicts with these values at their paths, or the value at the root."""
     root: dict[Key, Any] = {}
     for path, value in leaves:
+        if not path:
+            return value
         node = root
         for key in path[:-1]:
             node = node.setdefault(key, {})
@@ -206,6 +208,8 @@ def named_in(
 def named_by(texts: Collection[str], glob: str) -> list[str]:
     """The paths, as `glob_text` gives them, that a glob names: the leaves that it matches, else all
     leaves in the modules that it matches."""
+    if glob == format_path(()) and "" in texts:
+        return [""]
     if not _WILD.search(glob):
         text = glob_text(split_path(glob))
         return [text] if text in texts else [each for each in texts if each.startswith(text)]
@@ -350,7 +354,7 @@ def overlaps(leaves: Iterable[tuple[T, Path]]) -> Iterator[tuple[T, T, bool]]:
             yield other, leaf, False
     for leaf, path in leaves:
         texts = tuple(map(str, path))
-        for depth in range(1, len(texts)):
+        for depth in range(len(texts)):
             if texts[:depth] in first:
                 yield first[texts[:depth]], leaf, True
 

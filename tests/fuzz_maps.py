@@ -79,16 +79,16 @@ drop = true
 [[rule]]
 from = '^params/query$'
 scale = { by = 'rows ** -0.5', rounds = true }
-rope = { axis = 0, head_size = 'rows', to = 'pairs' }
 interleave = { axis = 1, parts = 2, block = 4 }
+rope = { axis = 0, head_size = 'rows', to = 'pairs' }
 pad = { axis = 1, from = 8, to = 'wide + 1', value = -1 }
 to = ['query', 'again/query']
 
 [[rule]]
 from = ['^params/one$', '^params/other$']
-equal = true
 add = 0.5
 deinterleave = { axis = 0, parts = 3 }
+equal = true
 to = 'one'
 
 [[rule]]

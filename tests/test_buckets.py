@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import test_loader
+from in_process import reshard_in
 from jax.sharding import PartitionSpec as P
 from jobs import FORMATS, MARKER, refused
 from sampling import few
@@ -170,6 +171,25 @@ def test_without_a_marker_it_is_uncommitted(saved, stores, layout):
     text += "missing\n\nhint: if it is a copy of a complete checkpoint, put a file "
     text += f"`{MARKER}` into it"
     refused(reshard.UncommittedCheckpointError, text, reshard.open, url, step=number)
+
+
+def test_a_copy_of_a_root_without_markers(saved, stores):
+    """The hint of a step also stands in the error of its root, in `doctor`, and beside a step."""
+    source = saved("manager")
+    url = put(f"{stores.bucket('gs')}/run", source.path)
+    for step in layouts.STEPS:
+        (parse_location(url) / f"{step}/{MARKER}").remove()
+    hint = f"if `{url}/20` is a copy of a complete checkpoint, put a file `{MARKER}` into it"
+    text = f"`{url}` holds only checkpoints that were never committed\n  20\n  3\n\nhint: {hint}"
+    refused(reshard.UncommittedCheckpointError, text, reshard.open, url)
+    status, out, _ = reshard_in(source.path, "doctor", url)
+    assert status == 1 and f"next     {hint}\n" in out
+    (parse_location(url) / f"3/{MARKER}").write(b"")
+    assert reshard.open(url).source.steps == (3,)
+    status, out, _ = reshard_in(source.path, "doctor", url)
+    assert status == 0 and "never committed: 20" in out and f"next     {hint}\n" in out
+    text = f"`{url}` has no step 19\n  its steps: 3\n  never committed: 20\n\nhint: step=3"
+    refused(reshard.CheckpointNotFoundError, text, reshard.open, url, step=19)
 
 
 def test_missing_paths(stores):

@@ -227,7 +227,7 @@ REFUSED = {
     "two names of one number": (
         "--rename l1=l00 --unstack params/l{%6}=params/x{}",
         "Error: not all arrays have the layers on axis 0\n"
-        "  params/l0/w and params/l00/w are both 0\n"
+        "  params/l0 and params/l00 are both 0\n"
         "  params/l0: the layers of its cycle are 0, 2, 3, 4, 5, not 0 to 5\n",
     ),
     "other numbers than the axis has": (

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 import re
 import shutil
 
@@ -38,14 +39,17 @@ from sampling import examples, few
 from twins import TrainState
 
 import reshard
+from reshard.arrays.derived import constant
 from reshard.cli.output import as_flags
 from reshard.convert.conversion import conversion
 from reshard.convert.record import like_recorded
+from reshard.restore.pytrees import saved_tree
 from reshard.tree import as_python, format_path
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 RANDOM = "**/rngs/**"
 LEFT_OUT = 'drop=["opt_state"] with drop=["step"] leaves the optimizer state out'
+UNDECIDED = ("missing", "unexpected", "mismatch", "ambiguous", "undecided")
 RESET = 'drop=["opt_state"] with init=["optimizer/opt_state"] resets the optimizer state'
 RESET_IN_LINEN = 'drop=["optimizer/opt_state"] with init=["opt_state"] resets the optimizer state'
 OF_NO_PARAMETER = "is of no parameter, and parameters change their order, shape or number"
@@ -1011,6 +1015,35 @@ def test_what_is_no_copy_of_the_parameters_is_told(more, goal, expected, tmp_pat
     assert re.findall(r"  ema_params/(\w+)  .*: unexpected", told) == expected
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_tree_with_other_layers_is_no_copy_of_the_parameters(count, tmp_path):
+    """A copy may lack parameters, such as biases, but no layer: in Linen it is a collection."""
+    sizes = {"w": 4, "b": 2}
+    shapes = {f"{leaf}_{i}": (sizes[leaf],) for i in range(4) for leaf in sizes}
+    layers = {name: some(*shape) for name, shape in shapes.items()}
+    params, other = ({name: layers[name] for name in [*layers][: 2 * n]} for n in (3, count))
+    linen = train_state_of(params, SGD)
+    tree = {"params": params, "step": linen.step, "opt_state": linen.opt_state}
+    forth = save(tmp_path / "linen", {**tree, "disc_params": other})
+    model = functools.partial(beside_optimizer, SGD, **{name: shapes[name] for name in params})
+    kernels = {name: leaf for name, leaf in params.items() if name[0] == "w"}
+    state = {"model": params, "disc_params": other, "ema_params": kernels}
+    back = save(tmp_path / "nnx", jax.tree.map(lambda leaf: {"value": leaf}, state))
+    to_linen = functools.partial(reshard.to_linen, layout="nnx-model")
+    if count == 3:
+        tops = {"model", "optimizer", "disc_params"}
+        assert {path[0] for path in reshard.to_nnx(forth, model)} == tops
+        found = by_path(restored(to_linen(back, lambda: {"params": params}), tmp_path))
+        assert found == by_path({"params": params, "disc_params": other, "ema_params": kernels})
+        return
+    error = refused(reshard.to_nnx, forth, model)
+    assert any(text.startswith("disc_params/b_0") for text in error.problems)
+    error = refused(to_linen, back, lambda: {"params": params})
+    assert error.problems == tuple(
+        f"disc_params/{name}/value  float32[{sizes[name[0]]}]: unexpected" for name in sorted(other)
+    )
+
+
 def test_numbers_that_may_be_of_parameters_or_not_are_told(tmp_path):
     """From NNX all variables may be parameters, and only two of these three have a number."""
     numbered = optax.GradientTransformation(
@@ -1202,6 +1235,213 @@ def test_what_a_map_renames_is_as_open_as_its_new_name(tmp_path):
     }
 
 
+def nested(shapes):
+    """An NNX model of the modules and parameters in nested dicts."""
+    return Of(
+        **{
+            name: nested(inner) if isinstance(inner, dict) else nnx.Param(jnp.zeros(*inner))
+            for name, inner in shapes.items()
+        }
+    )
+
+
+def verdicts(error):
+    """The printed path of each undecided leaf, before or after -> the verdict and the problem."""
+    return {
+        format_path(path): (row.origin, row.problem)
+        for row in error.outcomes
+        if row.origin in UNDECIDED
+        for path in (*row.before, *filter(None, [row.after]))
+    }
+
+
+def test_a_leaf_is_not_ambiguous_because_another_path_ends_like_it(tmp_path):
+    params = {"q": {"kernel": some(3, 4)}, "a": {"c": {"kernel": some(5, 6)}}}
+    source = save(tmp_path / "linen", {"params": params})
+    kernel, other = {"kernel": ((3, 4),)}, {"kernel": ((7, 8),)}
+    inner = {"b": other, "c": {"kernel": ((5, 6),)}}
+    error = refused(reshard.to_nnx, source, functools.partial(nested, {"b": kernel, "a": inner}))
+    text = "q, perhaps b: ambiguous: neither names nor classes decide"
+    assert error.problems == (text, "a/b/kernel  float32[7, 8]: missing")
+    assert verdicts(error) == {
+        "params/q/kernel": ("ambiguous", text),
+        "b/kernel/value": ("ambiguous", text),
+        "a/b/kernel/value": ("missing", ""),
+    }
+
+
+def test_an_open_leaf_has_no_place_at_its_own_path_in_the_other_model(tmp_path):
+    source = save(tmp_path / "linen", {"params": {"q": {"kernel": some(3, 4)}}})
+    model = functools.partial(nested, {"params": {"q": {"kernel": ((3, 4),)}}})
+    error = refused(reshard.to_nnx, source, model)
+    (text,) = error.problems
+    assert text == "q, perhaps params: ambiguous: neither names nor classes decide"
+    leaves = ("params/q/kernel", "params/q/kernel/value")
+    assert verdicts(error) == dict.fromkeys(leaves, ("ambiguous", text))
+
+
+def test_leaves_of_several_dtypes_that_a_rule_joins_are_undecided(tmp_path):
+    parts = {"q": some(3, 4), "r": some(3, 4, dtype="bfloat16"), "s": some(2)}
+    source = save(tmp_path / "linen", {"params": parts})
+    joined = "from = ['^params/q$', '^params/r$'], to = 'b', concat = { axis = 0 }"
+    model = functools.partial(named, b=(6, 4), s=(2,))
+    error = refused(reshard.to_nnx, source, model, map_file=map_of(tmp_path, joined))
+    text = "params/q and params/r: float32 and bfloat16 cannot be combined"
+    assert error.problems == (text,)
+    leaves = ("params/q", "params/r", "b/value")
+    assert verdicts(error) == dict.fromkeys(leaves, ("mismatch", text))
+
+
+def test_a_leaf_that_init_names_and_a_rule_makes_is_undecided(tmp_path):
+    source = save(tmp_path / "linen", {"params": {"q": some(3, 4), "r": some(2)}})
+    rules = map_of(tmp_path, ("^params/q$", "x"))
+    model = functools.partial(named, x=(3, 4), r=(2,))
+    error = refused(reshard.to_nnx, source, model, map_file=rules, init="x")
+    text = "x: `init` names it, but the checkpoint has it"
+    assert error.problems == (text,)
+    leaves = ("params/q", "x/value")
+    assert verdicts(error) == dict.fromkeys(leaves, ("ambiguous", text))
+
+
+def test_a_leaf_that_no_rule_of_a_map_alone_names_is_undecided(tmp_path):
+    source = save(tmp_path / "linen", {"params": {"q": some(3, 4), "r": some(2)}})
+    error = refused(reshard.to_nnx, source, map_file=map_of(tmp_path, ("^params/q$", "x")))
+    text = "params/r: no rule of the map applies to it"
+    assert error.problems == (text,)
+    assert verdicts(error) == {"params/r": ("unexpected", text)}
+
+
+NAMES_OF_MODULES = st.sampled_from(["a", "b", "c", "params", "Dense_0"])
+LEAVES_OF_MODULES = st.dictionaries(
+    st.sampled_from(["kernel", "bias", "w"]),
+    st.tuples(st.sampled_from([(3,), (4,), (3, 4)]), st.sampled_from(["float32", "bfloat16"])),
+    min_size=1,
+    max_size=2,
+)
+MODELS = st.recursive(
+    LEAVES_OF_MODULES,
+    lambda inner: st.dictionaries(NAMES_OF_MODULES, inner, min_size=1, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def saved_pair(tmp_path_factory):
+    """A checkpoint whose leaves are to be replaced."""
+    return reshard.open(save(tmp_path_factory.mktemp("pair") / "saved", {"a": some(1)}))
+
+
+@given(
+    linen=st.dictionaries(NAMES_OF_MODULES, MODELS, min_size=1),
+    model=st.dictionaries(NAMES_OF_MODULES, MODELS, min_size=1),
+    statistics=LEAVES_OF_MODULES,
+    tx=st.sampled_from([None, ADAM, SGD]),
+    average=st.booleans(),
+    init=st.sampled_from([(), "**/kernel", "a"]),
+    mapped=st.sampled_from([(), ("^params/a/", "b/"), ("^params/a/", "params/c/"), ("w$", "v")]),
+    back=st.booleans(),
+)
+@settings(deadline=None, max_examples=examples(150))
+def test_each_problem_has_a_leaf_and_each_undecided_leaf_a_problem(
+    linen, model, statistics, tx, average, init, mapped, back, saved_pair
+):
+    def zeros(shapes):
+        return jax.tree.map(lambda x: jnp.zeros(*x), shapes, is_leaf=lambda x: type(x) is tuple)
+
+    tree = {"params": zeros(linen), "batch_stats": {"a": zeros(statistics)}}
+    if tx:
+        tree = {"params": zeros(linen), "opt_state": tx.init(zeros(linen)), "step": jnp.int32(3)}
+        tree |= {"ema": zeros(linen)} if average else {}
+    whole = lambda: with_optimizer(nested(model), tx) if tx else nested(model)  # noqa: E731
+    call, source, target = reshard.to_nnx, tree, whole
+    if back:
+        call, target = reshard.to_linen, tree
+        source = saved_by_nnx(whole()) if tx else nnx.state(whole())
+    folder = pathlib.Path(saved_pair.source.root).parent
+    options = {"map_file": map_of(folder, mapped)} if mapped else {}
+    like = next(iter(saved_pair.arrays))
+    leaves = {
+        path: constant(path, np.asarray(leaf.value), like) if hasattr(leaf, "value") else leaf
+        for path, leaf in saved_tree(source).items()
+    }
+    try:
+        call(saved_pair.replace(leaves), target, init=init, **options)
+    except reshard.TreeMismatchError as error:
+        if error.outcomes:  # otherwise nothing was decided
+            assert_verdicts_are_the_problems(error)
+
+
+def assert_verdicts_are_the_problems(error):
+    """Optimizer state is undecided with its parameter, without a problem of its own."""
+    undecided = verdicts(error)
+    names = {
+        path: re.sub("^(model/|optimizer/|params/(?=params/))|/value$", "", path)
+        for path in undecided
+    }
+    for path, (_, problem) in undecided.items():
+        own = problem in error.problems if problem else names[path] in " ".join(error.problems)
+        assert own or "opt_state" in path or path.startswith("ema/"), path
+    for problem in error.problems:
+        assert any(
+            problem == text or any(name in problem for name in (path, names[path]))
+            for path, (_, text) in undecided.items()
+        ), problem
+
+
+class Value(nn.Module):
+    """A module whose only parameter is called `value`."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("value", nn.initializers.ones, (4,))
+
+
+@pytest.mark.parametrize("name", ["scale", "bias", "v"])
+@pytest.mark.parametrize("tx", [None, ADAM])
+def test_a_parameter_called_value_is_no_box(name, tx, tmp_path):
+    """The types of the model show it, whatever the name of its module."""
+    linen = Compact(lambda x: nn.Dense(4, name="z")(Value(name=name)(x)))
+    params = jax.eval_shape(linen.init, jax.random.key(0), INPUTS)["params"]
+    model = nested({name: {"value": ((4,),)}, "z": {"kernel": ((4, 4),), "bias": ((4,),)}})
+    made = with_optimizer(model, tx) if tx else model
+    source = filled(saved_by_nnx(made) if tx else nnx.state(model))
+    goal = jax.eval_shape(functools.partial(train_state_of, tx=tx), params) if tx else params
+    goal = goal if tx else {"params": params}
+    ckpt = reshard.to_linen(save(tmp_path / "nnx", source), goal, check=False)
+    expected = nnx.to_pure_dict(source["model"] if tx else source)
+    assert by_path(restored(ckpt, tmp_path)["params"]) == by_path(expected)
+    if tx:
+        moments = nnx.to_pure_dict(source["optimizer"])["opt_state"][0]["mu"]
+        assert by_path(restored(ckpt, tmp_path)["opt_state"][0]["mu"]) == by_path(moments)
+
+
+def test_outputs_of_a_model_with_a_parameter_called_value(tmp_path):
+    linen = Compact(lambda x: Value(name="scale")(x))
+
+    class Scaling(nnx.Module):
+        def __init__(self):
+            self.scale = named(value=(4,))
+
+        def __call__(self, x):
+            return x * self.scale.value
+
+    source = save(tmp_path / "nnx", filled(nnx.state(Scaling()), bits=False))
+    run = {"linen": lambda: linen.init(jax.random.key(0), INPUTS), "nnx": Scaling}
+    ckpt = reshard.to_linen(source, run["linen"], source=Scaling, check=True)
+    assert any("outputs" in note for note in ckpt.notes)
+
+
+def test_a_pure_dict_with_parameters_called_value_has_no_variables(tmp_path):
+    """Which its leaves alone would not show: `scale` is a name of Flax's."""
+    params = {"s": some(4), "w": some(3)}
+    source = save(tmp_path / "linen", {"params": params})
+    model = nnx.to_pure_dict(nnx.state(nested({"scale": {"value": ((4,),)}, "w": ((3,),)})))
+    rules = map_of(tmp_path, ("^params/s$", "scale/value"), ("^params/w$", "w"))
+    ckpt = reshard.to_nnx(source, model, map_file=rules)
+    expected = {"scale": {"value": params["s"]}, "w": params["w"]}
+    assert by_path(restored(ckpt, tmp_path)) == by_path(expected)
+
+
 KEY = jax.random.key(3)
 
 
@@ -1335,6 +1575,8 @@ saved since then
 hint: model=..., the Linen model; source=... supplies the classes of the NNX model
 hint: map_file=..., the map of the conversion to NNX"""
     assert refusal(reshard.to_linen, again) == message
+    known = message.replace("; source=... supplies the classes of the NNX model", "")
+    assert refusal(reshard.to_linen, again, source=Twin) == known
 
 
 class Exact(nnx.Module):
@@ -1614,6 +1856,25 @@ def test_dtypes_of_moments_are_told(tmp_path):
     assert {leaf.dtype.name for leaf in made.arrays} == {"float32", "int32", "uint32"}
 
 
+@pytest.mark.parametrize(
+    ("saved", "wanted", "helps"),
+    [
+        ("int32", "float32", False),
+        ("float32", "int32", False),
+        ("int8", "int32", False),
+        ("bfloat16", "float32", True),
+    ],
+)
+def test_a_cast_is_proposed_where_there_is_one(saved, wanted, helps, tmp_path):
+    path = save(tmp_path / "linen", {"params": {"a": jnp.ones(3, saved), "b": some(2)}})
+    model = functools.partial(nested, {"a": ((3,), wanted), "b": ((2,),)})
+    error = refused(reshard.to_nnx, path, model)
+    assert error.problems == (f"params/a -> a: dtype {saved}, the model has {wanted}",)
+    assert error.hints == (f'reshard.cast(ckpt, "{wanted}", "params/a")',) * helps
+    if helps:
+        assert reshard.to_nnx(recast(reshard.open(path), error), model)["a/value"].dtype == wanted
+
+
 # Maps for something else
 
 
@@ -1827,9 +2088,13 @@ def test_recurrent_cells_in_layers_that_a_map_stacks(tmp_path):
     hint = "NNX's GRUCell has no bias in its recurrent part: use your own cell with that bias"
     assert error.hints == (hint,)
     for cell in layers:
+        cell["hn"]["bias"] = np.array([0, -0.0, 0, 0, -0.0], "float32")
+    save(tmp_path / "minus", tree)
+    for cell in layers:
         cell["hn"]["bias"] = np.zeros(5, "float32")
     save(tmp_path / "linen", tree)
     reshard.save(convert(tmp_path / "linen"), tmp_path / "nnx")
+    assert reshard.diff(convert(tmp_path / "minus"), tmp_path / "nnx", values=True).equal
     with pytest.raises(reshard.TreeMismatchError) as error:
         like_recorded(reshard.open(tmp_path / "wrong"), reshard.open(tmp_path / "nnx"))
     assert error.value.problems == tuple(f"{path}: it was zero, but is not now" for path in paths)

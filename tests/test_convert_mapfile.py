@@ -7,7 +7,7 @@ import layouts
 import numpy as np
 import pytest
 from by_numpy import viewed
-from converted import refusal
+from converted import refusal, refused
 from flax import nnx
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -227,7 +227,7 @@ OPERATIONS = [
     r"{from = 'kernel$', transpose = [1, 0]}",
     r"{from = 'kernel$', transpose = [2, 0, 1], to = 'turned'}",
     r"{from = '(kernel|bias)$', reshape = [2, -1]}",
-    r"{from = 'kernel$', reshape = [-1], transpose = [1, 0], to = 'flat'}",
+    r"{from = 'kernel$', transpose = [1, 0], reshape = [-1], to = 'flat'}",
     r"{from = '^(.*)kernel$', split = {axis = -1, into = ['\1a', '\1b']}}",
     r"{from = 'kernel$', split = {axis = 0, sizes = [1, 3], into = 'kernel_{}'}}",
     r"{from = 'bias$', unstack = {axis = 0, into = 'bias_{}'}}",
@@ -439,9 +439,9 @@ def test_the_opposite_direction_of_what_stays_out():
 def test_rules_with_several_operations_in_the_opposite_direction():
     shapes = {"a": (2, 6), "b": (2, 6), "qkv": (4, 3)}
     rules = read(
-        "rule = [{ from = ['^a$', '^b$'], to = 'ab', concat = { axis = 0, sizes = [4, 4] },"
-        " transpose = [1, 0], reshape = { from = [6, 2], to = [3, -1] },"
-        " pad = { widths = [[1, 0], [0, 0]], fill = 0 } },"
+        "rule = [{ from = ['^a$', '^b$'], to = 'ab', transpose = [1, 0],"
+        " reshape = { from = [6, 2], to = [3, -1] }, pad = { widths = [[1, 0], [0, 0]], fill = 0 },"
+        " concat = { axis = 0, sizes = [4, 4] } },"
         "{ from = '^qkv$', transpose = [1, 0], split = { axis = 1, into = ['q', 'kv'] } },"
         "{ from = '^q$', pad = { widths = [[0, 0], [1, 1]], fill = 1 } }]"
     )
@@ -805,6 +805,21 @@ def test_files_that_cannot_be_read():
             f"{name}: it cannot be read\n  No such file or directory\n\n{near}"
             "hint: the names of ready maps begin with `hf:`, for example hf:llama-tunix"
         )
+
+
+def test_a_todo_in_a_comment_is_none():
+    text = """
+        { from = 'a', to = 'x' },  # it was 'TODO'
+        # { from = 'b', to = "TODO" },
+        { from = "it's # no comment", to = "y 'TODO'" },
+    """
+    assert len(read(f"rule = [{text}]").rules) == 2
+    open_ = [
+        r"""{ from = "\"#", to = "TODO" },  # 'x' or 'y'""",
+        "{ from = '#', to = ['x', 'TODO'] }, # 'TODO'",
+    ]
+    error = refused(read, "\n".join([f"rule = [{text}", *open_, "]"]), of=ArgumentError)
+    assert error.problems == tuple(f"line {n}: {line}" for n, line in enumerate(open_, 6))
 
 
 WRONG = {

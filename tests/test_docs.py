@@ -240,7 +240,7 @@ def test_the_demonstrations_do_not_change_this_process(demos):
 
 def test_the_rules_for_whole_modules_work(tmp_path):
     computed, text = texts("maps", "toml")
-    numbers = {"hidden_size": 16, "num_attention_heads": 4, "vocab_size": 32000}
+    numbers = {"hidden_size": 16, "head_dim": 8, "vocab_size": 32000}
     assert len(map_of(tomllib.loads(computed), "map.toml", numbers).rules) == 2
     (tmp_path / "map.toml").write_text(text)
     leaves = {("params", "ConvBlock_0", "x"): (2,), ("batch_stats", "ConvBlock_0", "x"): (3,)}

@@ -389,6 +389,38 @@ def test_what_other_writers_store(tmp_path, layout, ocdbt):
     assert reshard.digest(back) == reshard.digest(out) == reshard.digest(path)
 
 
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_arrays_in_fortran_order_of_any_rank(tmp_path, ocdbt):
+    """With less than two axes, TensorStore takes this order where it is stored, and only there."""
+    shapes = {"s": (), "v": (7,), "m": (6, 8), "c": (4, 6, 5)}
+    tree = {name: layouts.random(shape) for name, shape in shapes.items()}
+    path = layouts.save_pytree(tmp_path / "saved", tree, use_ocdbt=ocdbt)
+    store = layouts.database(path) if ocdbt else ts.KvStore.open(f"file://{path}/").result()
+    for name, shape in shapes.items():
+        below = store / f"{name}/"
+        document = json.loads(below[".zarray"]) | {"chunks": [min(size, 4) for size in shape]}
+        below.delete_range(ts.KvStore.KeyRange("", "~")).result()
+        turned = document | {"order": "F"}
+        made = turned if len(shape) > 1 else document
+        ts.open({"driver": "zarr", "metadata": made}, kvstore=below, create=True).result()[...] = (
+            tree[name]
+        )
+        below.write(".zarray", json.dumps(turned).encode()).result()
+    expected = layouts.load_pytree(path)
+    layouts.assert_same_tree(expected, tree)
+    ckpt = reshard.open(path)
+    specs = [(name, ("data",)) if name in "mc" else (name, ()) for name in shapes]
+    for number, (made, options) in enumerate(
+        [(ckpt, {}), (ckpt, {"format": "zarr3"}), (reshard.to_mesh(ckpt, "data=2", specs), {})]
+    ):
+        out = tmp_path / f"out{number}"
+        reshard.save(made, out, **options)
+        found = jax.tree.map(np.asarray, layouts.load_pytree(out))
+        assert {n: x.tobytes() for n, x in found.items()} == {
+            n: x.tobytes() for n, x in tree.items()
+        }
+
+
 @pytest.mark.parametrize(
     ("document", "text"),
     [

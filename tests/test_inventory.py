@@ -1,14 +1,23 @@
 """What a directory holds: the role of each name, and the names of steps. Orbax is the oracle."""
 
+import errno
 import itertools
+import json
+import os
+import shutil
 
+import layouts
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process import refused, reshard_in, shown
 
+import reshard
 from reshard.loader.inventory import Form, Level, Role, roles, step_forms, step_number
 from reshard.storage.disk import Entry
+from reshard.storage.store_errors import translated_errors
 
 NUMBERS = st.one_of(st.integers(0, 30), st.integers(0, 10**9))
 PREFIXES = st.sampled_from(["", "params_", "a_b_", "1_", "best_", "_", "x__"])
@@ -24,6 +33,7 @@ _ODD += "out.replaced-by-reshard.0123456789abcdef reshard_commit.json _CHECKPOIN
 _ODD += "manifest.ocdbt array_metadatas reshard_digests.json ocdbt.process_0 commit_success.txt"
 ODD_NAMES = st.sampled_from([*_ODD.split(), "a\n5"])
 NAMES = st.one_of(STEP_NAMES, ODD_NAMES)
+STATES = ["whole", "whole", "unfinished", "empty"]
 
 
 def folders(names):
@@ -54,7 +64,7 @@ def test_the_steps_of_each_form_are_those_that_orbax_finds(tmp_path_factory, nam
 
 
 @given(
-    prefix=st.sampled_from([None, "ckpt", "a_b", "1"]),
+    prefix=st.sampled_from([None, "ckpt", "a_b", "1", ""]),
     width=st.integers(1, 9),
     steps=st.sets(NUMBERS, min_size=1, max_size=6),
 )
@@ -145,3 +155,246 @@ def test_roles_of_each_level():
         "config.yaml": "other",
         "README": "other",
     }
+
+
+# Roots on a disk.
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A step."""
+    path = tmp_path_factory.mktemp("whole") / "step"
+    layouts.save_pytree(path / "default", {"w": np.arange(6.0)})
+    return path
+
+
+def make_root(root, whole, steps=(), unfinished=(), empty=()):
+    """A root with steps of these names, whole or not."""
+    root.mkdir()
+    for name in steps:
+        shutil.copytree(whole, root / name)
+    for name in unfinished:
+        (root / name / "default.orbax-checkpoint-tmp").mkdir(parents=True)
+    for name in empty:
+        (root / name).mkdir()
+    return root
+
+
+def forms_by_orbax(root):
+    """Form -> its steps by Orbax, for each form of which no other has all names."""
+    prefixes = {name.rpartition("_")[0] if "_" in name else None for name in os.listdir(root)}
+    found = {Form(p, w): by_orbax(root, (p, w)) for p in prefixes for w in range(1, 11)}
+    distinct = {tuple(sorted(steps.values())): form for form, steps in [*found.items()][::-1]}
+    return {
+        form: found[form]
+        for names, form in distinct.items()
+        if names and not any({*names} < {*others} for others in distinct)
+    }
+
+
+@settings(deadline=None)
+@given(states=st.dictionaries(STEP_NAMES, st.sampled_from(STATES), min_size=1, max_size=6))
+def test_the_latest_step_of_a_random_root(tmp_path_factory, whole, states):
+    kinds = {k: [n for n in states if states[n] == k] for k in ("whole", "unfinished", "empty")}
+    root = make_root(tmp_path_factory.mktemp("random") / "root", whole, *kinds.values())
+    forms = forms_by_orbax(root)
+    if len(forms) > 1:
+        forms = {f: s for f, s in forms.items() if {*s.values()} & {*kinds["whole"]}}
+    plain = Form(None, 1)
+    if len(forms) > 1 and plain not in forms:
+        text = f"the names of the steps of `{root}` have several forms"
+        error = layouts.raised(reshard.CheckpointFormatError, reshard.open, root)
+        assert error.summary == text and len(error.problems) == len(forms)
+        latest = {str(root / steps[max(steps)]) for steps in forms.values()}
+        assert {hint.removeprefix("open one of them: ") for hint in error.hints} == latest
+        for path in latest & {str(root / name) for name in kinds["whole"]}:
+            assert reshard.open(path)["w"].shape == (6,)
+        return
+    steps = forms.get(plain) or next(iter(forms.values()), {})
+    usable = {n: name for n, name in steps.items() if states[name] == "whole"}
+    if not usable:
+        with pytest.raises(reshard.CheckpointFormatError):
+            reshard.open(root)
+        return
+    ckpt = reshard.open(root)
+    assert (ckpt.source.step, ckpt.source.number) == (usable[max(usable)], max(usable))
+    assert ckpt.source.steps == tuple(sorted(usable))
+    assert {n for n in steps if states[steps[n]] == "unfinished"} == {*ckpt.source.uncommitted}
+    for step, name in usable.items():
+        assert reshard.open(root, step=step).source.step == name
+    # A note names all that was left out.
+    notes = "\n".join(ckpt.notes)
+    for name in states.keys() - steps.values():
+        assert f"`{name}` is left out" in notes
+    for step, name in steps.items():
+        assert (f"step {step} " in notes) == (step > max(usable) and name not in usable.values())
+
+
+def test_every_command_reads_the_latest_step(tmp_path, whole):
+    at = tmp_path.resolve()
+    names = ["100", "200", "backup_20240115", "best_350", "a_b_777", "1_000", "ckpt_٩٩٩"]
+    make_root(at / "run", whole, names)
+    told = "`backup_20240115` is left out: its name is not of the form of the steps"
+    assert told in reshard.open(at / "run").notes
+    assert json.loads(shown(at, "inspect", "run", "--json"))["step"] == 200
+    assert "shown: 200" in shown(at, "doctor", "run")
+    shown(at, "ckpt", "run", "out", "--quiet")
+    assert sorted(os.listdir(at / "out")) == ["200", "ckpt_٩٩٩"]
+    assert json.loads(shown(at, "verify", "run", "--json"))["path"] == str(at / "run" / "200")
+    assert shown(at, "digest", "run").startswith("step 200 is the latest of 2: ")
+    assert "run/200" in shown(at, "diff", "run", "out", "--values")
+    shown(at, "export", "run", "hf", "--quiet")
+    shown(at, "ckpt", "run", "all", "--step", "all", "--quiet")
+    assert sorted(os.listdir(at / "all")) == ["100", "200", "ckpt_٩٩٩"]
+    assert shown(at, "inspect", "run", "--step", "all").count("\nsteps: ") == 2
+
+
+def test_steps_of_several_forms_are_refused_by_every_command(tmp_path, whole):
+    at = tmp_path.resolve()
+    make_root(at / "run", whole, ["a_20", "b_5", "b_30"])
+    text = f"Error: the names of the steps of `{at}/run` have several forms\n"
+    text += "  a_N: a_20\n  b_N: b_5, b_30\n\n"
+    text += f"hint: open one of them: {at}/run/a_20\nhint: open one of them: {at}/run/b_30\n"
+    for words in (
+        *(["inspect", "run"], ["ckpt", "run", "out"], ["digest", "run"], ["export", "run", "out"]),
+        *(["diff", "run", "run"], ["ckpt", "run", "out", "--step", "all"], ["verify", "run"]),
+        ["convert", "run", "out", "--to", "linen"],
+        *(["inspect", "run", "--step", "20"], ["verify", "run/a_20", "--against", "run"]),
+    ):
+        assert refused(at, *words) == text, words
+    status, out, err = reshard_in(at, "doctor", "run")
+    assert (status, err) == (2, "") and f"next     open one of them: {at}/run/a_20" in out
+    shown(at, "ckpt", "run/b_30", "out")
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_name_of_a_step_is_never_copied_beside_one(tmp_path, whole, empty):
+    """A manager would call it the latest. What is no step is copied."""
+    halves = {"empty" if empty else "unfinished": ["10"]}
+    root = make_root(tmp_path / "run", whole, ["5", "params_7", "0000009"], **halves)
+    (root / "10" / "notes").write_text("half") if not empty else None
+    for name in ("logs_2024", "notes"):
+        (root / name).mkdir()
+        (root / name / "events").write_text(name)
+    out = tmp_path / "out"
+    why = "it holds no checkpoint" if empty else None
+    note = f"step 10 is left out: {why}" if why else "step 10 was never committed and is left out"
+    assert note in reshard.open(root).notes
+    reshard.save(reshard.open(root), out)
+    assert sorted(os.listdir(out)) == ["5", "logs_2024", "notes"]
+    with ocp.CheckpointManager(out) as manager:
+        assert manager.latest_step() == 5
+
+
+@pytest.fixture
+def touched(monkeypatch):
+    """The paths that `os` is asked about. Those below `refused` cannot be read."""
+    paths, refused = [], []
+
+    def watch(name):
+        original = getattr(os, name)
+
+        def watched(path, *arguments, **keywords):
+            text = "" if isinstance(path, int) else os.fspath(path)
+            paths.append(text)
+            if any(f"{text}/".startswith(f"{each}/") for each in refused) and (
+                name in ("listdir", "scandir") or text not in refused
+            ):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), text)
+            return original(path, *arguments, **keywords)
+
+        monkeypatch.setattr(os, name, watched)
+
+    for name in ("stat", "lstat", "listdir", "scandir", "open"):
+        watch(name)
+    return paths, refused
+
+
+def test_opening_a_step_looks_into_no_other_step(tmp_path, whole, touched):
+    paths, _ = touched
+    root = make_root(tmp_path / "run", whole, map(str, range(300)), ["300"])
+    for step in (None, 0, 150, 299):
+        paths.clear()
+        ckpt = reshard.open(root, step=step)
+        number = 299 if step is None else step
+        assert ckpt.source.number == number
+        inside = {p.removeprefix(f"{root}/").split("/")[0] for p in paths if f"{root}/" in p}
+        looked = {name for name in inside if name.isdecimal()}
+        assert looked == {str(number)} | ({"300"} if step is None else set())
+        assert len(paths) < 100
+    assert ckpt.source.steps == tuple(range(300)) and ckpt.source.uncommitted == (300,)
+
+
+def test_an_unreadable_step_does_not_block_a_root(tmp_path, whole, touched):
+    at = tmp_path.resolve()
+    root = make_root(at / "run", whole, ["1", "2", "3"])
+    _, refusing = touched
+    refusing.append(str(root / "2"))
+    assert reshard.open(root).source.number == 3 and reshard.open(root, step=1)["w"].shape == (6,)
+    assert reshard.open(root).source.steps == (1, 3)
+    text = f"`{root}` cannot be read: Permission denied\n  {root}/2/"
+    assert layouts.refused(reshard.StoreError, reshard.open, root, step=2).startswith(text)
+    reshard.save(reshard.open(root, step=1), at / "one")
+    assert shown(at, "inspect", "run", "--step", "1")
+    # All steps were asked for: none is silently left out.
+    assert "Permission denied" in refused(at, "ckpt", "run", "all", "--step", "all")
+    status, out, err = reshard_in(at, "inspect", "run", "--step", "all")
+    assert (status, out.count("\nsteps: ")) == (2, 2) and err.count("Permission denied") == 1
+    refusing[:] = [str(root / "3")]
+    note = "step 3 is left out: it cannot be read: Permission denied"
+    assert reshard.open(root).source.number == 2 and note in reshard.open(root).notes
+    refusing[:] = [str(root / name) for name in "123"]
+    error = layouts.raised(reshard.StoreError, reshard.open, root)
+    assert error.summary == f"no step of `{root}` can be read"
+    assert error.problems[0] == "`1`: it cannot be read: Permission denied"
+    # It is no damage.
+    for path in ("run", "run/2"):
+        status, out, err = reshard_in(at, "doctor", path)
+        assert (status, out) == (2, "") and "Permission denied" in err and "damaged" not in err
+
+
+def test_what_cannot_be_read_beside_a_step(tmp_path, whole, touched):
+    root = make_root(tmp_path / "run", whole, ["1"])
+    (root / "notes").mkdir()
+    touched[1].append(str(root / "notes"))
+    error = layouts.raised(reshard.ReshardError, reshard.save, reshard.open(root), tmp_path / "out")
+    assert isinstance(error, reshard.StoreError) and "Permission denied" in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "inside", ["", 'Error reading "w/0" in OCDBT database at local file "/a/": ']
+)
+def test_a_data_file_that_tensorstore_may_not_open_is_no_damage(inside):
+    """Its own words for such a file: this process may be allowed to read everything."""
+    text = f'PERMISSION_DENIED: {inside}Failed to open: "/a/d/12ab": Permission denied [source=...]'
+
+    def read():
+        with translated_errors("`/a`", other=reshard.CorruptCheckpointError):
+            raise ValueError(text)
+
+    told = "`/a` cannot be read\n  /a/d/12ab: permission denied"
+    assert layouts.refused(reshard.StoreError, read) == told
+
+
+def test_a_damaged_step_blocks_itself_alone(tmp_path, whole):
+    root = make_root(tmp_path / "run", whole, ["1", "2", "3"])
+    (root / "2" / "_CHECKPOINT_METADATA").write_text("{")
+    assert reshard.open(root).source.number == 3 and reshard.open(root).source.steps == (1, 2, 3)
+    assert reshard.open(root, step=1).source.number == 1
+    layouts.refused(reshard.CorruptCheckpointError, reshard.open, root, step=2)
+    (root / "3" / "_CHECKPOINT_METADATA").write_text("{")
+    layouts.refused(reshard.CorruptCheckpointError, reshard.open, root)
+
+
+def test_the_items_of_a_step_are_those_that_its_document_names(tmp_path, whole):
+    """A copy that somebody has made of one is none of them."""
+    path = tmp_path / "run"
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(7, args=ocp.args.Composite(state=ocp.args.StandardSave({"w": np.arange(4.0)})))
+    shutil.copytree(path / "7" / "state", path / "7" / "state_before")
+    ckpt = reshard.open(path)
+    assert (ckpt.source.item, ckpt.source.items) == ("state", ("state",))
+    (path / "7" / "_CHECKPOINT_METADATA").unlink()
+    error = layouts.raised(reshard.CheckpointNotFoundError, reshard.open, path)
+    assert error.problems == ("state", "state_before")

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 import v1
+from in_process import reshard_in, shown
 from jax.sharding import NamedSharding as JaxNamedSharding
 from layouts import LAYOUTS, STEPS, bits, database, refused, saved_leaves
 from sampling import some
@@ -315,7 +316,8 @@ def test_uncommitted_steps(copy):
     ckpt = reshard.open(path)
     assert (ckpt.source.step, ckpt.source.steps) == ("3", (3,))
     uncommitted(f"`{path}/20` {NO_TIME}", path, step=20)
-    not_found(f"`{path}` has no step 30\n  its steps: 3\n\nhint: step=3", path, step=30)
+    text = f"`{path}` has no step 30\n  its steps: 3\n  never committed: 20, 30\n\nhint: step=3"
+    not_found(text, path, step=30)
     uncommit(path / "3")
     text = f"`{path}` holds only checkpoints that were never committed\n"
     uncommitted(f"{text}  30.orbax-checkpoint-tmp", path)
@@ -366,6 +368,109 @@ def test_missing_arrays_and_strings(copy, layout):
     assert sorted(error.problems) == [
         f"text/{name}: its string is missing in `_strings.json`" for name in ("a.b", "name")
     ]
+
+
+class Iterator:
+    """The state of a data set, which another program saves with a handler of its own."""
+
+
+class IteratorHandler(ocp.type_handlers.TypeHandler):
+    def typestr(self):
+        return "DatasetIterator"
+
+    async def metadata(self, infos):
+        return [ocp.metadata.value.Metadata(i.name, i.parent_dir) for i in infos]
+
+    async def serialize(self, values, infos, args=None):
+        for info in infos:
+            folder = info.parent_dir / "python_0"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{info.name}.json").write_text("{}")
+        return []
+
+    async def deserialize(self, infos, args=None):
+        return [Iterator() for _ in infos]
+
+
+@pytest.fixture
+def with_iterator(tmp_path):
+    """A tree as AXLearn saves it. Only its own program can restore one of the leaves."""
+    array = layouts.put(layouts.random((6, 8)), "data", "model")
+    tree = {"model": {"w": array, "b": np.arange(3.0)}, "input_iter": Iterator(), "step": 7}
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ocp.type_handlers.ArrayHandler()),
+        (np.ndarray, ocp.type_handlers.NumpyHandler()),
+        (int, ocp.type_handlers.ScalarHandler()),
+        (Iterator, IteratorHandler()),
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "run", tree)
+    del tree["input_iter"]
+    return tmp_path / "run", tree
+
+
+UNKNOWN = (
+    "some leaves have a type that only the program that saved them restores\n"
+    "  input_iter: DatasetIterator\n\nhint: {}"
+).format
+
+
+def test_a_leaf_of_an_unknown_type_is_shown_and_can_be_dropped(with_iterator, tmp_path):
+    path, tree = with_iterator
+    ckpt = reshard.open(path)
+    assert {format_path(p) for p in ckpt} == {"model/w", "model/b", "input_iter", "step"}
+    for kept in (reshard.select(ckpt, drop="input_iter"), reshard.select(ckpt, ["model", "step"])):
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        reshard.save(kept, out)
+        layouts.assert_same_tree(layouts.load_pytree(out), tree)
+        assert reshard.diff(kept, out, values=True).equal
+        layouts.assert_same_tree(
+            reshard.restore(kept, layouts.mesh((2, 4)))["model"]["w"], tree["model"]["w"]
+        )
+    assert reshard.digest(ckpt) == reshard.digest(kept)  # of values alone
+    text = UNKNOWN('reshard.select(ckpt, drop=["input_iter"])')
+    renamed = reshard.rename(ckpt, [("input_iter", "input")])
+    for call in (
+        lambda: reshard.save(ckpt, tmp_path / "no"),
+        lambda: reshard.restore(ckpt, layouts.mesh((2, 4))),
+        lambda: reshard.diff(ckpt, ckpt),
+        lambda: reshard.to_nnx(reshard.rename(ckpt, [("^model/", "params/")])),
+    ):
+        assert refused(reshard.CheckpointFormatError, call) == text
+    (problem,) = reshard.plan(renamed, tmp_path / "no").errors
+    assert str(problem) == text.replace("input_iter", "input")
+    target = {"model": {"w": layouts.laid_out(tree["model"]["w"], tree["model"]["w"].sharding)}}
+    found = reshard.restore(reshard.select(ckpt, "model/w"), target)
+    layouts.assert_same_tree(found["model"]["w"], tree["model"]["w"])
+
+
+def test_a_leaf_of_an_unknown_type_on_the_command_line(with_iterator, tmp_path):
+    path, tree = with_iterator
+    assert "input_iter         DatasetIterator" in shown(tmp_path, "inspect", path)
+    document = json.loads(shown(tmp_path, "inspect", path, "--json"))
+    (leaf,) = (leaf for leaf in document["leaves"] if leaf["path"] == "input_iter")
+    assert (leaf["type"], leaf["value"]) == ("DatasetIterator", None)
+    status, _, text = reshard_in(tmp_path, "ckpt", path, "out")
+    assert (status, text) == (2, f"Error: {UNKNOWN('--drop input_iter')}\n")
+    assert reshard_in(tmp_path, "ckpt", path, "out", "--drop", "input_iter")[0] == 0
+    layouts.assert_same_tree(layouts.load_pytree(tmp_path / "out"), tree)
+
+
+def test_values_of_some_leaves_in_the_msgpack_file(tmp_path):
+    """Older releases of Orbax save single leaves with `aggregate=True`; this one still reads it."""
+    path = layouts.save_pytree(tmp_path / "saved", {"a": np.arange(6.0), "b": np.zeros(3)})
+    document = json.loads((path / "_METADATA").read_text())
+    document["tree_metadata"]["('b',)"]["value_metadata"]["skip_deserialize"] = True
+    (path / "_METADATA").write_text(json.dumps(document))
+    tree = {"a": "PLACEHOLDER://a", "b": np.arange(3.0)}
+    (path / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
+    assert refused(reshard.CheckpointFormatError, reshard.open, path) == (
+        f"`{path}` holds some leaves in `checkpoint`, as Orbax saves them with `aggregate=True`, "
+        "and others as arrays. `reshard` does not read both\n  b\n\n"
+        "hint: restore it with orbax.checkpoint.PyTreeCheckpointer, and save it again"
+    )
+    layouts.assert_same_tree(layouts.load_pytree(path), {"a": np.arange(6.0), "b": np.arange(3.0)})
 
 
 COLLISION = {"a": {"b.c": np.arange(6.0)}, "a.b": {"c": -np.arange(6.0)}, "other": np.arange(4)}

@@ -1,7 +1,9 @@
 """A map makes another tree without a model; what its rules compute, compared with NumPy."""
 
+import itertools
 import json
 import os
+import re
 
 import fuzz_maps
 import jax
@@ -11,15 +13,19 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from in_process import refused, shown
 from jax.sharding import NamedSharding, PartitionSpec
 from layouts import save_pytree
 from safetensors.numpy import save_file
+from sampling import examples
 from test_imports import FRAMEWORKS, loaded_after
 
 import reshard
 from reshard.arrays.dtypes import cast_once
 from reshard.convert.conversion import conversion
+from reshard.convert.mapfile import read_map
 from reshard.tree import nested
 
 
@@ -336,6 +342,249 @@ def test_state_of_what_is_computed_must_be_dropped(tmp_path):
     np.testing.assert_array_equal(made["params/layer_0/scale"].read(), np.full(3, 2, "f4"))
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (r"^l_(\d+)/(.)$", "stack = { axis = 0, by = 1 }", r"to = 'l/\2'"),
+        (r"^l_(\d+)/(.)$", r"concat = { axis = 0, by = '\1' }", r"to = 'l/\2'"),
+        (r"^l_(\d+)/", r"to = 'l/{\1 + 1}/'"),
+        (r"^l_(\d+)/", r"to = 'l/{inner}/'", "nest = { sizes = [4], flat = 1 }"),
+        (r"^l_(\d+)/(.)$", r"unstack = { axis = 0, into = 'l/{\1}/\2/{}' }"),
+    ],
+)
+def test_numbers_with_zeros_ahead_are_not_made_one(tmp_path, lines):
+    """Although the leaves of `l_1` and `l_01` have other names."""
+    one = np.ones(2)
+    tree = {"l_0": {"a": one, "b": one}, "l_1": {"a": one}, "l_01": {"b": one}}
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        remapped(tmp_path, tree, rule(*lines))
+    told = f"rule 1, `{lines[0]}`: l_01 and l_1 have the same number"
+    assert told in error.value.problems
+    tree = {"l_00": {"a": one, "b": one}, "l_01": {"a": one, "b": one}}
+    assert len(remapped(tmp_path, tree, rule(*lines))) in (2, 4, 8)
+    tree = {"l_0": {"a": one}, "l_1": {"a": one}, "l_01": {"b": one}}
+    assert len(remapped(tmp_path, tree, rule(r"^l_(\d+)/", r"to = 'm/\1/'"))) == 3
+
+
+# Operations of one rule: in the order in which they are written, by NumPy.
+
+
+def flat_only(function):
+    """An operation on matrices alone."""
+
+    def checked(x):
+        if x.ndim != 2:
+            raise ValueError("no matrix")
+        return function(x)
+
+    return checked
+
+
+def interleaved(block, rows):
+    """An operation on blocks of the first axis, each of which has so many rows for NumPy."""
+    return lambda x: np.moveaxis(
+        x.reshape(
+            -1, rows(block or len(x)), (block or len(x)) // rows(block or len(x)), *x.shape[1:]
+        ),
+        *(2, 1),
+    ).reshape(x.shape)
+
+
+EACH = {  # its value in a rule, and NumPy's function
+    "apply": ("'numpy:square'", np.square),
+    "scale": ("3", lambda x: x * np.float32(3)),
+    "add": ("1", lambda x: x + np.float32(1)),
+    "interleave": ("{ axis = 0, parts = 2 }", interleaved(0, lambda size: 2)),
+    "deinterleave": ("{ axis = 0, parts = 2 }", interleaved(0, lambda size: size // 2)),
+    "rope": ("{ axis = 0, head_size = 4, to = 'pairs' }", interleaved(4, lambda size: 2)),
+    "transpose": ("[1, 0]", flat_only(np.transpose)),
+    "reshape": ("[8, -1]", lambda x: x.reshape(8, -1)),
+    "pad": (
+        "{ widths = [[4, 0], [0, 0]], fill = 2 }",
+        flat_only(lambda x: np.concatenate([np.full((4, x.shape[1]), 2, x.dtype), x])),
+    ),
+    "crop": ("{ widths = [[0, 4], [0, 0]] }", flat_only(lambda x: x[:-4])),
+}
+MOVES = {*EACH} - {"apply", "scale", "add", "pad"}
+ONE = r"'^m_(\d+)/x$'"
+BOTH_LEAVES = "['^m_0/x$', '^m_1/x$']"
+FORMS = {  # `from`, `to`, the key that makes several leaves of one or the reverse, and its function
+    "a leaf": (ONE, r"'n\1/y'", None, lambda m: {f"n{i}/y": x for i, x in enumerate(m)}),
+    "a module": (
+        r"'^m_(\d+)/'",
+        r"'n/\1/'",
+        None,
+        lambda m: {f"n/{i}/x": x for i, x in enumerate(m)},
+    ),
+    "copies": (
+        *(ONE, r"['n\1', 'k\1']", None),
+        lambda m: {f"{k}{i}": x for i, x in enumerate(m) for k in "nk"},
+    ),
+    "split": (
+        *(ONE, None, r"split = { axis = 0, into = ['n\1/p', 'n\1/q'] }"),
+        lambda m: {
+            f"n{i}/{k}": half
+            for i, x in enumerate(m)
+            for k, half in zip("pq", np.split(x, 2), strict=True)
+        },
+    ),
+    "unstack": (
+        *(ONE, None, r"unstack = { axis = 0, into = 'n\1/{}' }"),
+        lambda m: {f"n{i}/{k}": row for i, x in enumerate(m) for k, row in enumerate(x)},
+    ),
+    "concat": (BOTH_LEAVES, "'n'", "concat = { axis = 0 }", lambda m: {"n": np.concatenate(m)}),
+    "stack": (ONE, "'n'", "stack = { axis = 0, by = 1 }", lambda m: {"n": np.stack(m)}),
+    "stack of modules": (
+        *(r"'^m_(\d+)/'", "'n/'", "stack = { axis = 0, by = 1 }"),
+        lambda m: {"n/x": np.stack(m)},
+    ),
+    "equal": (BOTH_LEAVES, "'n'", "equal = true", lambda m: {"n": m[0]}),
+}
+
+
+@pytest.fixture(scope="module")
+def two_leaves(tmp_path_factory):
+    """Of one shape, with other values or the same: whole numbers, so that nothing is rounded."""
+    folder, rng = tmp_path_factory.mktemp("two"), np.random.default_rng(0)
+    x, y = (rng.integers(-9, 9, (16, 24)).astype("f4") for _ in range(2))
+    trees = {"unlike": [x, y], "alike": [x, x]}
+    for name, pair in trees.items():
+        save_pytree(folder / name, {f"m_{i}": {"x": leaf} for i, leaf in enumerate(pair)})
+    return folder, trees
+
+
+@settings(deadline=None, max_examples=examples(600))
+@given(
+    st.sampled_from([*FORMS]),
+    st.lists(st.sampled_from([*EACH]), min_size=1, max_size=4, unique=True),
+    st.integers(0, 4),
+)
+@example("concat", ["transpose"], 0)
+@example("a leaf", ["add", "scale"], 0)
+@example("stack of modules", ["reshape", "transpose", "interleave"], 1)
+@example("split", ["add", "scale", "apply"], 2)
+def test_operations_of_a_rule_are_done_as_they_are_written(two_leaves, form, each, place):
+    """Or the rule is refused, and those of the hint do it."""
+    folder, trees = two_leaves
+    sources, to, regroup, function = FORMS[form]
+    tree = "alike" if form == "equal" else "unlike"
+    place = min(place, len(each)) if regroup else len(each)
+    lines = [f"{key} = {EACH[key][0]}" for key in each]
+    lines[place:place] = [regroup] if regroup else []
+    lines = [f"from = {sources}", "optional = true", *lines, f"to = {to}" if to else ""]
+    text = "\n".join(["[[rule]]", *lines, ""])
+    found: dict | None = dict(enumerate(trees[tree]))
+    try:
+        for number, key in enumerate([*each, None]):
+            found = function([*found.values()]) if number == place else found
+            found = {name: EACH[key][1](x) for name, x in found.items()} if key else found
+    except ValueError:
+        found = None
+    ckpt, kind = reshard.open(folder / tree), reshard.ArgumentError
+    try:
+        made = reshard.remap(ckpt, map_of(folder, text))
+    except reshard.TreeMismatchError:
+        assert found is None
+        return
+    except kind as error:
+        assert error.problems[0].startswith("rule 1, `")
+        first, *rules = error.hints[0].splitlines()
+        assert first == "rule 1 in the order in which it is written:" and len(error.hints) == 1
+        assert rules.count("      [[rule]]") > 1
+        text = map_of(folder, "\n".join(rules))
+        if found is None:
+            with pytest.raises(reshard.TreeMismatchError):
+                reshard.remap(ckpt, text)
+            return
+        made = reshard.remap(ckpt, text)
+    assert found is not None
+    got = values(made)
+    assert got.keys() == found.keys()
+    for name, expected in found.items():
+        np.testing.assert_array_equal(got[name], expected, name)
+
+
+def test_operations_that_make_the_same_in_either_order_stand_in_either(tmp_path):
+    """A constant and a move; all others in one order."""
+
+    def accepted(*keys):
+        lines = [f"{key} = {EACH[key][0]}" for key in keys]
+        try:
+            read_map(map_of(tmp_path, rule("^x$", *lines, "to = 'y'")))
+        except reshard.ArgumentError:
+            return False
+        return True
+
+    for one, other in itertools.combinations(EACH, 2):
+        assert accepted(one, other)
+        assert accepted(other, one) == (one in ("scale", "add") and other in MOVES)
+
+
+def test_a_rule_in_another_order_is_refused_with_two(tmp_path):
+    lines = ["when = 1", "reshape = [2, 3]", "transpose = [1, 0]", "add = 1", "scale = 2"]
+    with pytest.raises(reshard.ArgumentError) as error:
+        read_map(map_of(tmp_path, rule("^x$", *lines, "to = ['y', 'z']")))
+    assert str(error.value) == (
+        f"{tmp_path}/map.toml: its rules cannot be read\n"
+        "  rule 1, `^x$`: it is done in the order `scale`, `add`, `transpose`, `reshape`: write it "
+        "so, or write two rules\n\n"
+        "hint: rule 1 in the order in which it is written:\n"
+        "      [[rule]]\n      from = '^x$'\n      when = 1\n      reshape = [2, 3]\n      \n"
+        "      [[rule]]\n      from = '^x$'\n      when = 1\n      transpose = [1, 0]\n"
+        "      add = 1\n      \n"
+        "      [[rule]]\n      from = '^x$'\n      when = 1\n      scale = 2\n"
+        "      to = ['y', 'z']"
+    )
+    with pytest.raises(reshard.ArgumentError) as error:
+        read_map(map_of(tmp_path, rule("(", "add = 1", "scale = 2")))
+    assert len(error.value.hints) == 1
+
+
+def test_a_name_that_the_map_and_the_config_define_has_one_value(tmp_path):
+    config = {
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "layers": 2,
+        "tied": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lines = ["head_dim = 'hidden_size // num_attention_heads'", "layers = 3", "tied = 0", "k = 1"]
+    names = rule("^x$", "scale = 'head_dim ** -0.5'", "to = 'y'")
+    ckpt = reshard.open(save_pytree(tmp_path / "in", {"x": np.ones(1)}))
+    with pytest.raises(reshard.ArgumentError) as error:
+        reshard.remap(ckpt, map_of(tmp_path, "\n".join(["[vars]", *lines, names])), config=tmp_path)
+    assert error.value.problems == (
+        "the file: `vars`: `head_dim` is 12, but config.json has 16",
+        "the file: `vars`: `layers` is 3, but config.json has 2",
+        "the file: `vars`: `tied` is 0, but config.json has 1",
+    )
+    same = f"[vars]\nhead_dim = '4 * num_attention_heads'\nlayers = 2.0\n{names}"
+    assert reshard.remap(ckpt, map_of(tmp_path, same), config=tmp_path)["y"].read() == [0.25]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": None}))
+    own = map_of(tmp_path, "\n".join(["[vars]", lines[0], names]))
+    np.testing.assert_array_equal(reshard.remap(ckpt, own, config=tmp_path)["y"].read(), [12**-0.5])
+
+
+def test_the_example_of_the_help_takes_the_size_of_a_head_from_the_config(tmp_path):
+    (example,) = re.findall(
+        r"```toml\n(\[vars\].*?)```", shown(tmp_path, "help", "maps"), re.DOTALL
+    )
+    config = {"hidden_size": 24, "num_attention_heads": 2, "head_dim": 16, "vocab_size": 20}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    embed, query = (rng.normal(size=size).astype("f4") for size in ((20, 24), (32, 24)))
+    names = ("model.embed_tokens.weight", "model.layers.3.self_attn.q_proj.weight")
+    ckpt = opened(tmp_path, dict(zip(names, (embed, query), strict=True)))
+    found = values(reshard.remap(ckpt, map_of(tmp_path, example)))
+    pairs = query.reshape(2, 2, 8, 24).swapaxes(1, 2).reshape(32, 24)
+    np.testing.assert_array_equal(found.pop("params/layers_3/query/kernel"), pairs.T * 0.25)
+    padded = np.concatenate([embed, np.zeros((108, 24), "f4")])
+    for name in ("params/embed/embedding", "params/head/embedding"):
+        np.testing.assert_array_equal(found.pop(name), padded)
+    assert not found
+
+
 WRONG = r"""
 [vars]
 a = 3
@@ -345,8 +594,8 @@ from = '^x$'
 scale = 0
 [[rule]]
 from = '^x$'
-rope = { axis = 0, head_size = 'd', to = 'quarters' }
 interleave = { axis = 0, parts = 'a / 2', whole = true }
+rope = { axis = 0, head_size = 'd', to = 'quarters' }
 [[rule]]
 from = '^x$'
 fill = { value = 1, shape = [1], dtype = 'float33' }
@@ -369,10 +618,10 @@ fill = { value = 1, shape = [1], dtype = 'float32', count = 4611686018427387904 
 TOLD = """
 the file: `vars`: `b`: `c + 1`: neither `[vars]` nor the config has `c`
 rule 1, `^x$`: `scale`: `by` must be a number other than 0, not 0
-rule 2, `^x$`: `rope`: `head_size`: `d`: neither `[vars]` nor the config has `d`
-rule 2, `^x$`: `rope`: `to` must be `pairs` or `halves`, not 'quarters'
 rule 2, `^x$`: `interleave`: `parts` must be a whole number, not 1.5
 rule 2, `^x$`: `interleave`: `whole` is not known
+rule 2, `^x$`: `rope`: `head_size`: `d`: neither `[vars]` nor the config has `d`
+rule 2, `^x$`: `rope`: `to` must be `pairs` or `halves`, not 'quarters'
 rule 3, `^x$`: `fill`: `dtype` must be a dtype, not 'float33'
 rule 3, `^x$`: `fill` needs either `to` or `from`
 rule 4, `^x$`: `equal` needs a list in `from`
@@ -520,8 +769,7 @@ def test_padding_of_nan_is_cut_off_again(tmp_path):
         (None, 0, "x: it is no array, but None"),
         (0.0, 0, "x: it is no array, but a Python scalar"),
         (np.zeros((), "i4"), 0, "x: it is int32[], not float32"),
-        (np.array(-0.0, "f4"), 0, "x: not 0"),
-        (np.array(0.0, "f4"), -0.0, "x: not -0.0"),
+        (np.array(1e-45, "f4"), 0, "x: not 0"),
     ],
 )
 def test_only_a_constant_is_dropped(tmp_path, leaf, value, told):
@@ -532,12 +780,27 @@ def test_only_a_constant_is_dropped(tmp_path, leaf, value, told):
     assert error.value.problems == (told,)
 
 
-def test_minus_zero_is_filled_and_dropped(tmp_path):
-    rules = rule("^y$", "to = 'y'")
-    rules += "[[rule]]\nto = 'x'\nfill = { value = -0.0, shape = [2], dtype = 'float32' }"
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_a_zero_of_either_sign_is_dropped_and_one_of_this_sign_is_filled(tmp_path, value):
+    fill = f"fill = {{ value = {value}, shape = [2], dtype = 'float32' }}\n"
+    rules = rule("^y$", "to = 'y'") + f"[[rule]]\nto = 'x'\n{fill}"
     made = remapped(tmp_path, {"y": np.ones(1)}, rules)
-    assert np.signbit(made["x"].read()).all()
+    np.testing.assert_array_equal(np.signbit(made["x"].read()), np.signbit([value] * 2))
     assert [*reshard.remap(made, tmp_path / "map.toml", reverse=True)] == [("y",)]
+    tree = {"x": np.array([0.0, -0.0], "f4"), "y": np.ones(1)}
+    assert [*remapped(tmp_path, tree, rule("^y$", "to = 'y'") + rule("^x$", fill))] == [("y",)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2"])
+def test_padding_of_a_zero_of_either_sign_is_cut_off(tmp_path, dtype):
+    widths = "pad = { axis = 0, from = 2, to = 4, value = 0 }\nto = 'x'"
+    made = remapped(tmp_path, {"x": jnp.ones(2, dtype)}, rule("^x$", widths))
+    trained = reshard.open(
+        save_pytree(tmp_path / "trained", {"x": jnp.array([1, 2, 0.0, -0.0], dtype)})
+    )
+    np.testing.assert_array_equal(made["x"].read(), jnp.array([1, 1, 0, 0], dtype))
+    back = reshard.remap(trained, tmp_path / "map.toml", reverse=True)
+    np.testing.assert_array_equal(back["x"].read(), jnp.array([1, 2], dtype))
 
 
 def test_a_list_in_another_order_stays_a_list(tmp_path):

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from flax.training import checkpoints
 from flax.training.train_state import TrainState
 from hypothesis import given, settings
@@ -233,6 +234,55 @@ def test_arrays_in_other_files_are_refused(data, tmp_path):
         )
 
 
+def write_t5x(path, tree):
+    """A checkpoint as T5X writes it: TensorStore's specifications in the file, arrays beside it."""
+    state = flax.serialization.to_state_dict(tree)
+    for key, values in leaves(state).items():
+        name = "target." + ".".join(key)
+        kvstore = {"driver": "file", "path": str(path / name)}
+        metadata = {"compressor": {"id": "gzip"}, "shape": list(values.shape)}
+        spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
+        ts.open(spec, create=True, dtype=ts.dtype(values.dtype)).result()[...] = values
+        *above, last = key
+        node = state
+        for each in above:
+            node = node[each]
+        node[last] = spec | {"dtype": values.dtype.name, "kvstore": kvstore | {"path": name}}
+    written = {"version": 3, "optimizer": {"target": state, "state": {"step": np.int32(7)}}}
+    (path / "checkpoint").write_bytes(flax.serialization.to_bytes(written))
+
+
+def test_checkpoints_of_t5x_are_refused(tmp_path):
+    """Its dicts would otherwise be leaves, and the arrays beside them would be lost."""
+    tree = {"encoder": {"w": random_bits((3, 4), "float32"), "b": random_bits((4,), "float32")}}
+    run = tmp_path / "run"
+    write_t5x(run / "checkpoint_1000", tree)
+    for path in (run, run / "checkpoint_1000", run / "checkpoint_1000" / "checkpoint"):
+        assert refused(reshard.CheckpointFormatError, reshard.open, path) == (
+            f"`{run}/checkpoint_1000/checkpoint` is a file of T5X: it names arrays in other files, "
+            "which `reshard` does not read\n\n"
+            "hint: t5x.checkpoints.load_t5x_checkpoint(path) reads them; save them with Orbax"
+        )
+    both = {"driver": "text", "kvstore": np.arange(3), "module": {"driver": {"w": np.arange(2)}}}
+    (tmp_path / "state.msgpack").write_bytes(pack(both))
+    assert_read(reshard.open(tmp_path / "state.msgpack"), both)
+
+
+@pytest.mark.parametrize("name", ["streaming_params", "streaming_train_state_500", "model.stream"])
+def test_streaming_files_of_easylm_are_refused(tmp_path, name):
+    state = flax.serialization.to_state_dict(train_state())
+    flat = flax.traverse_util.flatten_dict(state["params"])
+    packer, path = msgpack.Packer(), tmp_path / "run" / name
+    path.parent.mkdir()
+    data = [packer.pack((key, flax.serialization.to_bytes(v))) for key, v in flat.items()]
+    path.write_bytes(b"".join(data))
+    what = "a streaming file of EasyLM, which is not supported"
+    text = refused(reshard.CheckpointFormatError, reshard.open, path)
+    assert text == f"`{path}` is {what}"
+    text = refused(reshard.CheckpointFormatError, reshard.open, path.parent)
+    assert (f"\n  `{name}` is {what}" in text) == name.startswith("streaming_")
+
+
 def test_an_array_without_elements_is_read_and_not_written(tmp_path):
     path = tmp_path / "x.msgpack"
     path.write_bytes(pack({"a": {"empty": np.zeros((0, 3), "f4")}, "w": np.arange(3)}))
@@ -400,3 +450,177 @@ def test_memory_stays_within_the_budget(tmp_path):
     assert restored.keys() == expected.keys()
     for name, value in restored.items():
         assert np.asarray(value).tobytes() == expected[name].tobytes()
+
+
+STEPS = (9, 10, 100)
+
+
+@pytest.fixture
+def flax_steps(tmp_path):
+    """Files of several steps, each with its own values, and logs beside them."""
+    run = tmp_path.resolve() / "run"
+    run.mkdir()
+    for step in STEPS:
+        tree = {"params": {"w": random_bits((4, 6), "float32", step)}, "step": step}
+        (run / f"checkpoint_{step}").write_bytes(pack(tree))
+    (run / "events_5").mkdir()
+    (run / "events_5" / "log").write_text("log")
+    return run
+
+
+def assert_root(out, run, steps):
+    """Orbax's manager restores each of these steps, and no other one."""
+    with ocp.CheckpointManager(out) as manager:
+        assert manager.all_steps() == list(steps)
+        for step in steps:
+            file = run / f"checkpoint_{step}"
+            expected = flax.serialization.msgpack_restore(file.read_bytes())
+            found = manager.restore(step, args=ocp.args.PyTreeRestore())
+            assert found["params"]["w"].tobytes() == expected["params"]["w"].tobytes()
+            assert np.asarray(found["step"]) == expected["step"] == step
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [("all", STEPS), ("9..10", (9, 10)), ("9,10", (9, 10)), ("10..99", (10,)), ("latest", (100,))],
+)
+def test_several_steps_of_flax_become_a_root(flax_steps, tmp_path, words, steps):
+    at = tmp_path.resolve()
+    told = shown(at, "ckpt", "run", "out", "--step", words, "--verify")
+    assert "\nwrote out" in told
+    if len(steps) > 1:
+        assert_root(at / "out", flax_steps, steps)
+        assert all(f"note     step {n} of `{flax_steps}` -> `{at}/out/{n}`" in told for n in steps)
+    else:  # a tree
+        assert int(reshard.open(at / "out")["step"].read()) == steps[0]
+    ckpts = [reshard.open(flax_steps, step=step) for step in steps]
+    reshard.save(ckpts if len(steps) > 1 else ckpts[0], at / "again", workers=2)
+    if len(steps) > 1:
+        assert_root(at / "again", flax_steps, steps)
+    assert_same_files(at / "out", at / "again")
+
+
+def assert_same_files(one, other):
+    assert {p.relative_to(one) for p in one.glob("*/*/_METADATA")} == {
+        p.relative_to(other) for p in other.glob("*/*/_METADATA")
+    }
+
+
+@pytest.mark.parametrize("kind", ["conditional"])
+def test_several_steps_of_flax_in_a_bucket(flax_steps, stores, tmp_path, kind):
+    url = f"{stores.bucket(kind)}/out"
+    reshard.save([reshard.open(flax_steps, step=step) for step in STEPS], url)
+    assert reshard.open(url).source.steps == STEPS
+    for step in STEPS:
+        assert reshard.verify(reshard.open(url, step=step), reshard.open(flax_steps, step=step)).ok
+
+
+def test_every_command_takes_a_step_of_flax(flax_steps, tmp_path):
+    at = tmp_path.resolve()
+    ckpt = reshard.open(flax_steps)
+    assert (ckpt.source.number, ckpt.source.steps) == (100, STEPS)
+    assert str(ckpt.source.path) == f"{flax_steps}/checkpoint_100"
+    assert "steps: 9, 10, 100; shown: 100" in shown(at, "inspect", "run")
+    assert json.loads(shown(at, "inspect", "run", "--step", "9", "--json"))["step"] == 9
+    assert "steps    9, 10, 100; shown: 100" in shown(at, "doctor", "run")
+    told = shown(at, "verify", "run", "--step", "all")
+    assert [line.partition(": ")[0] for line in told.splitlines()[1::2]] == [
+        f"`{flax_steps}/checkpoint_{step}`" for step in STEPS
+    ]
+    shown(at, "ckpt", "run/checkpoint_9", "nine", "--quiet")
+    shown(at, "verify", "nine", "--against", "run", "--step", "9")
+    status, out, _ = reshard_in(at, "diff", "run", "nine", "--values", "--step", "10")
+    assert status == 1 and "step" in out
+    shown(at, "export", "run", "hf", "--step", "9", "--select", "params/**", "--quiet")
+    assert reshard.open(at / "hf")["params/w"].read().tobytes() == (
+        reshard.open(flax_steps, step=9)["params/w"].read().tobytes()
+    )
+    text = "Error: `run` has no step 11\n  its steps: 9, 10, 100\n\nhint: --step 10\n"
+    assert reshard_in(at, "inspect", "run", "--step", "11")[2] == text
+
+
+def test_steps_of_flax_that_are_not_whole_numbers(tmp_path):
+    at = tmp_path.resolve()
+    run = at / "run"
+    run.mkdir()
+    steps = [0.5, 1, 2.25, 1e-05]
+    with flax.config.temp_flip_flag("use_orbax_checkpointing", False):
+        for step in sorted(steps):
+            checkpoints.save_checkpoint(run, {"w": np.full(3, step)}, step, keep=9)
+    assert checkpoints.latest_checkpoint(run) == f"{run}/checkpoint_2.25"
+    for step in steps:  # each alone
+        assert np.array_equal(reshard.open(run / f"checkpoint_{step}")["w"].read(), [step] * 3)
+    ckpt = reshard.open(run)
+    assert np.array_equal(ckpt["w"].read(), [2.25] * 3) and ckpt.source.number is None
+    assert ckpt.notes == ("`checkpoint_2.25` is the latest of 4 files",)
+    assert np.array_equal(reshard.open(run, step=1)["w"].read(), [1] * 3)
+    text = f"Error: the steps of `{run}` are not whole numbers\n"
+    text += "".join(f"  checkpoint_{step}\n" for step in sorted(steps))
+    text += f"\nhint: open one of them: {run}/checkpoint_2.25\n"
+    for words in (["ckpt", "run", "out"], ["inspect", "run"], ["verify", "run"]):
+        assert reshard_in(at, *words, "--step", "all") == (2, "", text)
+    shown(at, "ckpt", "run", "out", "--quiet")
+    shutil.copy(run / "checkpoint_1", run / "checkpoint_01")
+    text = f"`{run}` has two files for one step: `checkpoint_01` and `checkpoint_1`"
+    assert refused(reshard.CheckpointFormatError, reshard.open, run).startswith(text)
+
+
+@pytest.fixture
+def aggregated(data, tmp_path):
+    """A root as Orbax 0.4 wrote it: two steps, each with an aggregated item and another one."""
+    run = tmp_path.resolve() / "run"
+    for step, version in ((1, "orbax-0.4.4"), (2, "orbax-0.4.4-b")):
+        shutil.copytree(data / version / "aggregate", run / str(step) / "state")
+        extra = {"rate": np.float32(step), "table": random_bits((3, 5), "float32", step)}
+        layouts.save_pytree(run / str(step) / "extra", extra)
+    (run / "2" / "state" / "notes").write_text("kept")
+    return run
+
+
+def test_a_step_with_an_aggregated_item_keeps_its_form(aggregated, tmp_path):
+    at = tmp_path.resolve()
+    ckpt = reshard.open(aggregated, item="state")
+    source = ckpt.source
+    assert (source.kind, source.step, source.item) == ("manager", "2", "state")
+    assert (source.items, source.steps, source.format) == (("extra", "state"), (1, 2), "msgpack")
+    shown(at, "ckpt", "run", "out", "--step", "all", "--item", "state", "--quiet")
+    before = layouts.hashes(aggregated)
+    after = layouts.hashes(at / "out")
+    beside = {p: h for p, h in before.items() if "/extra" in p or p.endswith("notes")}
+    assert beside.items() <= after.items()
+    assert not any(path.endswith("/checkpoint") for path in after.keys() - beside.keys())
+    with ocp.CheckpointManager(at / "out") as manager:
+        assert manager.all_steps() == [1, 2]
+        for step in (1, 2):
+            items = {name: ocp.args.PyTreeRestore() for name in ("state", "extra")}
+            restored = manager.restore(step, args=ocp.args.Composite(**items))
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                for name in items:
+                    expected = checkpointer.restore(aggregated / str(step) / name)
+                    assert leaves(restored[name]).keys() == leaves(expected).keys()
+                    for path, value in leaves(expected).items():
+                        found = leaves(restored[name])[path]
+                        if isinstance(value, dict | list | str | None):
+                            assert found == value
+                        else:
+                            assert np.asarray(found).tobytes() == np.asarray(value).tobytes(), path
+    for item in ("state", "extra"):
+        copy, original = (
+            reshard.open(path, step=2, item=item) for path in (at / "out", aggregated)
+        )
+        assert reshard.verify(copy, original).ok
+    # A step alone, and the item alone.
+    reshard.save(reshard.open(aggregated / "1", item="state"), at / "step")
+    assert reshard.open(at / "step", item="extra").source.items == ("extra", "state")
+    reshard.save(reshard.open(aggregated / "1" / "state"), at / "item")
+    assert sorted(reshard.open(at / "item")) == sorted(reshard.open(aggregated / "1", item="state"))
+    spread = reshard.to_mesh(reshard.open(aggregated, item="state"), "data=8")
+    assert {a.sharding.mesh.size for a in spread.arrays if a.sharding is not None} == {8}
+    assert "--write" not in "".join(shown(at, "doctor", "run", "--item", "state"))
+    reshard.save(reshard.open(aggregated, item="state"), at / "plain", ocdbt=False)
+    assert reshard.verify(reshard.open(at / "plain", item="state"), ckpt).ok
+    # The other item: the aggregated one is copied as it is.
+    reshard.save(reshard.open(aggregated, item="extra"), at / "other")
+    assert (at / "other" / "2" / "state" / "checkpoint").read_bytes() == (
+        (aggregated / "2" / "state" / "checkpoint").read_bytes()
+    )

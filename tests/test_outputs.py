@@ -515,6 +515,10 @@ def test_the_command_writes_nothing_where_outputs_differ(project):
     ]
     lines = [line for line in err.splitlines() if line.startswith("check: ")]
     assert lines == ["check: running models:variables", "check: running models:other"]
+    with in_process.inside(project):
+        status, out, err = in_process.command([*CHECK, "--model", "models:other", "--quiet"])
+    assert (status, out) == (1, "")
+    assert err.startswith("outputs differ\n  the output: ") and err.endswith("\nwrote nothing\n")
 
 
 def test_each_step_has_its_own_note(project, tmp_path):

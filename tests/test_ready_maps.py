@@ -3,6 +3,7 @@ models compute is in `test_ready_maps_logits.py`."""
 
 import json
 import re
+import shlex
 
 import hf_models
 import hf_targets
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 import tunix_llama
 from in_process import refused, shown
+from layouts import save_pytree
 from safetensors.numpy import load_file
 
 import reshard
 from reshard.cli.help import topics
+from reshard.convert.mapfile import ORDER
 from reshard.convert.remap import ready_maps
-from reshard.tree import format_path
+from reshard.tree import format_path, nested
+from reshard.writer.export import plan_export
 
 NAMES = [*ready_maps()]
 # Hidden size, heads and vocabulary as the models have them; and the variants of one.
@@ -94,6 +98,14 @@ def test_llama_3_1_in_maxtext(tmp_path, scan_axis):
     assert_same(values(reshard.remap(reshard.open(tmp_path / "hf"), rules)), expected, 2e-7)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_are_written_in_the_order_in_which_they_are_done(name):
+    tensors = [each for group in ready_maps()[name]["tensors"].values() for each in group]
+    for table in (*tensors, *(tensor.get("first", {}) for tensor in tensors)):
+        written = [key for key in table if key in ORDER]
+        assert written == sorted(written, key=ORDER.index)
+
+
 def test_every_map_is_in_the_help():
     listed = re.findall(r"`hf:([\w-]+)`", topics()["maps"])
     assert {*NAMES} <= {*listed}
@@ -134,12 +146,45 @@ def test_leaves_that_a_map_does_not_have(tmp_path, llama):
     told = refused(tmp_path, *words)
     assert told.endswith("\n\nhint: --drop 'opt_state/**' --drop step leaves these leaves out\n")
     shown(tmp_path, *words, "--drop", "opt_state/**", "--drop", "step")
-    config, more = hf_models.CONFIGS["llama"], {"vision.x": np.zeros(3, "float32")}
+
+
+def with_more(tmp_path, *names):
+    """A Llama with more tensors."""
+    config = hf_models.CONFIGS["llama"] | {"num_key_value_heads": 4}
+    more = dict.fromkeys(names, np.ones((3, 2), "f4"))
     hf_models.write(tmp_path / "more", config, hf_models.tensors(config) | more)
+    return reshard.open(tmp_path / "more")
+
+
+LAYER = "model.layers.1.self_attn."
+
+
+def test_a_hint_drops_what_no_output_depends_on(tmp_path):
+    more = (f"{LAYER}rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "vision_tower.x.bias")
+    with_more(tmp_path, *more)
     words = ["ckpt", "more", "out/1", "--map", "hf:llama-tunix"]
+    drop = "--drop '**/inv_freq' --drop 'vision_tower/**'"
     told = refused(tmp_path, *words)
-    assert told.endswith("\n\nhint: --drop 'vision/**' leaves these leaves out\n")
-    shown(tmp_path, *words, "--drop", "vision/**")
+    assert told.endswith(f"\n\nhint: {drop} leaves these leaves out\n")
+    shown(tmp_path, *words, *shlex.split(drop))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["q_proj.bias", "q_proj.lora_A.weight", "q_proj.weight_scale", "q_norm.weight", "sinks"],
+)
+def test_no_hint_drops_what_an_output_may_depend_on(tmp_path, name):
+    ckpt = with_more(tmp_path, LAYER + name, "model.rotary_emb.inv_freq")
+    paths = [(LAYER + name).replace(".", "/"), "model/rotary_emb/inv_freq"]
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.remap(ckpt, "hf:llama-tunix")
+    problems = {f"no rule applies to {path}" for path in paths}
+    assert ({*error.value.problems}, error.value.hints) == (problems, ())
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        layout = {"layout": "linen-params", "map_file": "hf:llama-tunix"}
+        reshard.to_nnx(ckpt, tunix_llama.Llama, **layout)
+    assert error.value.problems == ("model: NNX has no counterpart",)
+    assert not any("drop" in hint for hint in error.value.hints)
 
 
 def test_doctor_proposes_maps(tmp_path, llama):
@@ -201,6 +246,88 @@ def test_a_conversion_to_the_model(tmp_path):
         reshard.to_linen(ckpt, layout="nnx-model", map_file="hf:auto-tunix")
 
 
+@pytest.mark.parametrize("given", ["name", "map"])
+def test_a_conversion_of_a_tied_model_to_the_model(tmp_path, given):
+    """Its tensors are all below `model`, and are Linen's no more for that."""
+    config = hf_models.CONFIGS["llama"] | {"num_key_value_heads": 4, "tie_word_embeddings": True}
+    tensors = hf_models.tensors(config)
+    hf_models.write(tmp_path / "hf", config, tensors)
+    expected = hf_targets.tunix(tensors, config)
+    assert not any(name.startswith("lm_head") for name in expected)
+    rules = "hf:auto-tunix"
+    if given == "map":
+        rules = reshard.ready_map(rules, tmp_path / "hf", to="nnx")
+
+    def model():
+        made = tunix_llama.Llama()
+        del made.lm_head
+        return made
+
+    made = reshard.to_nnx(reshard.open(tmp_path / "hf"), model, map_file=rules)
+    assert_same(values(made), expected)
+
+
+AGREE = "outputs are known to agree only with"
+THETA = f"`rope_theta` is 500000.0: {AGREE} 1000000.0"
+SCALED = f"`rope_type` is 'llama3': {AGREE} 'default'"
+BOTH_WAYS = f"`use_bidirectional_attention` is True: {AGREE} False"
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "change", "told"),
+    [
+        ("llama", "tunix", {}, []),
+        ("llama", "tunix", {"rope_theta": 500000.0}, [THETA]),
+        ("llama", "tunix", {"rope_theta": 1000000}, []),
+        ("llama", "tunix", {"rope_theta": None}, [THETA.replace("500000.0", "10000.0")]),
+        (
+            "llama",
+            "tunix",
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 500000.0}},
+            [THETA],
+        ),
+        ("llama", "tunix", {"rope_scaling": {"rope_type": "llama3"}}, [SCALED]),
+        ("llama", "tunix", {"hidden_act": "relu"}, [f"`hidden_act` is 'relu': {AGREE} 'silu'"]),
+        (
+            "qwen3",
+            "tunix",
+            {"use_sliding_window": True, "rope_theta": 5e6},
+            [
+                f"`rope_theta` is 5000000.0: {AGREE} 1000000.0",
+                f"`use_sliding_window` is True: {AGREE} False",
+            ],
+        ),
+        ("llama", "maxtext", {"rope_theta": 500000.0, "hidden_act": "silu"}, []),
+        (
+            "qwen3",
+            "maxtext",
+            {"use_sliding_window": True},
+            [f"`use_sliding_window` is True: {AGREE} False"],
+        ),
+        ("gemma3", "tunix", {"use_bidirectional_attention": True}, [BOTH_WAYS]),
+        ("gemma3", "maxtext-unscanned", {"use_bidirectional_attention": True}, [BOTH_WAYS]),
+        ("gemma3", "flax", {}, []),
+        (
+            "gemma2",
+            "gemma",
+            {"hidden_act": "gelu", "hidden_activation": "silu"},
+            [f"`hidden_activation` is 'silu': {AGREE} 'gelu_pytorch_tanh'"],
+        ),
+    ],
+)
+def test_what_the_jax_model_ignores_is_told(tmp_path, model, target, change, told):
+    config = hf_models.CONFIGS[model] | change
+    hf_models.write(tmp_path / "hf", config, hf_models.tensors(config))
+    name, told = f"hf:{model}-{target}", [f"hf:{model}-{target}: {text}" for text in told]
+    ckpt = reshard.remap(reshard.open(tmp_path / "hf"), name)
+    assert [note for note in ckpt.notes if AGREE in note] == told
+    back = reshard.remap(ckpt, name, reverse=True, config=tmp_path / "hf")
+    assert [note for note in back.notes if AGREE in note] == told
+    assert [note for note in reshard.plan(ckpt).notes if AGREE in note] == told
+    exported = plan_export(back, tmp_path / "out")
+    assert [note for note in exported.notes if AGREE in note] == told
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -260,13 +387,68 @@ def test_quantized_tensors_are_refused(tmp_path):
         tensors |= {part: values.astype("uint8") if packed else values for part in parts}
     hf_models.write(tmp_path / "hf", config, tensors)
     ckpt = reshard.open(tmp_path / "hf")
-    told = "no rule applies to model/layers/3/mlp/experts/gate_up_proj_scales"
-    with pytest.raises(reshard.ReshardError, match=told):
+    told = r"(?s)the weights are quantized\n.*/mlp/experts/gate_up_proj_scales  uint8\["
+    with pytest.raises(reshard.TreeMismatchError, match=told):
         reshard.remap(ckpt, "hf:gpt_oss-maxtext")
     config = config | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     with pytest.raises(reshard.ArgumentError, match=r"(?s)is quantized.*mxfp4"):
         reshard.remap(ckpt, "hf:gpt_oss-maxtext")
+
+
+PACKED = {  # dtypes of weights, and names of more tensors with theirs
+    "FP8": ("float8_e4m3fn", {"weight_scale": "float32"}),
+    "FP8, other formats": ("float8_e5m2", {"weight_scale_inv": "float32"}),
+    "8-bit integers": ("int8", {"SCB": "float32"}),
+    "4 bits in bytes": ("uint8", {"absmax": "float32"}),
+    "4 bits in words": ("uint32", {"scales": "bfloat16", "biases": "bfloat16"}),
+    "alone": ("int16", {}),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_quantized_weights_are_known_by_their_dtype(tmp_path, kind):
+    """The config does not say so. Nor do scales that were dropped, or a cast."""
+    dtype, more = PACKED[kind]
+    config = hf_models.CONFIGS["llama"]
+    tensors = hf_models.tensors(config)
+    packed = [name for name in tensors if name.endswith("up_proj.weight")]
+    for name in packed:
+        tensors[name] = (8 * tensors[name]).astype(dtype)
+        named = {name.replace("weight", key): np.ones(3).astype(d) for key, d in more.items()}
+        tensors |= named
+    hf_models.write(tmp_path / "hf", config, tensors)
+    ckpt = reshard.open(tmp_path / "hf")
+    told = tuple(f"{name.replace('.', '/')}  {dtype}[40,24]" for name in packed)
+    assert "--map" not in shown(tmp_path, "doctor", "hf")
+    apart = reshard.select(ckpt, drop=[f"**/{key}" for key in more])
+    for source in (ckpt, apart, reshard.cast(apart, "float32")):
+        for convert in (
+            lambda ckpt: reshard.remap(ckpt, "hf:llama-tunix"),
+            lambda ckpt: reshard.to_nnx(
+                ckpt, tunix_llama.Llama, layout="linen-params", map_file="hf:llama-tunix"
+            ),
+        ):
+            with pytest.raises(reshard.TreeMismatchError) as error:
+                convert(source)
+            assert error.value.summary == "hf:llama-tunix: the weights are quantized"
+            assert error.value.problems == told
+            (hint,) = error.value.hints
+            assert hint.startswith("dequantize its tensors")
+
+
+def test_quantized_weights_of_the_jax_side_are_refused(tmp_path, llama):
+    made = reshard.remap(reshard.open(llama), "hf:llama-tunix")
+    tree = nested((p, leaf.read()) for p, leaf in made.items()) | {
+        "step": np.int32(3),
+        "rngs": {"count": np.ones(1, "uint32")},
+    }
+    tree["layers"]["1"]["mlp"]["up_proj"]["kernel"]["value"] = np.ones((24, 40), "int8")
+    ckpt = reshard.open(save_pytree(tmp_path / "out", tree))
+    rules = reshard.ready_map("hf:llama-tunix", llama)
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.remap(ckpt, rules, reverse=True)
+    assert error.value.problems == ("layers/1/mlp/up_proj/kernel/value  int8[24,40]",)
 
 
 def test_a_layer_without_a_pair_is_refused(tmp_path):

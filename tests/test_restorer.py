@@ -649,7 +649,7 @@ def test_one_error_lists_all_mismatches(plain, target):
         "  params/layer_0/bias: the target has float32[17], the checkpoint float32[16]\n"
         "  params/layer_0/kernel: the target has bfloat16[8, 16], the checkpoint float32[8, 16]\n"
         "  params/layer_1/bias: in the target, it has no sharding\n\n"
-        'hint: cast=True allows casts that keep every value, cast="lossy" all float casts\n'
+        'hint: cast="lossy" allows all float casts\n'
         "hint: reshard.target(state, mesh=mesh, ...) gives every leaf a sharding"
     )
     ckpt = reshard.open(path)
@@ -672,6 +672,76 @@ def test_a_model_beside_its_optimizer_is_selected_and_renamed(key, tmp_path):
     layouts.assert_same_tree(reshard.restore(ckpt, params), params)
     # A tree of which that key is a part needs no new names.
     assert "rename" not in refused(path, {key: params})
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_optimizer_state_at_another_level_is_renamed_and_not_reset(inside, tmp_path):
+    """In flax 0.10 an `nnx.Optimizer` has the model inside. Others save it beside the model."""
+
+    def made(seed, inside):
+        model = nnx.Linear(3, 4, rngs=nnx.Rngs(seed))
+        if inside:
+            return nnx.ModelAndOptimizer(model, optax.adam(1e-3))
+        return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)}
+
+    def state(made):
+        if not isinstance(made, dict):
+            return nnx.to_pure_dict(nnx.state(made))
+        return {key: nnx.to_pure_dict(nnx.state(value)) for key, value in made.items()}
+
+    def leaves(made):
+        parts = state(made)
+        inside = parts.pop("optimizer", {})
+        return {path: bits(leaf) for path, leaf in flat(parts | inside).items()}
+
+    source = made(0, inside)
+    numbers = itertools.count(1)
+    nnx.update(source, jax.tree.map(lambda x: x * 0 + next(numbers), nnx.state(source)))
+    saved = nnx.state(source) if inside else {key: nnx.state(x) for key, x in source.items()}
+    path = save_v0(tmp_path / "run", saved)
+    target = made(1, not inside)
+    for named in ({}, {"unexpected": "ignore"}):
+        (hint,) = refused(path, target, **named).partition("\n\n")[2].splitlines()
+        ckpt = eval(hint.removeprefix("hint: "), {"reshard": reshard, "path": path})
+        reshard.restore(ckpt, target)
+        assert leaves(target) == leaves(source)
+
+
+def test_keep_is_not_for_a_leaf_that_may_have_another_name(tmp_path):
+    path = save_v0(tmp_path / "run", {"a": jnp.ones(3), "old": jnp.ones((2, 2))})
+    target = {"a": jnp.ones(3), "new": jnp.zeros((2, 2))}
+    assert "keep=" not in refused(path, target)
+    assert "keep=" not in refused(path, target, unexpected="ignore")
+    assert "keep=" in refused(path, target | {"new": jnp.zeros((2, 3))}, unexpected="ignore")
+
+
+LOSSLESS, LOSSY = (
+    "cast=True allows casts that keep every value",
+    'cast="lossy" allows all float casts',
+)
+
+
+@pytest.mark.parametrize(
+    "saved, wanted, helps",
+    [
+        (["int32"], ["float32"], {}),
+        (["int8"], ["int32"], {False: [LOSSLESS]}),
+        (["bfloat16"], ["float32"], {False: [LOSSLESS]}),
+        (["float32"], ["bfloat16"], {False: [LOSSY], True: [LOSSY]}),
+        (["bfloat16", "float32"], ["float32", "bfloat16"], {False: [LOSSY], True: [LOSSY]}),
+        (["bfloat16", "int32"], ["float32", "float32"], {False: [LOSSLESS]}),
+    ],
+)
+def test_a_cast_is_proposed_where_it_helps(saved, wanted, helps, tmp_path):
+    path = save_v0(tmp_path / "run", [jnp.ones(3, dtype) for dtype in saved])
+    target = [jnp.zeros(3, dtype) for dtype in wanted]
+    for cast in (False, True, "lossy"):
+        try:
+            reshard.restore(path, target, cast=cast)
+        except reshard.TreeMismatchError as error:
+            assert [*error.hints] == helps.get(cast, [])
+        else:
+            assert cast not in helps
 
 
 def test_keep(plain):

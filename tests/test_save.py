@@ -193,6 +193,27 @@ def test_documents_are_those_of_orbax(resharded, tmp_path, form):
     }
 
 
+@pytest.mark.parametrize("layout", ["standalone", "zarr3-files", "v1"])
+def test_write_shapes_of_arrays_that_are_copied_on_their_sharding_are_kept(saved, save, layout):
+    """Orbax divides replicated arrays among their replicas. A copy has the same chunks."""
+    source = saved(layout)
+    ckpt, item = reshard.open(source.path), source.inner
+    before = array_metadatas(source.directory)
+    assert before["params.replicated"]["write_shape"] != [16, 8]  # the shape of its shards
+    copy = save(ckpt) / item
+    assert array_metadatas(copy) == before
+    assert document_of(copy)["tree_metadata"] == document_of(source.directory)["tree_metadata"]
+    renamed = array_metadatas(save(reshard.rename(ckpt, [("^params/repl", "model/repl")])) / item)
+    moved = before.pop("params.replicated") | {"param_name": "model.replicated"}
+    assert renamed.pop("model.replicated") == moved and renamed == before
+    cast = reshard.cast(ckpt, "float64", where=["params/replicated", "params/embed"])
+    found = array_metadatas(save(cast) / item)
+    assert found.pop("params.replicated")["write_shape"] == [16, 8]
+    assert found.pop("params.embed")["write_shape"] == [32, 24]
+    del before["params.embed"]
+    assert found == before
+
+
 def test_positions_of_lists_ascend_whatever_order_they_were_listed_in(tmp_path):
     """Older Orbax reads lists position by position; other children keep their order."""
     tree = {"z": [jnp.ones(3), {}, {"b": [jnp.ones(2), None], "a": jnp.ones(4)}], "y": jnp.ones(5)}
@@ -219,6 +240,65 @@ def shard_shape(array):
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         shard += jax.random.key_data(array).shape[array.ndim :]
     return shard
+
+
+def metadata_of(path):
+    """Dtype, shape and sharding of each leaf, as Orbax reads its metadata."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(path).item_metadata.tree
+    leaves = ((name, leaf) for name, leaf in flat(tree).items() if hasattr(leaf, "shape"))
+    return {name: (leaf.dtype, leaf.shape, leaf.sharding) for name, leaf in leaves}
+
+
+@pytest.mark.every_combination
+@pytest.mark.parametrize("known", ["none", "some", "all"])
+@pytest.mark.parametrize("to", [None, "data=2,model=4"])
+def test_arrays_that_were_saved_without_a_sharding(tmp_path, save, known, to):
+    """AXLearn writes no `_sharding`. Of some types of shardings, Orbax writes none."""
+    on = layouts.mesh((2, 4))
+    put = layouts.random_on(on)
+    tree = {
+        "params": {"w": put((6, 40), "data", "model"), "b": put((8,), "model")},
+        "host": layouts.random((3, 5)),
+        "step": 3,
+    }
+    path = layouts.save_pytree(tmp_path / "saved", tree)
+    parsed = json.loads((path / "_sharding").read_text())
+    names = {base64.urlsafe_b64decode(key).decode(): key for key in parsed}
+    if known == "none":
+        (path / "_sharding").unlink()
+        shardings = dict.fromkeys(flat(tree))
+    elif known == "some":
+        (path / "_sharding").write_text(json.dumps({names["params.w"]: parsed[names["params.w"]]}))
+        shardings = {"['params']['w']": tree["params"]["w"].sharding}
+    else:
+        shardings = layouts.shardings(tree)
+    specs = {"w$": P("data", "model"), "b$": P("model")}
+    ckpt = reshard.open(path)
+    out = save(ckpt if to is None else reshard.to_mesh(ckpt, to, specs))
+    if to is not None:
+        shardings = layouts.shardings(tree)
+    got = {name: s and s.to_jax_sharding() for name, (_, _, s) in metadata_of(out).items()}
+    assert got == {name: shardings.get(name) for name in got} and len(got) == 4
+    assert (out / "_sharding").exists() == any(shardings.values())
+
+    # A target may leave out the sharding of one leaf.
+    for left_out in (None, "w", "b"):
+        target = layouts.abstract(tree, on)
+        if left_out is not None:
+            target["params"][left_out] = layouts.laid_out(tree["params"][left_out], None)
+        found = layouts.load_standard(out, target)
+        for name, leaf in tree["params"].items():
+            given = name != left_out or shardings.get(f"['params']['{name}']") is not None
+            assert isinstance(found["params"][name], jax.Array) == given
+            assert np.asarray(found["params"][name]).tobytes() == np.asarray(leaf).tobytes()
+            assert not given or found["params"][name].sharding == leaf.sharding
+        np.testing.assert_array_equal(found["host"], tree["host"])
+    again = reshard.open(out)
+    assert {path: leaf.sharding for path, leaf in again.items() if leaf is not None} == {
+        path: leaf.sharding for path, leaf in reshard.open(save(again)).items()
+    }
+    assert (again["params/b"].sharding is None) == (shardings.get("['params']['b']") is None)
 
 
 # What surrounds the tree.
@@ -412,6 +492,32 @@ def test_a_host_array_of_64_bits_that_a_spec_names_alone(tmp_path):
     assert laid_out.notes == (WIDE("stay off devices", "count"), told)
     cast = reshard.to_mesh(reshard.cast(ckpt, "float32", "mean"), "model=2", {"mean": "model"})
     assert cast["mean"].value_type == "jax.Array" and cast.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "helps"), [(("float32", "float32"), False), (("bfloat16", "int32"), True)]
+)
+def test_a_cast_to_the_dtypes_of_a_target_is_proposed_where_there_is_one(wanted, helps, tmp_path):
+    tree = {"f": np.ones(3, "float32"), "i": np.ones(3, "int32")}
+    ckpt = reshard.open(layouts.save_pytree(tmp_path / "saved", tree))
+    on = NamedSharding(layouts.mesh((1, 2)), P())
+    target = {
+        name: jax.ShapeDtypeStruct((3,), dtype, sharding=on)
+        for name, dtype in zip("fi", wanted, strict=True)
+    }
+    with pytest.raises(reshard.TreeMismatchError) as error:
+        reshard.to_mesh(ckpt, on.mesh, target=target)
+    assert error.value.hints == ("reshard.cast(ckpt, ..., ...) casts",) * helps
+
+
+def test_a_new_mesh_without_any_array_is_told(tmp_path):
+    tree = {name: np.ones(3, "float32") for name in "abcd"} | {"step": 3, "count": np.array(2)}
+    ckpt = reshard.open(layouts.save_pytree(tmp_path / "saved", tree))
+    told = "no array is on the new mesh, as no spec names one: 4 NumPy arrays stay as saved: "
+    assert reshard.to_mesh(ckpt, "x=2").notes == (f"{told}a, b, c, ...",)
+    assert reshard.to_mesh(ckpt, "x=2", {"^a$": ""}).notes == ()
+    layouts.save_pytree(tmp_path / "some", tree | {"w": layouts.put(np.ones(4), "data")})
+    assert reshard.to_mesh(reshard.open(tmp_path / "some"), "data=2").notes == ()
 
 
 def test_a_target_says_that_a_host_array_of_64_bits_is_on_devices(tmp_path):

@@ -1,6 +1,7 @@
 """Shares of a plan: each box and each stored value in exactly one, all of about one size."""
 
 import collections
+import dataclasses
 import itertools
 import math
 import pickle
@@ -16,7 +17,7 @@ import reshard
 from reshard.arrays.boxes import grid_boxes
 from reshard.engine.plan import co_read
 from reshard.engine.shares import divide, grid_sums, sums
-from reshard.writer.plan import Plan, _boxes
+from reshard.writer.plan import ItemPlan, Plan, _boxes
 
 
 @given(st.data())
@@ -92,6 +93,27 @@ def test_shares_of_a_plan_are_all_of_it_and_pickle_alone(tmp_path, kind):
         if array.verbatim
         for k in range(len(array.values))
     )
+
+
+@pytest.mark.parametrize("kind", ["ckpt zarr2", "ckpt manager"])
+def test_one_share_is_made_without_the_others(tmp_path, kind, monkeypatch):
+    """And leaves nothing in the plan that is pickled or compared."""
+    source = make(tmp_path / "source", kind, 2)
+    planned = reshard.plan(changed(source), tmp_path / "out", max_memory="3MiB", link=False)
+    before, made = pickle.dumps(planned), []
+    item_share = ItemPlan.share
+    monkeypatch.setattr(
+        ItemPlan, "share", lambda *given, **named: made.append(0) or item_share(*given, **named)
+    )
+    whole = planned.shares(7)
+    assert len(made) == 7 * len(planned.items)
+    for number in range(7):
+        made.clear()
+        assert pickle.dumps(planned.share(number, 7)) == pickle.dumps(whole[number])
+        assert len(made) == len(planned.items)
+    again = pickle.loads(pickle.dumps(planned))
+    assert planned == again == pickle.loads(before)
+    assert vars(again).keys() == {field.name for field in dataclasses.fields(Plan)}
 
 
 @pytest.mark.parametrize("number, count", [(3, 3), (-1, 3), (0, 0)])

@@ -2,6 +2,7 @@
 parameters that are so from the start."""
 
 import functools
+import json
 import shutil
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from converted import filled
 from flax import nnx
@@ -457,6 +459,127 @@ def test_all_collections_at_once(tmp_path):
     assert back.notes == (*params.notes, "`ema_params` follows the parameters: 4 leaves")
 
 
+def stays(*roots):
+    return tuple(f"`{root}` has other layers than the parameters, and stays" for root in roots)
+
+
+W = {"w": (7, 5)}
+OTHERS = {  # layers of another model
+    "more": layers_of(W, 4),
+    "many more": layers_of(W, 5),
+    "fewer": layers_of(W),
+    "other numbers": {f"layer_{n}": W for n in (1, 2, 3)},
+    "other names of numbers": {f"layer_0{n}": W for n in range(3)},
+    "other shapes": layers_of({"w": (5, 7)}, 3),
+    "one other shape": {**layers_of(W, 3), "layer_1": {"w": (5, 7)}},
+    "more leaves": layers_of({**W, "b": (3,)}, 3),
+    "more leaves in one": {**layers_of(W, 3), "layer_1": {**W, "b": (3,)}},
+}
+ADAFACTOR = optax.chain(plain_adafactor(momentum=0.9, min_dim_size_to_factor=2), optax.ema(0.5))
+
+
+def assert_one_follows(tmp_path, tree, one, others, where=LAYERS):
+    """Of some trees in one, the first is like that of a checkpoint of its own, the others stay."""
+    whole = got(stack(put(tmp_path / "alone", one), *where), tmp_path / "stacked")
+    made = stack(put(tmp_path / "a", tree), *where)
+    layouts.assert_same_tree(got(made, tmp_path / "b"), {**whole, **others})
+    back = unstack(reshard.open(tmp_path / "b"), *where[::-1])
+    layouts.assert_same_tree(got(back, tmp_path / "c"), tree)
+    return made.notes
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), ADAFACTOR], ids=["adam", "adafactor"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_beside_stays_with_its_optimizer(name, tx, tmp_path):
+    """At the same level, or one below."""
+    one, other = (
+        layouts.load_pytree(layouts.save_pytree(tmp_path / f"{n}", parts(state_of(shapes, tx, n))))
+        for n, shapes in enumerate(({**layers_of(W, 3), "embed": W}, OTHERS[name]))
+    )
+    beside = {"critic": other, "old": {"params": other["params"]}}
+    assert_one_follows(tmp_path, {**one, **beside}, one, beside)
+    flat = {"disc_params": other["params"], "disc_opt_state": other["opt_state"]}
+    notes = assert_one_follows(tmp_path, {**one, **flat}, one, flat)
+    if "names" not in name:
+        assert {*stays("disc_params")} <= {*notes}
+    assert not any("follows" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["more", "fewer", "other shapes", "one other shape"])
+def test_states_of_two_models_in_one_optimizer(name, tmp_path):
+    """Whose it is, its layers show."""
+    tx, shapes = optax.adam(1e-3), (layers_of(W, 3), OTHERS[name])
+    one, other = (parts(state_of(each, tx, seed)) for seed, each in enumerate(shapes))
+    tree = {"params": one["params"], "disc_params": other["params"]}
+    tree["opt_state"] = {"gen": one["opt_state"], "disc": other["opt_state"]}
+    stacked, found = there_and_back(tmp_path, tree)
+    found_one = {"params": found["params"], "opt_state": found["opt_state"]["gen"]}
+    alone = put(tmp_path / "one", {"params": one["params"], "opt_state": one["opt_state"]})
+    layouts.assert_same_tree(found_one, got(stack(alone, *LAYERS), tmp_path / "d"))
+    found_other = {"params": found["disc_params"], "opt_state": found["opt_state"]["disc"]}
+    saved = put(tmp_path / "e", {"params": other["params"], "opt_state": other["opt_state"]})
+    layouts.assert_same_tree(found_other, got(saved, tmp_path / "f"))
+    roots = ("disc_params", "opt_state/disc/0/mu", "opt_state/disc/0/nu")
+    assert {*stacked.notes} == {*stays(*roots)}
+
+
+def test_a_model_of_the_same_layers_beside_follows_with_its_optimizer(tmp_path):
+    """As an average of the parameters does; also where its state is factored."""
+    one, other = (parts(state_of(layers_of(W, 3), ADAFACTOR, seed)) for seed in (0, 1))
+    stacked, found = there_and_back(tmp_path, {**one, "critic": other})
+    alone = got(stack(put(tmp_path / "c", other), *LAYERS), tmp_path / "d")
+    layouts.assert_same_tree(found["critic"], alone)
+    (note,) = stacked.notes
+    assert note.startswith("`critic` follows the parameters: ")
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_another_model_beside_stays_stacked(count, tmp_path):
+    """Unless it has as many layers."""
+    one, other = (arrays_of(layers_of({**W, "b": (5,)}, n)) for n in (3, count))
+    apart, stacked = (
+        {
+            "params": form(one),
+            "disc_params": make(other),
+            "critic": {"params": make(other), "opt_state": {"nu": make(other)}},
+            "opt_state": {"gen": {"mu": form(one)}, "disc": {"mu": make(other)}},
+        }
+        for form, make in ((dict, dict if count == 3 else whole), (whole, whole))
+    )
+    made = unstack(put(tmp_path / "a", stacked), *LAYERS[::-1])
+    layouts.assert_same_tree(got(made, tmp_path / "b"), apart)
+    roots = ("disc_params", "critic/params", "critic/opt_state/nu", "opt_state/disc/mu")
+    follow = (
+        "`disc_params` follows the parameters: 6 leaves",
+        "`critic` follows the parameters: 6",
+    )
+    assert {*made.notes} == ({*stays(*roots)} if count != 3 else {*made.notes})
+    assert all(any(note.startswith(start) for note in made.notes) for start in follow) == (
+        count == 3
+    )
+
+
+def test_an_average_of_another_dtype_stays(tmp_path):
+    params = arrays_of(layers_of(W, 3))
+    small = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    embed = layouts.random((3, 2))
+    tree = {"params": {**params, "embed": embed}, "ema_params": small, "opt_state": {"mu": params}}
+    tree["old"] = {"embed": embed}  # which has no layers
+    stacked, found = there_and_back(tmp_path, tree)
+    both = {"params": {**whole(params), "embed": embed}, "opt_state": {"mu": whole(params)}}
+    layouts.assert_same_tree(found, {**both, "ema_params": small, "old": tree["old"]})
+    assert stacked.notes == stays("ema_params")
+
+
+@pytest.mark.parametrize("leaves", [({"w": (2,)},) * 2, ({"w": (2,)}, {"b": (2,)})])
+@pytest.mark.parametrize("indices", [None, [0, 1]])
+def test_numbers_with_zeros_ahead_are_other_layers(leaves, indices, tmp_path):
+    """Although they may have no leaf in common."""
+    layers = {"l0": {"w": (2,), "b": (2,)}, "l1": leaves[0], "l01": leaves[1]}
+    text = refused(stack, put(tmp_path / "a", tree_of(layers)), (*ALL, 0, indices))
+    assert "\n  params/l01 and params/l1 are both 1" in text
+
+
 def test_state_beside_parameters_that_are_not_in_params(tmp_path):
     """Where nothing is called `params` or `model`, what is below `opt_state` follows."""
     both = dict.fromkeys(("encoder", "decoder"), layers_of({"w": (2, 3)}))
@@ -633,7 +756,7 @@ REFUSED = [  # a function, the shapes of the tree, the arguments, and the lines 
     ),
     (
         *(stack, {"l0": {"w": (2,)}, "l00": {"w": (2,)}, "l1": {"w": (2,)}}, ALL, UNLIKE),
-        "params/l0/w and params/l00/w are both 0",
+        "params/l0 and params/l00 are both 0",
     ),
     # Axes that arrays do not have.
     (
@@ -758,3 +881,113 @@ def test_axes_that_the_layers_cannot_be_partitioned_over(tmp_path):
     assert form_of(stack(moved, "params/l{}", "params/l", names="stage")) == {
         ("params", "l"): ((2, 2, 3), np.dtype("float32"))
     }
+
+
+# What custom metadata say of the layers.
+
+LORA = {"lora_rank": 8, "lora_module_path": "decoder/layers/.*"}
+STALE = "`{}` in the custom metadata may be stale: it describes the tree that was saved"
+NOW = "`scan_layers` in the custom metadata is now {}"
+EXPORTED = {"model.safetensors", "reshard_digests.json", "commit_success.txt"}
+DECODER = "params/params/decoder"
+
+
+def described(path, custom, **layers):
+    """A checkpoint of MaxText, which says in the metadata of the step how the layers are saved;
+    and in those of the tree."""
+    rng = np.random.default_rng(0)
+    w = lambda shape: jnp.asarray(layouts.random_array(rng, shape))  # noqa: E731
+    decoder = {
+        f"{name}_{n}": {"wi_0": w((4, 6)), "norm": {"scale": w((4,))}}
+        for name, count in layers.items()
+        for n in range(count)
+    }
+    params = {"params": {"decoder": decoder | {"norm": {"scale": w((4,))}}}}
+    state = {"params": params, "step": jnp.int32(3)}
+    items = ocp.args.PyTreeSave(state, custom_metadata=custom | {"of": "the tree"})
+    with layouts.open_manager(path, item_names=("items",)) as manager:
+        also = {"metrics": layouts.metrics(3), "custom_metadata": custom | {"of": "the step"}}
+        manager.save(3, args=ocp.args.Composite(items=items), **also)
+    return reshard.open(path)
+
+
+def description(path):
+    """Custom metadata of the step and of the tree, as Orbax reads them, and the metrics."""
+    with layouts.open_manager(path) as manager:
+        step, measured = manager.metadata(3).custom_metadata, manager.metrics(3)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(path / "3" / "items").item_metadata.custom_metadata
+    assert (step.pop("of"), tree.pop("of")) == ("the step", "the tree")
+    assert step == tree and measured == layouts.metrics(3)
+    return step
+
+
+def test_custom_metadata_say_whether_the_layers_are_stacked(tmp_path):
+    ckpt = described(tmp_path / "a", {"scan_layers": False, "run": "abc"}, layers=3)
+    where = (f"{DECODER}/layers_{{}}", f"{DECODER}/layers")
+    stacked = stack(ckpt, *where)
+    assert stacked.notes == (NOW.format("true"),)
+    reshard.save(stacked, tmp_path / "b", verify=True)
+    assert description(tmp_path / "b") == {"scan_layers": True, "run": "abc"}
+    assert description(tmp_path / "a") == {"scan_layers": False, "run": "abc"}
+    assert not reshard.verify(tmp_path / "b").problems
+    old, new = (json.loads((tmp_path / x / "3/_CHECKPOINT_METADATA").read_text()) for x in "ab")
+    assert new.pop("custom_metadata") != old.pop("custom_metadata") and new == old
+    back = unstack(reshard.open(tmp_path / "b"), *where[::-1])
+    assert back.notes == (NOW.format("false"),)
+    reshard.save(back, tmp_path / "c")
+    assert description(tmp_path / "c") == description(tmp_path / "a")
+    assert reshard.diff(tmp_path / "a", tmp_path / "c", values=True).equal
+    reshard.export(reshard.select(stacked, "params"), tmp_path / "exported")
+    assert {p.name for p in (tmp_path / "exported").iterdir()} <= EXPORTED
+    both = unstack(stack(ckpt, *where), *where[::-1])  # as it was
+    assert both.notes == (NOW.format("false"),)
+    reshard.save(both, tmp_path / "d")
+    assert description(tmp_path / "d") == description(tmp_path / "a")
+
+
+def test_custom_metadata_stay_if_some_layers_are_stacked_and_others_are_not(tmp_path):
+    custom = {"scan_layers": False, "lora": LORA}
+    ckpt = described(tmp_path / "a", custom, dense_layers=2, moe_layers=3)
+    stale = (STALE.format("scan_layers"), STALE.format("lora"))
+    dense, moe = (
+        (f"{DECODER}/{kind}_layers_{{}}", f"{DECODER}/{kind}_layers") for kind in ("dense", "moe")
+    )
+    mixed = stack(stack(ckpt, *dense), *moe, indices=[0, 2])
+    assert mixed.notes == stack(ckpt, *dense).notes == stale
+    reshard.save(mixed, tmp_path / "b")
+    assert description(tmp_path / "b") == custom
+    stacked = stack(stack(ckpt, *dense), *moe)
+    assert stacked.notes == (NOW.format("true"), STALE.format("lora"))
+    reshard.save(stacked, tmp_path / "c")
+    assert description(tmp_path / "c") == custom | {"scan_layers": True}
+    renamed = described(tmp_path / "d", custom, block=2)  # which are not known as layers
+    assert stack(renamed, f"{DECODER}/block_{{}}", f"{DECODER}/block").notes == stale
+
+
+def test_a_map_leaves_custom_metadata_with_a_note(tmp_path):
+    custom = {"scan_layers": False, "run": "abc"}
+    ckpt = described(tmp_path / "a", custom, layers=2)
+    rules = r"""[[rule]]
+    from = 'layers_(\d+)/'
+    to = 'layers/'
+    stack = { axis = 0, by = 1 }
+    [[rule]]
+    from = '^(step|.*/norm/scale)$'
+    to = '\1'
+    """
+    (tmp_path / "map.toml").write_text(rules)
+    stacked = reshard.remap(ckpt, tmp_path / "map.toml")
+    assert stacked[f"{DECODER}/layers/wi_0"].shape == (2, 4, 6)
+    assert stacked.notes == (STALE.format("scan_layers"),)
+    reshard.save(stacked, tmp_path / "b")
+    assert description(tmp_path / "b") == custom
+
+
+def test_custom_metadata_that_do_not_describe_the_layers(tmp_path):
+    for name, custom in (("a", {}), ("b", {"scan_layers": "yes", "lora": None})):
+        ckpt = described(tmp_path / name, custom, layers=2)
+        stacked = stack(ckpt, f"{DECODER}/layers_{{}}", f"{DECODER}/layers")
+        assert stacked.notes == ()
+        reshard.save(stacked, tmp_path / f"{name}2")
+        assert description(tmp_path / f"{name}2") == custom

@@ -256,7 +256,9 @@ def test_all_globs_that_match_nothing_are_named_with_a_hint_each():
             [("^a/", "t/"), ("^b/", "a/"), ("^t/", "b/")],
             [("b", "w"), ("a", "w")],
         ),
-        ([("a", 0, "0"), ("a b", "c/d"), ()], [], [("a", 0, "0"), ("a b", "c/d"), ()]),
+        ([("a", 0, "0"), ("a b", "c/d")], [], [("a", 0, "0"), ("a b", "c/d")]),
+        ([()], [], [()]),
+        ([()], [(r"^\.$", "params/w")], [("params", "w")]),
         (  # positions stay positions, and dict keys dict keys
             [("layers", 0, "w"), ("layers", 10, "w"), ("table", "0"), ("table", "10")],
             [("^layers", "blocks"), ("^table", "lookup")],

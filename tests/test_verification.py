@@ -475,13 +475,16 @@ def test_exit_status_1_of_a_damaged_checkpoint(copied, made, run):
     problem = "w: its values are not those on record"
     told = f"`{path}`: 3 arrays read, 3 compared with digests, 1 problem\n  {problem}\n"
     assert run("verify", path) == (1, told, "")
-    assert run("verify", path, "--quiet") == (1, "", "")
+    assert run("verify", path, "--quiet") == (1, "", told)
     other = made("zarr2-raw")
     status, out, err = run("verify", path, "--against", other, "--json")
     document = json.loads(out)
     assert (status, err, document["ok"]) == (1, "", False)
     assert document["problems"] == [problem, f"w: its values are not those of `{other}`"]
     (path / "_METADATA").write_text("{")
+    status, out, err = run("verify", path)
+    assert (status, err) == (1, "")
+    assert run("verify", path, "--quiet") == (1, "", out)
     status, out, err = run("verify", path, "--json")
     problem = layouts.refused(reshard.CorruptCheckpointError, reshard.verify, path)
     assert problem.startswith(f"`{path}/_METADATA` is not JSON: ")

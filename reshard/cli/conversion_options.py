@@ -73,8 +73,6 @@ def converter(to: str, flags: options.Flags) -> Callable[..., "Conversion"]:
             loaded, of_source = models()
             same = {name: flags[name] for name in ("init", "layout", "max_memory")}
             same["map_file"] = chosen_map(ckpt, flags, to)
-            if flags["map_file"] is not None and flags["map_file"].startswith("hf:"):
-                same["layout"] = flags["layout"] or "linen-params"  # tensors' names do not prove it
             return conversion(ckpt, to, loaded, drop=drop, source=of_source, **same)
 
     return convert

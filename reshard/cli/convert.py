@@ -3,7 +3,6 @@
 import contextlib
 import pathlib
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,10 +147,8 @@ def _checked(made: Conversion, dst: str, flags: options.Flags) -> Conversion:
     compared = check_outputs(made, flags)
     number = made.source.source.number
     step = f"step {number}: " if flags["step"] == "all" and number is not None else ""
-    if compared.equal:
-        return made.compared(compared, step)
-    problems = [f"{step}the outputs differ", *compared.problems]
-    document = {"destination": dst, "done": False, "problems": problems}
-    if options.wants_text(flags, lambda: document):
-        click.echo(f"{step}{compared}\nwrote nothing")
-    sys.exit(1)
+    if not compared.equal:
+        problems = [f"{step}the outputs differ", *compared.problems]
+        document = {"destination": dst, "done": False, "problems": problems}
+        options.answer_no(flags, lambda: document, f"{step}{compared}\nwrote nothing")
+    return made.compared(compared, step)

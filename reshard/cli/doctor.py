@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, UnknownLeaf
 from reshard.cli import options
-from reshard.cli.unfinished import explained, unfinished
+from reshard.cli.unfinished import explained, ways_on
 from reshard.convert.layout import KINDS, detect
 from reshard.convert.record import has_record
 from reshard.errors import (
@@ -86,9 +86,6 @@ def _refused(path: str, error: ReshardError) -> dict[str, Any]:
     elif isinstance(error, CorruptCheckpointError):
         state = "damaged"
     document = options.refusal(error, None)
-    if any("unknown value type" in problem for problem in error.problems):
-        hint = "a newer Orbax may have written it: pip install -U orbax-checkpoint reshard"
-        document["hints"].append(hint)
     return {"path": path, "state": state, **document, "unfinished": [], "trees": []}
 
 
@@ -110,10 +107,14 @@ def _tree(ckpt: Checkpoint, first: bool) -> dict[str, Any]:
         problems += [error.summary, *error.problems]
     jobs, finish = list[str](), list[str]()
     try:
-        if first and source.root.is_local:
-            jobs, finish = unfinished(str(source.root))
+        if first:
+            jobs, finish = ways_on(source)
     except ReshardError as error:  # a document of a job is damaged
         jobs = [error.summary]
+    types = ((p, leaf) for p, leaf in ckpt.items() if isinstance(leaf, UnknownLeaf))
+    unknown = [f"{format_path(path)}: {leaf.value_type}" for path, leaf in types]
+    if unknown:
+        finish += ["a newer Orbax may have written it: pip install -U orbax-checkpoint reshard"]
     keys = ("kind", "v1", "format", "meshes", "steps", "step", "items", "item", "bytes")
     return {
         "path": str(source.path),
@@ -123,6 +124,7 @@ def _tree(ckpt: Checkpoint, first: bool) -> dict[str, Any]:
         "uncommitted": list(source.uncommitted),
         "arrays": len(ckpt.arrays),
         "files": len(files),
+        "unknown_types": unknown,
         "recorded_digests": recorded,
         "orbax": _orbax(ckpt),
         "problems": problems,
@@ -162,28 +164,32 @@ def _hints(ckpt: Checkpoint, api: str | None, damaged: bool, recorded: int) -> l
         return [f"reshard verify {path}"] + [
             f"reshard doctor {root} --step {step}" for step in earlier[-1:]
         ]
-    hints = [f"reshard ckpt {path} DST --to MESH"]
+    # Of a step with several items, the whole step: the other items belong to it.
+    whole, item = shlex.quote(str(source.place)), ""
+    if len(source.items) > 1:
+        item = f" --item {shlex.quote(source.item)}"
+    hints = [f"reshard ckpt {whole} DST{item} --to MESH"]
     if not ckpt.meshes:  # then there are no specs either
-        hints = [f"reshard ckpt {path} DST --to data=1,model=8 --spec 'REGEX=AXES'"]
+        hints = [f"reshard ckpt {whole} DST{item} --to data=1,model=8 --spec 'REGEX=AXES'"]
     if source.kind == "safetensors":
         hints = [f"reshard ckpt {path} DST --map {name}" for name in _ready_maps(ckpt)] + hints
-    if recorded < len(ckpt.arrays) and not source.is_foreign:
+    if recorded < len(ckpt.arrays) and not (source.is_foreign or source.store.ranged):
         hints.insert(0, f"reshard digest {path} --write")
     if has_record(ckpt):
-        hints.append(f"reshard convert {path} DST --to linen")
+        hints.append(f"reshard convert {whole} DST{item} --to linen")
     elif api:
         other = "linen" if api == "nnx" else "nnx"
-        hints.append(f"reshard convert {path} DST --to {other} --model MODULE:NAME")
+        hints.append(f"reshard convert {whole} DST{item} --to {other} --model MODULE:NAME")
     return hints
 
 
 def _ready_maps(ckpt: Checkpoint) -> Iterator[str]:
     """The ready maps that take a Hugging Face directory."""
-    from reshard.convert.remap import PREFIX, maps_for, read_config, ready_map
+    from reshard.convert.remap import PREFIX, find_map, maps_for, read_config
 
     with contextlib.suppress(ReshardError):  # no configuration, or one that no map takes
         for name in maps_for(read_config(ckpt.source.root)):
-            ready_map(PREFIX + name, ckpt.source.root)
+            find_map(PREFIX + name, ckpt)
             yield PREFIX + name
 
 
@@ -212,6 +218,7 @@ def _facts(tree: dict[str, Any]) -> dict[str, str]:
         undetected = "tensors as in Hugging Face's model: a ready map converts them"
     return {
         "holds": f"{counts} in {count_of(tree['files'], 'data file')}",
+        "unknown": listed("unknown_types"),
         "format": f"{options.kind_text(tree['kind'], tree['v1'])}, {tree['format']}",
         "model": f"{tree['layout']}: {kind}" if kind else undetected,
         "mesh": "; ".join(dict.fromkeys(meshes)) or "none",

@@ -96,7 +96,9 @@ def _header(ckpt: Checkpoint) -> str:
     source = ckpt.source
     lines = [f"{source.root}: {options.kind_text(source.kind, source.v1)}, {source.format}"]
     if source.steps:
-        lines.append(f"steps: {', '.join(map(str, source.steps))}; shown: {source.step}")
+        lines.append(
+            f"steps: {', '.join(map(str, source.steps))}; shown: {source.step or source.number}"
+        )
     if source.items:
         lines.append(f"items: {', '.join(source.items)}; shown: {source.item}")
     lines.append("saved meshes: " + ("; ".join(dict.fromkeys(map(str, ckpt.meshes))) or "none"))

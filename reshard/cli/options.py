@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -13,7 +13,7 @@ from reshard.checkpoint import Checkpoint, Source
 from reshard.cli import output
 from reshard.errors import ReshardError
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import lacks_item, manager_steps
+from reshard.loader.locate import lacks_item, steps_at
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
@@ -130,7 +130,7 @@ def chosen_steps(
         raise click.UsageError(f"--step {text}: steps are N, N,M, N..M, latest or all")
     steps = sorted({int(number) for number in re.findall(r"\d+", text)})
     if text == "all" or ".." in text:
-        known = {n for path in paths for n in manager_steps(parse_location(path), committed)}
+        known = {n for path in paths for n in steps_at(path, committed)}
         within = [n for n in known if text == "all" or steps[0] <= n <= steps[-1]]
         steps = sorted(within) or steps[:1]
     return steps or [None]
@@ -197,6 +197,13 @@ def wants_text(flags: Mapping[str, Any], document: Callable[[], Mapping[str, Any
     return False
 
 
+def answer_no(flags: Flags, document: Callable[[], Mapping[str, Any]], text: str) -> NoReturn:
+    """Prints the answer no, with --quiet as text on stderr, and exits with 1."""
+    if wants_text(flags, document) or not flags["as_json"]:
+        click.echo(text, err=flags["quiet"])
+    sys.exit(1)
+
+
 def kind_text(kind: str, v1: bool) -> str:
     """The kind of an `Item` in words."""
     words = {
@@ -247,7 +254,7 @@ def _own(path: str, step: int | None, item: str | None) -> dict[str, Any]:
     if step is None and item is None:  # then nobody has to look
         return {"step": None, "item": None}
     root = parse_location(path)
-    steps = manager_steps(root)
+    steps = steps_at(path)
     inner = root / steps[step if step in steps else max(steps)] if steps else root
     # Where there are other items alone, it is asked for as well: that is refused.
     asks = item is not None and ((inner / item).is_dir() or lacks_item(inner, item))

@@ -5,13 +5,15 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from reshard.checkpoint import Source
 from reshard.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UncommittedCheckpointError,
 )
-from reshard.loader.detection import manager_steps
+from reshard.loader.inventory import list_root
+from reshard.loader.locate import steps_at, uncommitted_hints
 from reshard.storage.disk import kernel_text
 from reshard.storage.location import parse_location
 from reshard.storage.machine import has_ended
@@ -39,12 +41,20 @@ def explained(path: str, step: int | None, command: str | None = None) -> Iterat
         raise kind(error.summary, [*error.problems, *problems], hints) from error
     except CorruptCheckpointError as error:
         if step is None:
-            earlier = sorted(manager_steps(parse_location(path), committed=True))[-2:-1]
+            earlier = [*steps_at(path, committed=True)][-2:-1]
             error.hints += tuple(
                 f"{command} --step {n}" if command else f"--step {n} is the step before it"
                 for n in earlier
             )
         raise
+
+
+def ways_on(source: Source) -> tuple[list[str], list[str]]:
+    """The unfinished jobs of the root of a checkpoint, and what to do about them or, in a bucket,
+    about a later step that is not committed."""
+    if source.root.is_local:
+        return unfinished(str(source.root))
+    return [], uncommitted_hints(list_root(source.root)) if source.uncommitted else []
 
 
 def unfinished(path: str) -> tuple[list[str], list[str]]:

@@ -1,6 +1,5 @@
 """`reshard verify`: whether a checkpoint is complete, undamaged and unchanged."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,9 +62,8 @@ def command(path: str, against: str | None, **flags: Any) -> None:
         ckpt = options.open_at(path, **mine)
     except (UncommittedCheckpointError, CorruptCheckpointError) as error:
         problems = [error.summary, *error.problems]
-        if options.wants_text(flags, lambda: {"path": path, "ok": False, "problems": problems}):
-            click.echo(error.render(10, output.as_flags))
-        sys.exit(1)
+        refused = {"path": path, "ok": False, "problems": problems}
+        options.answer_no(flags, lambda: refused, error.render(10, output.as_flags))
     other: Checkpoint | str | None = against
     if against is not None and not detection.is_record_file(parse_location(against)):
         opened = options.open_at(against, **theirs[0])
@@ -82,10 +80,11 @@ def command(path: str, against: str | None, **flags: Any) -> None:
         "digests": {tree.format_path(path): digest for path, digest in found.digests.items()},
         "compared": found.compared,
     }
-    if options.wants_text(flags, lambda: document):
-        click.echo(f"{options.latest_text(ckpt.source, flags['step'])}{found}")
+    text = f"{options.latest_text(ckpt.source, flags['step'])}{found}"
     if not found.ok:
-        sys.exit(1)
+        options.answer_no(flags, lambda: document, text)
+    if options.wants_text(flags, lambda: document):
+        click.echo(text)
 
 
 def _repeat_warnings(checkpoints: Sequence[Checkpoint]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from reshard.arrays.derived import constant
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Crop
-from reshard.checkpoint import Checkpoint, Leaf, describe
+from reshard.checkpoint import Checkpoint, Leaf, check_known, describe
 from reshard.convert import map_rules
 from reshard.convert.decision import Ledger, Outcome, outcomes
 from reshard.convert.layout import Layout, detect
@@ -43,6 +43,7 @@ from reshard.convert.record import (
     with_order,
     without_record,
 )
+from reshard.convert.remap import PREFIX
 from reshard.errors import ArgumentError, MemoryLimitError, TreeMismatchError
 from reshard.loader import open as open_checkpoint
 from reshard.restore.pytrees import saved_tree
@@ -72,6 +73,7 @@ class Conversion:
       source: the checkpoint that is converted.
       kind: the layout of the result, one of `reshard.convert.layout.KINDS`.
       outcomes: the verdict on each leaf of the source and of the result.
+      places: path of a leaf in the model that is converted to -> its saved path in the result.
       warnings: decisions that may be wrong.
       groups: the modules of one class that only order has paired.
     """
@@ -84,15 +86,15 @@ class Conversion:
     source: Checkpoint
     kind: str
     outcomes: tuple[Outcome, ...]
+    places: dict[Path, Path]
     warnings: tuple[str, ...] = ()
     groups: tuple[Modules, ...] = ()
 
     def leaves(self, api: str) -> dict[Path, Leaf]:
         """The model's leaves before or after, as an API has them: path in the model -> leaf."""
-        ckpt, layout = self.source, self.layout
         if api == self.to:
-            ckpt, layout = self.checkpoint, detect(self.checkpoint, self.kind)
-        return {path: ckpt[saved] for path, saved in layout.model.items()}
+            return {path: self.checkpoint[saved] for path, saved in self.places.items()}
+        return {path: self.source[saved] for path, saved in self.layout.model.items()}
 
     def compare_outputs(self, run: Mapping[str, RunModel], inputs: Any) -> OutputComparison:
         """Runs both models: see `reshard.convert.model_run.compare_outputs`."""
@@ -276,9 +278,13 @@ def conversion(
     """
     original = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     init = parse_globs("init", init)
+    rules = map_file.name if isinstance(map_file, map_rules.Map) else map_file
+    if to == "nnx" and isinstance(rules, str) and rules.startswith(PREFIX):
+        layout = layout or "linen-params"  # the names of tensors do not prove it
     ckpt, found, left_out = _laid_out(
         original, layout, map_rules.OPPOSITE[to], parse_globs("drop", drop)
     )
+    check_known(ckpt)
     if found.api == to:
         raise TreeMismatchError(
             f"`{ckpt.source.root}` is {found.kind} already",
@@ -289,7 +295,7 @@ def conversion(
             ],
         )
     if model is None and map_file is None:
-        return _by_record(ckpt, found, to, init)
+        return _by_record(ckpt, found, to, init, known=source is not None)
     target = None if model is None else target_tree_of(model, to)
     if source is not None and not isinstance(source, TargetTree):
         source = target_tree_of(source, found.api, "the model of the source")
@@ -303,8 +309,11 @@ def conversion(
     return dataclasses.replace(made, map=model_map, outcomes=(*made.outcomes, *left))
 
 
-def _by_record(ckpt: Checkpoint, layout: Layout, to: str, init: Sequence[str]) -> Conversion:
-    """The conversion by the record of the conversion from Linen."""
+def _by_record(
+    ckpt: Checkpoint, layout: Layout, to: str, init: Sequence[str], known: bool
+) -> Conversion:
+    """The conversion by the record of the conversion from Linen. `known`: there is the model of the
+    source."""
     if to == "nnx":
         raise ArgumentError(
             "a conversion needs a model or a map", hints=["model=...", "map_file=..."]
@@ -313,17 +322,18 @@ def _by_record(ckpt: Checkpoint, layout: Layout, to: str, init: Sequence[str]) -
         globs = [f"`{glob}`" for glob in init]
         raise ArgumentError("without a model, no leaf has an initial value", globs, ["model=..."])
     if not has_record(ckpt):
+        classes = "" if known else "; source=... supplies the classes of the NNX model"
         raise TreeMismatchError(
             f"`{ckpt.source.root}` has no record of a conversion from Linen: it was not made by "
             "one, or was trained and saved since then",
             hints=[
-                "model=..., the Linen model; source=... supplies the classes of the NNX model",
+                f"model=..., the Linen model{classes}",
                 "map_file=..., the map of the conversion to NNX",
             ],
         )
     made, back = from_record(ckpt)
     rows = tuple(outcomes(back, "record"))
-    return Conversion(made, layout, LeafMap({}), (), to, ckpt, "linen-variables", rows)
+    return Conversion(made, layout, LeafMap({}), (), to, ckpt, "linen-variables", rows, {})
 
 
 def _laid_out(
@@ -397,6 +407,7 @@ def _made(
     if any(leaf.key_impl for leaf in result.arrays):
         result = result.with_source(metadata_apart=True)
     default = "nnx-state" if to == "nnx" else "linen-variables"
+    modeled = {} if target is None else target.layout.model
     kind = "nnx-model" if decided.prefix else default if target is None else target.layout.kind
     if layout.api == "nnx":
         result = without_record(result)
@@ -414,6 +425,7 @@ def _made(
         ckpt,
         kind,
         tuple(outcomes(decided.map, initial=initial)),
+        {path: decided.prefix + saved for path, saved in modeled.items()},
         () if ordered is None else (order_warning(ordered),),
         decided.groups,
     )

@@ -10,12 +10,14 @@ import collections
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from reshard.arrays.boxes import Shape
+from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle
 from reshard.arrays.operations import Apply
 from reshard.checkpoint import Checkpoint, Leaf, describe
@@ -177,8 +179,8 @@ class Ledger:
         self.groups: tuple[Modules, ...] = ()
         self._problems: list[str] = []
         self._hints: list[str] = []
-        # Leaves and modules that structure does not decide.
-        self._open: dict[Path, _Verdict] = {}
+        # Leaves and modules of each API that structure does not decide.
+        self._open: dict[str, dict[Path, _Verdict]] = {"linen": {}, "nnx": {}}
         # What is not decided: leaves of the source by saved path, of the target by place.
         self._verdicts: dict[Path, _Verdict] = {}
         self._target_verdicts: dict[Path, _Verdict] = {}
@@ -219,9 +221,10 @@ class Ledger:
             target_side = side_of(target.leaves, target.layout, target.outline)
         rules = None if map_file is None else find_map(map_file, self._ckpt, self._to)
         map_result = by_map(rules, source_side, target_side, self._left_out)
-        self._problems += map_result.problems
+        self._problems += map_result.unexpected.values()
         self._hints += map_result.hints
-        self._open |= dict.fromkeys(map_result.unexpected, _UNEXPECTED)
+        for found in self._open.values():
+            found |= {path: ("unexpected", why) for path, why in map_result.unexpected.items()}
         self.notes += map_result.notes
         initial = self._initial([*map_result.initial, *init], map_result.optional)
         if target_side is None:
@@ -270,10 +273,12 @@ class Ledger:
             if not (entry.linen and entry.nnx):  # it has no candidates
                 kind = "unexpected" if bool(entry.linen) == (self._to == "nnx") else "missing"
             why = (kind, str(entry))
-            self._open |= dict.fromkeys((*entry.linen, *entry.nnx), why)
+            self._open["linen"] |= dict.fromkeys(entry.linen, why)
+            self._open["nnx"] |= dict.fromkeys(entry.nnx, why)
         for entry in found.mismatches:
             why = ("mismatch", str(entry))
-            self._open |= {leaf.path: why for leaf in (*entry.inputs, entry.output)}
+            self._open["linen"] |= {leaf.path: why for leaf in entry.inputs}
+            self._open["nnx"][entry.output.path] = why
         known, saved = self._other is not None, self._layout.model
         if found.abstentions:
             self._hints += hints_for(found.abstentions, map_result, source, target, known, saved)
@@ -304,9 +309,7 @@ class Ledger:
         }
         part = self._following(leaves, self._target_state)
         if part.problems:
-            self._verdicts |= dict.fromkeys(self._layout.optimizer.values(), _STUCK)
-            places = (self.prefix + saved for saved in self._target_state.values())
-            self._target_verdicts |= dict.fromkeys(places, _STUCK)
+            self._cannot_follow(self._layout.optimizer, self._target_state)
             self._problems += [f"opt_state/{text}" for text in part.problems]
             root = self._target.layout.optimizer_root if self._target_state else None
             dropped = (self._layout.optimizer_root, None if root else self._layout.step)
@@ -321,8 +324,16 @@ class Ledger:
         arrays = {path: self._arrays[saved] for path, saved in self._copies.items()}
         leaves = {path: (leaf.shape, leaf.dtype) for path, leaf in arrays.items()}
         part = self._following(leaves, self._target_copies, leaves)
-        self._problems += part.problems
+        if part.problems:
+            self._cannot_follow(self._copies, self._target_copies)
+            self._problems += part.problems
         return part
+
+    def _cannot_follow(self, leaves: Mapping[Path, Path], target: Mapping[Path, Path]) -> None:
+        """Adds the verdicts on leaves that cannot follow the model's: path -> saved path."""
+        self._verdicts |= dict.fromkeys(leaves.values(), _STUCK)
+        places = (self.prefix + saved for saved in target.values())
+        self._target_verdicts |= dict.fromkeys(places, _STUCK)
 
     def _following(
         self, leaves: Leaves, target_paths: Mapping[Path, Path], copies: Collection[Path] = ()
@@ -429,7 +440,10 @@ class Ledger:
             dropped += whole.dropped
             must_be_zero |= whole.must_be_zero
             for path, value in whole.values.items():
-                at = place(path) if path in found.values else None
+                own = found is self.model
+                # An open leaf has kept its path, which another leaf of the target may have.
+                is_open = own and path not in found.origin and not isinstance(value, Filled)
+                at = place(path) if path in found.values and not is_open else None
                 if at is not None:
                     values[at] = value
                     origin[at] = whole.origin.get(path) or "path"
@@ -440,9 +454,9 @@ class Ledger:
                 sources = LeafMap({path: value}).sources()
                 why = next(filter(None, map(self._owners_verdict, sources)), None)
                 if why is not None and at is not None:
-                    self._target_verdicts[at] = _MISSING if why is _UNEXPECTED else why
+                    self._target_verdicts[at] = _MISSING if why[0] == "unexpected" else why
                 elif why is None and at is None:
-                    why = self._why_open(path) if found is self.model else None
+                    why = self._why_open(path, self._layout.api) if own else None
                     if why is None:
                         why = self._unexpected(saved.get(path), above + path)
                 if why is not None:
@@ -472,21 +486,22 @@ class Ledger:
             return
         self._check_target(initial)
         leaves = {self.prefix + path: leaf for path, leaf in self._target.leaves.items()}
-        for place, text, hint in differences(self.map, self._arrays, leaves, names):
+        for places, text, hint in differences(self.map, self._arrays, leaves, names):
             self._problems.append(text)
-            if place is not None:
+            for place in places:
                 self._target_verdicts.setdefault(place, ("mismatch", text))
             self._hints += [hint] if hint else []
 
     def _check_beside(self) -> None:
         """Adds the step counter, and other leaves next to the model, if they have no place."""
-        layout, step = self._layout, self._layout.step
-        if step is not None and self._step_place() is None:
+        layout, step, place = self._layout, self._layout.step, self._step_place()
+        if step is not None and place is None:
             self._unexpected(step, ("step",))
         if step is not None and (leaf := self._arrays[step]).shape:
-            self._problems.append(
-                f"{format_path(step)}  {describe(leaf)}: a step counter is one number"
-            )
+            text = f"{format_path(step)}  {describe(leaf)}: a step counter is one number"
+            self._problems.append(text)
+            if place is not None:
+                self._target_verdicts[place[0]] = ("mismatch", text)
         copied = set(self._copies.values())
         for saved in layout.rest:
             if saved not in copied and isinstance(self._ckpt[saved], ArrayHandle | str):
@@ -517,12 +532,14 @@ class Ledger:
         names = {saved: path for path, saved in target_layout.model.items()}
         missing = {*lacking} - initial
         owners = _owners_of(target_layout, self._target.shapes()) if missing else {}
-        spare = self._open or not self._verdicts.keys().isdisjoint(self._layout.model.values())
+        left = self._verdicts.keys() & self._layout.model.values()
+        spare = left or any(self._open.values())
         resettable = []
         for saved in lacking:
             leaf, random = self._target.leaf(saved), saved in self._target.random
             owner, place = owners.get(saved), self.prefix + saved
-            why = self._target_verdicts.get(place) or self._why_open(names.get(saved, owner))
+            why = self._target_verdicts.get(place)
+            why = why or self._why_open(names.get(saved, owner), self._to)
             if saved in initial:
                 why = ("initial", "")
             elif random or not (why or (owner and target_layout.model[owner] in missing)):
@@ -536,13 +553,17 @@ class Ledger:
             self._hints.append(f"init={as_python([glob])} {text}")
         for saved in initial - {*lacking}:
             name = format_path(names.get(saved, self._target.leaf(saved).path))
-            self._problems.append(f"{name}: `init` names it, but the checkpoint has it")
+            text = f"{name}: `init` names it, but the checkpoint has it"
+            self._problems.append(text)
+            self._target_verdicts[self.prefix + saved] = ("ambiguous", text)
 
-    def _why_open(self, path: Path | None) -> _Verdict | None:
+    def _why_open(self, path: Path | None, api: str) -> _Verdict | None:
         """The verdict on an undecided leaf of the model, or on a module around it; else None."""
-        places = () if path is None else (path, path[1:])  # Linen's modules have no collection
-        found = (self._open.get(at[:end]) for at in places for end in range(len(at) + 1))
-        return next(filter(None, found), None)
+        if path is None:
+            return None
+        inner = path if api == "nnx" else path[1:]  # Linen's modules have no collection
+        places = (path, *(inner[:end] for end in range(len(inner))))
+        return next(filter(None, map(self._open[api].get, places)), None)
 
     def _outcomes(self) -> list[Outcome]:
         """The outcome of each leaf, decided or not."""
@@ -578,14 +599,15 @@ class Ledger:
         # By shape, and by what is open: None is anything.
         fits: dict[tuple[Shape, _Verdict | None], list[Path]] = {}
         for path, shape in shapes.items():
-            for why in dict.fromkeys((self._why_open(path), None)) if path not in taken else ():
+            whys = dict.fromkeys((self._why_open(path, self._to), None))
+            for why in whys if path not in taken else ():
                 fits.setdefault((shape, why), []).append(path)
         rows, near = [], set()
         for path, shape in self._shapes.items():
             if path in self._rules:
                 rows.append(self._rules[path])
             elif path not in used:
-                why = self._why_open(path)
+                why = self._why_open(path, self._layout.api)
                 key = shape, why if (shape, why) in fits else None
                 near.add(key)
                 rows.append(Row((path,), tuple(fits.get(key, ())[: MAX_CANDIDATES + 1])))
@@ -641,19 +663,26 @@ def _copies_of_parameters(
     ckpt: Checkpoint, layout: Layout, parameters: Mapping[Path, Shape]
 ) -> dict[Path, Path]:
     """The leaves below keys at the top that hold the same leaves as the parameters: path in the
-    tree -> saved path."""
+    tree -> saved path. A copy may lack some, such as statistics, but no layer."""
     found: dict[Path, Path] = {}
     by_key: dict[Path, dict[Path, Path]] = {}
     for path, saved in layout.beside.items():
         by_key.setdefault(path[:1], {})[path] = saved
     for leaves in by_key.values():
         owners = {path: owner for path, owner, _ in mirrored(parameters, leaves)}
-        if owners.keys() == leaves.keys() and all(
+        absent = {_without_numbers(path) for path in parameters.keys() - {*owners.values()}}
+        is_copy = absent.isdisjoint(map(_without_numbers, owners.values()))
+        is_copy = is_copy and owners.keys() == leaves.keys()
+        if is_copy and all(
             isinstance(leaf := ckpt[leaves[path]], ArrayHandle) and leaf.shape == parameters[own]
             for path, own in owners.items()
         ):
             found |= leaves
     return found
+
+
+def _without_numbers(path: Path) -> str:
+    return re.sub(r"\d+", "", format_path(path))
 
 
 def _owners_of(layout: Layout, shapes: Mapping[Path, Shape]) -> dict[Path, Path]:
@@ -680,10 +709,11 @@ def differences(
     arrays: Mapping[Path, ArrayHandle],
     targets: Mapping[Path, Any],
     names: Mapping[Path, Path],
-) -> Iterator[tuple[Path | None, str, str]]:
-    """Differences between the arrays that a map makes and the leaves of the model: the place, if it
-    is one leaf; the problem; and a hint or nothing. `names`: of the leaves of the model."""
+) -> Iterator[tuple[list[Path], str, str]]:
+    """Differences between the arrays that a map makes and the leaves of the model: the places; the
+    problem; and a hint or nothing. `names`: of the leaves of the model."""
     made: dict[int, ArrayHandle] = {}  # the first array that a call is made of
+    values = whole.values
 
     def first_of(value: Value) -> ArrayHandle:
         assert not isinstance(value, Filled)
@@ -698,8 +728,10 @@ def differences(
             if other.dtype != first.dtype:
                 pair = f"{format_path(first.path)} and {format_path(other.path)}"
                 both = f"{first.dtype.name} and {other.dtype.name}"
-                yield None, f"{pair}: {both} cannot be combined", ""
-    for place, value in whole.values.items():
+                made_of = ((at, LeafMap({at: value}).calls()) for at, value in values.items())
+                places = [at for at, calls in made_of if any(each is call for each in calls)]
+                yield places, f"{pair}: {both} cannot be combined", ""
+    for place, value in values.items():
         wanted = targets.get(place)
         if place not in names or not isinstance(wanted, TargetLeaf):
             continue
@@ -708,7 +740,7 @@ def differences(
             expected = f"{wanted.dtype}{list(wanted.shape)}"
             if filled != expected:
                 text = f"filled as {filled}, the model has {expected}"
-                yield place, f"{format_path(names[place])}: {text}", ""
+                yield [place], f"{format_path(names[place])}: {text}", ""
             continue
         source, text, hint = first_of(value), "", ""
         if wanted.kind == "key":
@@ -718,12 +750,13 @@ def differences(
                 text = f"{given}{list(shape)}, the model has {wanted}"
         elif wanted.kind == "array" and tuple(value.shape) != wanted.shape:
             text = f"shape {list(value.shape)}, the model has {list(wanted.shape)}"
-        elif wanted.kind == "array" and source.dtype != wanted.dtype:
+        elif wanted.kind == "array" and wanted.dtype and source.dtype != wanted.dtype:
             text = f"dtype {source.dtype.name}, the model has {wanted.dtype}"
             calls = LeafMap({place: value}).calls()
-            if not any(isinstance(call.operation, Apply) for call in calls):
+            floats = is_floating(source.dtype) and is_floating(wanted.dtype)
+            if floats and not any(isinstance(call.operation, Apply) for call in calls):
                 glob = as_python(format_glob(source.path))
                 hint = f'reshard.cast(ckpt, "{wanted.dtype}", {glob})'
         if text:
             both = f"{format_path(source.path)} -> {format_path(names[place])}"
-            yield place, f"{both}: {text}", hint
+            yield [place], f"{both}: {text}", hint

@@ -98,7 +98,12 @@ class Layout:
         )
 
 
-def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None = None) -> Layout:
+def detect(
+    ckpt: Mapping[Path, Any],
+    layout: str | None = None,
+    api: str | None = None,
+    held: Collection[Path] | None = None,
+) -> Layout:
     """The layout of a saved tree.
 
     Args:
@@ -106,6 +111,7 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None 
         has a dtype.
       layout: the kind, one of `KINDS`, if it is not to be detected.
       api: the API of the tree if there is no proof: the one that is converted from.
+      held: the saved paths of leaves in boxes and variables, if they are known.
 
     Raises:
       TreeMismatchError: the tree can be read in several ways or in none, or it cannot be of the
@@ -119,7 +125,7 @@ def detect(ckpt: Mapping[Path, Any], layout: str | None = None, api: str | None 
         raise TreeMismatchError(
             "the checkpoint is not a model: it holds no array, or one array without a path"
         )
-    tree = _Tree(ckpt)
+    tree = _Tree(ckpt, held)
     if layout is not None:
         return tree.read(layout, [f"`{layout}` was asked for"])
     return tree.read(*tree.decide(api))
@@ -228,9 +234,11 @@ class _Tree:
       state: the optimizer state.
       step: the step counter.
       wrapped: whether both are below one key, as those of an `nnx.Optimizer`.
+      typed: whether it is known which leaves are in boxes and variables.
     """
 
-    def __init__(self, ckpt: Mapping[Path, Any]):
+    def __init__(self, ckpt: Mapping[Path, Any], held: Collection[Path] | None = None):
+        self.typed = held is not None
         texts = [tuple(map(str, path)) for path in ckpt]
         nodes = {keys[:end] for keys in texts for end in range(1, len(keys) + 1)}
         sizes = collections.Counter(keys[:-1] for keys in nodes)
@@ -243,6 +251,8 @@ class _Tree:
         for keys, (path, value) in zip(texts, ckpt.items(), strict=True):
             values = [end for end, key in enumerate(keys) if key == "value" and end]
             lone = max((end for end in values if sizes[keys[:end]] == 1), default=None)
+            if held is not None:
+                lone = len(keys) - 1 if path in held else None
             node = self.top
             for key in keys[:-1]:
                 node = node.setdefault(key, {})
@@ -502,7 +512,9 @@ class _Tree:
             problems = [f"there is no array in {_named(*roots)}"]
         if problems:
             raise TreeMismatchError(f"the tree does not have the layout {kind}", problems)
-        if linen:
+        if self.typed:
+            in_model = in_optimizer = lambda leaf, start: True
+        elif linen:
             in_model = in_optimizer = _boxes(
                 {root: held for root, held in model.items() if roots[root] != (AUXILIARY,)}
             )

@@ -468,11 +468,9 @@ def _holds(leaf: Leaf, number: float) -> bool:
 
 
 def _all_are(values: np.ndarray, number: float) -> bool:
-    """Whether all values are a number, bit for bit; or any NaN for NaN."""
+    """Whether all values are a number; any NaN is NaN, and -0.0 is 0.0."""
     expected = np.array(number).astype(values.dtype)
-    if expected != expected:
-        return bool((values != values).all())
-    return values.tobytes() == np.broadcast_to(expected, values.shape).tobytes()
+    return bool(((values == expected) | ((values != values) & (expected != expected))).all())
 
 
 def _differs(leaf: Leaf, number: float, rule: Filled) -> str:

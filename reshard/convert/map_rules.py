@@ -455,6 +455,18 @@ def _pad(shape: Shape, values: Mapping[str, Any]) -> ops.Pad | ops.Crop:
     return (ops.Crop if undo else ops.Pad)(widths, values["value"])
 
 
+def _same_numbers(texts: Sequence[str]) -> dict[str, None]:
+    """Pairs of printed paths, up to a number, that differ only in zeros ahead of this number."""
+    pairs, parts = dict[str, None](), dict[tuple[str, str], str]()
+    for text in texts:
+        for digits in re.finditer(r"\d+", text):
+            part = text[: digits.end()]
+            key = text[: digits.start()], digits[0].lstrip("0")
+            if (other := parts.setdefault(key, part)) != part:
+                pairs[f"{other} and {part}"] = None
+    return pairs
+
+
 def _nested(sizes: Sequence[int], flat: int = -1, outer: int = 0, inner: int = 0) -> Names:
     """The names that `nest` defines: of groups of these sizes, the number of a member among all,
     `flat`, defines its group and its number there; or these two define `flat`. Raises ValueError:
@@ -505,6 +517,12 @@ class Rule:
     def joins(self) -> bool:
         """Whether leaves with one new path become one leaf."""
         return self.regroup is not None and self.regroup.key in WHOLES
+
+    @property
+    def computes(self) -> bool:
+        """Whether new paths depend on the values of numbers, and not only on their texts."""
+        pieces = itertools.chain(*(to.pieces for to in self.to))
+        return bool(self.by or self.nest) or any(isinstance(p, Arithmetic) for p in pieces)
 
     def replaced(self, to: Template, pattern: Pattern, text: str, part: int | None = None) -> str:
         """A new path of a leaf, or of a part of it. Raises ValueError: `to` or `nest` has no value
@@ -562,6 +580,7 @@ class Map:
       ignored: globs of source leaves that are dropped if they exist.
       to: the API that it converts to, if given: `"nnx"` or `"linen"`.
       keeps: whether a rule that does not change a path still applies to the leaf.
+      notes: notes on the model.
     """
 
     name: str
@@ -571,6 +590,7 @@ class Map:
     ignored: tuple[str, ...] = ()
     to: str | None = None
     keeps: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def inverse(rules: Map) -> Map:
@@ -686,9 +706,8 @@ class MapResult:
       notes: notes on optional rules and globs.
       idle: the optional rules that matched nothing.
       dropped: source leaves that are left out if the map is used in the opposite direction.
-      problems: why the map cannot be used.
       hints: what may help.
-      unexpected: new paths that the target does not have.
+      unexpected: leaves that the map is wrong about -> why.
     """
 
     map: LeafMap
@@ -698,9 +717,8 @@ class MapResult:
     notes: tuple[str, ...] = ()
     idle: tuple[Rule, ...] = ()
     dropped: tuple[Path, ...] = ()
-    problems: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
-    unexpected: frozenset[Path] = frozenset()
+    unexpected: Mapping[Path, str] = dataclasses.field(default_factory=dict)
 
     @property
     def untouched(self) -> list[Path]:
@@ -810,6 +828,9 @@ class _Tree:
             self.notes.append(f"{rule} is optional, and matches no leaf")
             self.idle.append(rule)
             return
+        if rule.computes:
+            pairs = _same_numbers([leaf.text for leaf in itertools.chain(*found)])
+            self.problems += [f"{rule}: {pair} have the same number" for pair in pairs]
         moves: list[_Move] = []
         if rule.drop or (rule.fill is not None and rule.patterns):
             for leaf in dict.fromkeys(itertools.chain(*found)):
@@ -1018,7 +1039,8 @@ class _Tree:
         values = {path: leaf.value for path, leaf in pairs if leaf.value is not None}
         origin = {path: "map" for path, leaf in pairs if leaf.last is not None}
         found = LeafMap(values, origin, tuple(self.dropped), self.constant)
-        outside = rules.initial, rules.optional, tuple(self.notes), tuple(self.idle)
+        notes = (*rules.notes, *self.notes)
+        outside = rules.initial, rules.optional, notes, tuple(self.idle)
         return MapResult(found, rules.to or "", *outside)
 
     def path(self, leaf: _Leaf) -> Path:

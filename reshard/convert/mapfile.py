@@ -11,8 +11,8 @@
     from = '^(.*)/mlp/gating_einsum$'
     unstack = { axis = 0, into = ['\\1/mlp/gate_proj/kernel', '\\1/mlp/up_proj/kernel'] }
 
-`reshard help maps` describes the keys. The operations of a rule are done in the order of `_EACH`,
-and then one of `_REGROUP`.
+`reshard help maps` describes the keys. The operations of a rule are done in the order of `ORDER`,
+and must be written in an order that makes the same.
 
 A map is written with few rules. One rule is for rows of the map that differ only in numbers, for
 all leaves of a module, or for numbered modules:
@@ -87,7 +87,8 @@ _Setting = dict[str, Any]
 _Parted = tuple[str | None, ...]
 
 
-_OPEN = re.compile(rf"""["']{TODO}\b""")
+# Texts before it are closed, and it is in no comment.
+_OPEN = re.compile(rf"""(?:[^"'#]|"(?:\\.|[^"\\])*"|'[^']*')*["']{TODO}\b""")
 _EXAMPLE = "\n      ".join(["[[rule]]", r"from = '^params/layer_(\d+)/'", r"to = 'layers/\1/'"])
 _REGROUP = ("split", "unstack", "concat", "stack", "equal")
 # Levels of nested tables and lists. Map files have six.
@@ -123,7 +124,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 def is_open(line: str) -> bool:
     """Whether a line of a draft map has a `TODO`."""
-    return bool(_OPEN.search(line))
+    return bool(_OPEN.match(line))
 
 
 def read_map(path: str | os.PathLike[str], numbers: Mapping[str, float] = {}) -> Map:
@@ -165,11 +166,14 @@ def config_numbers(config: Mapping[str, Any]) -> dict[str, float]:
 def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {}) -> Map:
     """The rules of the document of a map file, whose expressions may name these numbers. Raises
     ArgumentError: all problems of the rules."""
-    file = _File([], dict(numbers))
+    file = _File([], dict(numbers), [])
     variables = file.checked(document.get("vars", {}), _TABLE, "the file: `vars`") or {}
     for key, given in variables.items():
-        if (value := file.checked(given, _NUMBER, f"the file: `vars`: `{key}`")) is not None:
-            file.numbers[key] = value
+        where = f"the file: `vars`: `{key}`"
+        if (value := file.checked(given, _NUMBER, where)) is None:
+            continue
+        if file.numbers.setdefault(key, value) != value:
+            file.problems.append(f"{where} is {value}, but config.json has {file.numbers[key]}")
     rest = {key: value for key, value in document.items() if key != "vars"}
     top = file.checked(rest, _DOCUMENT, "the file") or {}
     optional = top["optional"] or {}
@@ -184,7 +188,7 @@ def map_of(document: dict[str, Any], name: str, numbers: Mapping[str, float] = {
                 file.problems.append(f"`{key}`: {error.summary}")
     rules = [_rule(file, number, table) for number, table in enumerate(top["rule"] or (), 1)]
     if file.problems:
-        raise ArgumentError(f"{name}: its rules cannot be read", file.problems)
+        raise ArgumentError(f"{name}: its rules cannot be read", file.problems, file.hints)
     return Map(name, tuple(filter(None, rules)), initial, may, ignored, to=top["to"])
 
 
@@ -286,10 +290,11 @@ _DOCUMENT: _Form = {"to?": _API, "init?": _TEXTS, "optional?": _OUTSIDE, "rule?"
 
 
 class _File(NamedTuple):
-    """The problems of a file, and the numbers that its expressions may name."""
+    """The problems of a file, the numbers that its expressions may name, and hints."""
 
     problems: list[str]
     numbers: dict[str, float]
+    hints: list[str]
 
     def checked(self, value: Any, form: _Form, where: str) -> Any:
         """A value, with its expressions evaluated, and tuples for lists; None, and the problems, if
@@ -366,7 +371,13 @@ def _rule(file: _File, number: int, table: dict[str, Any]) -> Rule | None:
     if _ONE_OR_MORE[0](given.get("from")):
         where += f", {' + '.join(f'`{text}`' for text in _texts(given['from']))}"
     values: dict[str, Any] = file.checked(given, _RULE, where) or {}
-    problems = list(_wrong_keys(given))
+    problems, turns = list(_wrong_keys(given)), _turns(given)
+    if not problems and len(turns) > 1:
+        done = ", ".join(f"`{key}`" for key in ORDER if key in table)
+        problems.append(f"it is done in the order {done}: write it so, or write two rules")
+        rules = "\n".join(map(_rule_toml, _one_by_one(table, turns))).rstrip("\n")
+        text = "".join(f"\n      {line}" for line in rules.split("\n"))
+        file.hints.append(f"rule {number} in the order in which it is written:{text}")
     patterns, each = list[Pattern](), list[ops.Operation | Step]()
     for text in _texts(values["from"]):
         try:
@@ -499,6 +510,50 @@ _EACH: dict[str, Callable[[Any], ops.Operation | Step]] = {
     "pad": lambda v: ops.Pad(**v) if "widths" in v else Step("pad", v),
     "crop": lambda v: ops.Crop(**v),
 }
+
+
+# The order in which the operations of a rule are done.
+ORDER = (*_EACH, *_REGROUP)
+# Operations that change each element alone, and operations that only move or remove elements: one
+# of these and one of those make the same in either order.
+_ELEMENTWISE = {"scale", "add"}
+_POSITIONS = {*ORDER} - {*_ELEMENTWISE, "apply", "pad", "equal"}
+
+
+def _turns(table: Mapping[str, Any]) -> list[list[str]]:
+    """The operations of a rule as they are written, cut before each one that would be done too
+    early in one rule with those before it."""
+    turns: list[list[str]] = [[]]
+    for key in filter(ORDER.__contains__, table):
+        late = {*turns[-1]}.intersection(ORDER[ORDER.index(key) :])
+        if late - (
+            _POSITIONS if key in _ELEMENTWISE else _ELEMENTWISE if key in _POSITIONS else set()
+        ):
+            turns.append([])
+        turns[-1].append(key)
+    return turns
+
+
+def _one_by_one(table: dict[str, Any], turns: Sequence[Sequence[str]]) -> Iterator[_Setting]:
+    """Rules that do the operations of a rule in its written order. A leaf that was split or joined
+    has `~` in its path until the next of them."""
+    both = {key: table[key] for key in ("when", "optional") if key in table}
+    names = {key: table[key] for key in ("nest", "to") if key in table}
+    sources = table["from"]
+    for turn in turns:
+        is_last, rule = turn is turns[-1], {key: table[key] for key in turn}
+        key = next(filter(_REGROUP.__contains__, turn), None)
+        rule |= names if key or is_last else {}
+        if key in PARTS and not is_last:
+            into = rule[key]["into"]
+            marked = f"{into}~" if isinstance(into, str) else [f"{text}~" for text in into]
+            rule[key] = rule[key] | {"into": marked}
+        elif key and not is_last:
+            rule["to"] += "~"
+        for source in [sources] if key else _texts(sources):
+            yield {"from": source, **both, **rule}
+        if key:
+            sources, names = "~", {"to": ""}
 
 
 class _Mark(str):

@@ -100,12 +100,15 @@ def target_tree_of(model: Any, api: str, role: str = "the model to convert to") 
         for path, leaf in held.items()
         if any(base.__name__ == "RngState" for base in type(leaf.wrapper).__mro__)
     )
+    boxes = {path for path, leaf in held.items() if leaf.wrapper is not None}
+    boxes |= {(*path, "value") for path in flatten_state(state).masked}
     if api == "linen":
-        layout = detect(values, _linen_kind(values))
+        layout = detect(values, _linen_kind(values), held=boxes)
         arrays = {path: values[saved] for path, saved in layout.model.items()}
         return TargetTree(leaves, random, layout, linen_outline(arrays, classes))
     place, outline = nnx_outline(state, orders, [*held.values()])
-    return TargetTree(leaves, random, detect(values, _nnx_kind(values, place)), outline)
+    layout = detect(values, _nnx_kind(values, place, bool(boxes)), held=boxes)
+    return TargetTree(leaves, random, layout, outline)
 
 
 def _check_module(model: Any, api: str, role: str) -> None:
@@ -161,7 +164,7 @@ def _linen_kind(leaves: Mapping[Path, Any]) -> str:
     return "linen-train-state" if top & {"opt_state", "step"} else "linen-variables"
 
 
-def _nnx_kind(leaves: Mapping[Path, Any], place: Path) -> str:
+def _nnx_kind(leaves: Mapping[Path, Any], place: Path, held: bool) -> str:
     top = {str(path[0]) for path in leaves if path}
     if place == ("model",):
         return "nnx-model-and-optimizer" if "opt_state" in top else "nnx-model"
@@ -170,7 +173,6 @@ def _nnx_kind(leaves: Mapping[Path, Any], place: Path) -> str:
             f"the NNX model is at `{format_path(place)}`",
             hints=['give the model alone, or `{"model": model, "optimizer": optimizer}`'],
         )
-    held = any(path[-1:] == ("value",) for path in leaves)
     return "nnx-state" if held else "nnx-pure-dict"
 
 

@@ -310,10 +310,10 @@ def by_map(
         )
         raise TreeMismatchError(error.summary, error.problems, [hint, *error.hints]) from error
     if end is None:
-        texts = map(format_path, found.untouched)
-        problems = tuple(f"{text}: no rule of the map applies to it" for text in texts)
-        hints = ("model=... pairs the leaves that no rule names",) * bool(problems)
-        return dataclasses.replace(found, to=to, problems=problems, hints=hints)
+        why = "no rule of the map applies to it"
+        unexpected = {path: f"{format_path(path)}: {why}" for path in found.untouched}
+        hints = ("model=... pairs the leaves that no rule names",) * bool(unexpected)
+        return dataclasses.replace(found, to=to, hints=hints, unexpected=unexpected)
     if backwards:
         found = _backwards(found, shapes)
     linen = start if start.api == "linen" else end
@@ -330,17 +330,16 @@ def by_map(
             or isinstance(found.map.values[path], Filled)
         )
     ]
-    problems = []
-    for path in map(format_path, unexpected):
-        near = "".join(f"; the nearest is {name}" for name in nearest(path, end.shapes)[:1])
+    why = {}
+    for path in unexpected:
+        text = format_path(path)
+        near = "".join(f"; the nearest is {name}" for name in nearest(text, end.shapes)[:1])
         wrong = f"the model has no such leaf{near}"
         if backwards:
             wrong = "the map needs it, and the checkpoint lacks it"
-        problems.append(f"{path}: {wrong}")
+        why[path] = f"{text}: {wrong}"
     hints = (_RENAMES,) if unexpected and to == "nnx" and not backwards else ()
-    return dataclasses.replace(
-        found, to=end.api, problems=tuple(problems), hints=hints, unexpected=frozenset(unexpected)
-    )
+    return dataclasses.replace(found, to=end.api, hints=hints, unexpected=why)
 
 
 def _backwards(map_result: MapResult, shapes: Mapping[Path, Shape]) -> MapResult:

@@ -26,6 +26,10 @@ A block or a tensor with `when` counts only if that is true. `require` lists wha
 Tensors with the same new path are stacked, along the axis `stack`. The operations in `first` come
 before the others. If they split a tensor, it has no `to`: other tensors of the list are its parts.
 
+`ignored` has keys of `config.json` that no array shows and that the JAX model does not take from
+the user. If such a key has another value than `is`, a note says so. `without` is the value that
+Hugging Face's model has if the key is missing or null, `is` by default.
+
 A ready map becomes an ordinary map with a rule for each leaf. So a tensor that is missing, or has
 another shape, is an error in both directions.
 """
@@ -46,13 +50,14 @@ from typing import Any
 import ml_dtypes
 
 from reshard import tree
-from reshard.arrays.handle import ArrayHandle
+from reshard.arrays.dtypes import kind_of
+from reshard.arrays.handle import ArrayHandle, array_text
 from reshard.arrays.operations import Moving
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes, type_name
+from reshard.convert import map_rules, mapfile
+from reshard.convert.described import with_true_metadata
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Output, Source, sources_of
-from reshard.convert.map_rules import Map, apply_inverse, apply_map
-from reshard.convert.mapfile import config_numbers, map_of, read_map
 from reshard.convert.optimizer import followers
 from reshard.errors import ArgumentError, ReshardError, TreeMismatchError
 from reshard.loader.hf_files import snapshot
@@ -66,12 +71,17 @@ _MOST_LAYERS = 4096
 # Problems of `apply_map`.
 _NO_RULE = "no rule applies to "
 _OTHER_SHAPE = re.compile(r"its shape is (\[[\d, ]*\]), not (\[[\d, ]*\])")
+# Leaves that no output of a text model depends on: those below a key at the top, those with a name
+# at their end, and the random state of NNX. Nothing else is known to be without effect.
+_OTHER_TREES = {*OPTIMIZERS, "step", "vision_tower", "multi_modal_projector"}
+_BUFFERS = {"inv_freq", "position_ids", "masked_bias", "cos_cached", "sin_cached"}
+_DEQUANTIZE = "dequantize its tensors, and remove `quantization_config` from its `config.json`"
 _NO_OPERATIONS = {"hf", "to", "shape", "when", "first", "stack"}
 
 
 def remap(
     ckpt: Checkpoint,
-    map_file: str | os.PathLike[str] | Map,
+    map_file: str | os.PathLike[str] | map_rules.Map,
     *,
     reverse: bool = False,
     config: str | os.PathLike[str] | None = None,
@@ -105,7 +115,7 @@ def remap(
     leaves: dict[tree.Path, Leaf] = {text: ckpt[path] for text, path in old.items()}
     shapes = {p: x.shape if isinstance(x, ArrayHandle) else () for p, x in leaves.items()}
     try:
-        result = (apply_inverse if reverse else apply_map)(rules, shapes)
+        result = (map_rules.apply_inverse if reverse else map_rules.apply_map)(rules, shapes)
     except TreeMismatchError as error:
         if not rules.name.startswith(PREFIX):
             raise
@@ -124,11 +134,11 @@ def remap(
     tree.check_lists(made, ckpt)
     if clashes := name_clashes(made):
         raise TreeMismatchError("two leaves would be stored under one name", clashes)
-    return ckpt.replace(made, notes=result.notes, retyped=True)
+    return with_true_metadata(ckpt.replace(made, notes=result.notes, retyped=True), by_map=True)
 
 
 def _problems(
-    rules: Map, found: LeafMap, leaves: Mapping[tree.Path, Leaf], reverse: bool
+    rules: map_rules.Map, found: LeafMap, leaves: Mapping[tree.Path, Leaf], reverse: bool
 ) -> Iterator[str]:
     """Why a map cannot be used without a model."""
     for glob in () if reverse else rules.initial:
@@ -174,7 +184,7 @@ def _mirrors(
     changed leaf may be missing if the leaves below both keys have the same names."""
     below: dict[str, set[tree.Path]] = collections.defaultdict(set)
     texts = {tuple(map(str, path)): path for path in leaves}
-    for path in texts:
+    for path in filter(None, texts):  # a tree may be one leaf
         below[path[0]].add(path[1:])
     owners: dict[tree.Path, list[tree.Path]] = collections.defaultdict(list)
     for path in changed:
@@ -203,7 +213,7 @@ def ready_map(
     vocab: int | None = None,
     scan_axis: int | None = None,
     to: str | None = None,
-) -> Map:
+) -> map_rules.Map:
     """The ready map for a model. `reshard help maps` lists their names.
 
     Args:
@@ -229,8 +239,7 @@ def ready_map(
     values = read_config(config)
     if quantization := values.get("quantization_config"):
         problems = [f"`quantization_config` is {quantization}"]
-        hint = "dequantize its tensors, and remove `quantization_config` from its `config.json`"
-        raise ArgumentError(f"the model of `{config}` is quantized", problems, [hint])
+        raise ArgumentError(f"the model of `{config}` is quantized", problems, [_DEQUANTIZE])
     maps, wanted = ready_maps(), name.removeprefix(PREFIX)
     kind, fitting = values.get("model_type"), maps_for(values)
     model = (fitting or [""])[0].partition("-")[0]
@@ -261,29 +270,48 @@ def ready_map(
     if to not in (None, variables.get("api")):
         text = f"a conversion to {to} cannot use the map {name}: pass it to `reshard.remap`"
         raise ArgumentError(text)
-    return map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
+    made = mapfile.map_of({"rule": [*_rules(document, variables, to is not None)]}, name)
+    return dataclasses.replace(made, notes=tuple(_ignored(document, values, variables, name)))
+
+
+def _ignored(
+    document: Mapping[str, Any], config: Mapping[str, Any], variables: Mapping[str, Any], name: str
+) -> Iterator[str]:
+    """Notes on keys of `config.json` with values that the JAX model is not known to have."""
+    given = {**(config.get("rope_parameters") or {}), "rope_type": variables["rope_type"]}
+    given |= {key: value for key, value in config.items() if value is not None}
+    for entry in document.get("ignored", ()):
+        key, known = entry["key"], entry["is"]
+        value = given.get(key, entry.get("without", known))
+        if value != known and _evaluated(entry.get("when", "True"), variables):
+            text = f"`{key}` is {value!r}: outputs are known to agree only with {known!r}"
+            yield f"{name}: {text}"
 
 
 def find_map(
-    map_file: str | os.PathLike[str] | Map,
+    map_file: str | os.PathLike[str] | map_rules.Map,
     ckpt: Checkpoint,
     to: str | None = None,
     config: str | os.PathLike[str] | None = None,
-) -> Map:
+) -> map_rules.Map:
     """The map that an argument means: a map, a file, or the ready map for a Hugging Face
     checkpoint, whose configuration is beside it if no other is given. Raises ArgumentError, as
-    `ready_map` and `read_map`."""
-    if isinstance(map_file, Map):
-        return map_file
+    `ready_map` and `read_map`; TreeMismatchError: a ready map, and weights that are quantized."""
     if isinstance(map_file, str) and map_file.startswith(PREFIX):
-        return ready_map(map_file, config or ckpt.source.root, to=to)
+        map_file = ready_map(map_file, config or ckpt.source.root, to=to)
+    if isinstance(map_file, map_rules.Map):
+        if map_file.name.startswith(PREFIX) and (packed := [*_quantized(ckpt)]):
+            raise TreeMismatchError(
+                f"{map_file.name}: the weights are quantized", packed, [_DEQUANTIZE]
+            )
+        return map_file
     try:
-        numbers = config_numbers(read_config(config or ckpt.source.root))
+        numbers = mapfile.config_numbers(read_config(config or ckpt.source.root))
     except ReshardError:
         if config:
             raise
         numbers = {}
-    return read_map(map_file, numbers)
+    return mapfile.read_map(map_file, numbers)
 
 
 def ready_maps() -> dict[str, dict[str, Any]]:
@@ -303,6 +331,25 @@ def maps_for(config: Mapping[str, Any]) -> list[str]:
     return [name for name, model in models.items() if kind in model["model_type"]]
 
 
+def _glob_without_effect(path: tree.Path) -> str | None:
+    """A glob for a leaf and others that no output of a model depends on; None if one may."""
+    if path[0] in _OTHER_TREES:
+        return tree.format_glob(path[:1]) + "/**" * (len(path) > 1)
+    if path[-1] in _BUFFERS:
+        return f"**/{path[-1]}"
+    return "**/rngs/**" if "rngs" in path else None
+
+
+def _quantized(ckpt: Checkpoint) -> Iterator[str]:
+    """The arrays that hold integers, or floating-point numbers of 8 bits or fewer, before casts."""
+    for leaf in ckpt.arrays:
+        if not leaf.shape or leaf.key_impl is not None or _glob_without_effect(leaf.path):
+            continue
+        for dtype in dict.fromkeys(root.stored_dtype for root, _ in leaf.roots()):
+            if kind_of(dtype) in ("i", "u") or (kind_of(dtype) == "f" and dtype.itemsize == 1):
+                yield f"{tree.format_path(leaf.path)}  {array_text(dtype.name, leaf.shape)}"
+
+
 def _fitting_arguments(leaves: Collection[tree.Path], problems: Sequence[str]) -> Iterator[str]:
     """Hints for a ready map whose only problems are more leaves, or more rows of the embedding."""
     unmatched = {text.removeprefix(_NO_RULE) for text in problems if text.startswith(_NO_RULE)}
@@ -310,12 +357,11 @@ def _fitting_arguments(leaves: Collection[tree.Path], problems: Sequence[str]) -
     if len(unmatched) + len(shapes) < len(problems):
         return
     left = [path for path in leaves if tree.format_path(path) in unmatched]
-    used = {path[:1] for path in leaves if tree.format_path(path) not in unmatched}
-    whole = {path[:1] for path in left if path[1:]} - used
-    globs = [f"{tree.format_glob(path)}/**" for path in sorted(whole)]
-    globs += [tree.format_glob(path) for path in left if path[:1] not in whole]
+    globs = dict.fromkeys(map(_glob_without_effect, left))
+    if None in globs:
+        return
     if globs:
-        yield f"reshard.select(ckpt, drop={tree.as_python(globs)}) leaves these leaves out"
+        yield f"reshard.select(ckpt, drop={tree.as_python([*globs])}) leaves these leaves out"
     pairs = {
         pair
         for one, other in shapes
@@ -436,7 +482,7 @@ def _operations(
             made.pop("pad", None)
         if any(after < 0 for _, after in widths):
             made["crop"] = {"widths": [[0, -after] for _, after in widths]}
-        found.append(made)
+        found.append({key: made[key] for key in mapfile.ORDER if key in made})
     return found[0], found[1]
 
 

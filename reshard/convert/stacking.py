@@ -2,15 +2,18 @@
 
 import collections
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from reshard import tree
+from reshard.arrays.boxes import Shape
 from reshard.arrays.handle import ArrayHandle, Derived
 from reshard.arrays.operations import Stack, Unstack
 from reshard.checkpoint import Checkpoint, Leaf, check_checkpoints, name_clashes
+from reshard.convert import optimizer
+from reshard.convert.described import with_true_metadata
 from reshard.convert.layout import OPTIMIZERS
 from reshard.convert.leafmap import LeafMap, Row, Value, from_rows, sources_of
-from reshard.convert.optimizer import Followed, followed, follows_note
 from reshard.errors import ArgumentError, ShardingError, TreeMismatchError
 from reshard.sharding.mesh import NamedSharding, spec_problems
 from reshard.tree import Path, format_path
@@ -19,6 +22,9 @@ _DIGITS = 5  # of the number of layers in a cycle
 _HINT = "`params/layer_{}` stands for params/layer_0, params/layer_1 and so on; `*` for any key"
 # Keys of the parameters, which have their optimizer state next to them.
 _COLLECTIONS = frozenset(("params", "model"))
+# The leaves of layers: the path below the root of their tree, as text -> the shape and the dtype of
+# an array, None and the text of another leaf.
+_Layers = dict[Path, tuple[Shape | None, Any]]
 
 
 def stack(
@@ -33,7 +39,7 @@ def stack(
     """Stack the arrays of layers into one array each, along a new axis.
 
     Optimizer state follows its parameters: the state next to the `params` or `model` that holds
-    them.
+    them. So does another tree next to these, such as an average, if it has exactly the same layers.
 
     Args:
       ckpt: the checkpoint.
@@ -90,7 +96,7 @@ def stack(
                 rows.append(Row((*inputs.values(),), (target,), Stack(axis, mesh_axes)))
     if problems:
         raise TreeMismatchError("the layers cannot be stacked", problems, hints)
-    return _applied(ckpt, rows)
+    return _applied(ckpt, rows, layers)
 
 
 def unstack(
@@ -154,7 +160,7 @@ def unstack(
     if problems:
         number = "" if indices is None else f" {len(indices)}"
         raise TreeMismatchError(f"not all arrays have the{number} layers on axis {axis}", problems)
-    return _applied(ckpt, rows)
+    return _applied(ckpt, rows, stacked)
 
 
 def _parsed(layers: str, stacked: str, indices: Sequence[int] | None) -> tuple[str, str, int]:
@@ -185,28 +191,34 @@ def _grouped(
     path. And the problems: pairs of leaves with the same keys."""
     check_checkpoints(ckpt)
     keys = tree.split_path(pattern)
-    texts = [re.escape(key).replace(r"\*", "(.*)").replace(r"\{\}", "([0-9]+)") for key in keys]
-    regexes = [re.compile(text, re.DOTALL) for text in texts]
     groups: dict[Path, dict[int, dict[Path, Path]]] = {}
-    problems = []
-    for path in ckpt:
-        hits = [regex.fullmatch(str(key)) for regex, key in zip(regexes, path, strict=False)]
-        if len(hits) < len(keys) or None in hits:
-            continue
+    layers: dict[tuple[Path, int], Path] = {}
+    problems: dict[str, None] = {}
+    for path, hits in _matches(ckpt, keys):
         stars, number = [], 0
         for key, given, hit in zip(keys, path, hits, strict=False):
-            found = iter(hit.groups() if hit else ())
+            found = iter(hit.groups())
             for place in re.findall(r"\*|\{\}", key):
                 if place == "*":
                     stars.append(given if key == "*" else next(found))
                 else:
                     number = int(next(found))
         if indices is None or number in indices:
-            group = groups.setdefault(tuple(stars), {}).setdefault(number, {})
-            other = group.setdefault(path[len(keys) :], path)
-            if other != path:
-                problems.append(f"{format_path(other)} and {format_path(path)} are both {number}")
-    return groups, problems
+            groups.setdefault(tuple(stars), {}).setdefault(number, {})[path[len(keys) :]] = path
+            layer = path[: len(keys)]
+            if (other := layers.setdefault((tuple(stars), number), layer)) != layer:
+                problems[f"{format_path(other)} and {format_path(layer)} are both {number}"] = None
+    return groups, [*problems]
+
+
+def _matches(paths: Iterable[Path], keys: Path) -> Iterator[tuple[Path, list[re.Match[str]]]]:
+    """The paths that begin with keys of a pattern, with the matches of these keys."""
+    texts = [re.escape(str(k)).replace(r"\*", "(.*)").replace(r"\{\}", "([0-9]+)") for k in keys]
+    regexes = [re.compile(text, re.DOTALL) for text in texts]
+    for path in paths:
+        hits = [regex.fullmatch(str(key)) for regex, key in zip(regexes, path, strict=False)]
+        if len(path) >= len(keys) and None not in hits:
+            yield path, [hit for hit in hits if hit is not None]
 
 
 def _call(before: str, after: str, axis: int, indices: str, names: Sequence[str]) -> str:
@@ -256,16 +268,16 @@ def _like(path: Path, other: Path) -> Path:
     return other[:same] + path[same:]
 
 
-def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
-    """The checkpoint after operations on parameters. Its optimizer state follows them. Leaves that
-    are no arrays only change their paths."""
+def _applied(ckpt: Checkpoint, rows: Sequence[Row], pattern: str) -> Checkpoint:
+    """The checkpoint after operations on the layers of a pattern. Their optimizer state follows
+    them. Leaves that are no arrays only change their paths."""
     arrays = {leaf.path: leaf for leaf in ckpt.arrays}
     large = [row for row in rows if row.inputs[0] in arrays]
     small = [row for row in rows if row.inputs[0] not in arrays]
     taken = {path for row in large for path in row.inputs}
     model = from_rows(large, {path: arrays[path].shape for path in arrays if path in taken})
-    parts = list(_followed(ckpt, model, arrays))
-    problems = [problem for part, _ in parts for problem in part.problems]
+    parts = list(_followed(ckpt, model, arrays, tree.split_path(pattern)))
+    problems = [problem for part, *_ in parts for problem in part.problems]
     if problems:
         raise TreeMismatchError(
             "optimizer state that cannot follow its parameters",
@@ -275,7 +287,7 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
     without = {path: row.inputs for row in small for path in row.outputs}
     values, must_be_zero = dict(model.values), {}
     copies: collections.Counter[Path] = collections.Counter()
-    for part, depth in parts:
+    for part, depth, _ in parts:
         state = (*part.map.values, *part.placeholders)
         copies.update(p[: depth + 1] for p in state if {*OPTIMIZERS}.isdisjoint(map(str, p)))
         without |= part.placeholders
@@ -299,15 +311,17 @@ def _applied(ckpt: Checkpoint, rows: Sequence[Row]) -> Checkpoint:
         raise TreeMismatchError("leaves exist at these paths already", collisions)
     leaves = kept | made
     tree.check_lists(leaves, ckpt)
-    notes = [follows_note(root, count) for root, count in copies.items()]
-    return ckpt.replace(leaves, notes=notes, retyped=True)
+    notes = [optimizer.follows_note(root, count) for root, count in copies.items()]
+    same = "has other layers than the parameters, and stays"
+    notes += [f"`{format_path(root)}` {same}" for *_, roots in parts for root in roots]
+    return with_true_metadata(ckpt.replace(leaves, notes=notes, retyped=True))
 
 
 def _followed(
-    ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle]
-) -> Iterator[tuple[Followed, int]]:
-    """The map of the optimizer state next to each collection of parameters, and the depth of the
-    keys of both."""
+    ckpt: Checkpoint, model: LeafMap, arrays: Mapping[Path, ArrayHandle], pattern: Path
+) -> Iterator[tuple[optimizer.Followed, int, list[Path]]]:
+    """The map of the optimizer state next to each collection of parameters, the depth of the keys
+    of both, and the roots of trees that stay, although they have such layers."""
     taken = model.sources()
     parts: dict[Path, dict[Path, Value]] = {}
     for path, value in model.values.items():
@@ -327,8 +341,65 @@ def _followed(
                 elif not isinstance(leaf, str):
                     others[path] = None
         depth = max(len(root) - 1, 0)
+        stay = _other_models(ckpt, pattern, parameters, others, root[:-1])
+        for other, layers in stay.items():
+            for path in [path for path in others if path[: len(other)] == other]:
+                if tuple(map(str, path[len(other) :])) in layers:
+                    del others[path]
         beside = {path for path in others if str(path[depth]) not in OPTIMIZERS}
-        yield followed(LeafMap(own), parameters, others, beside=beside), depth
+        yield optimizer.followed(LeafMap(own), parameters, others, beside=beside), depth, [*stay]
+
+
+def _other_models(
+    ckpt: Checkpoint,
+    pattern: Path,
+    parameters: Mapping[Path, Shape],
+    others: optimizer.Leaves,
+    home: Path,
+) -> dict[Path, _Layers]:
+    """The layers of other models than that of the parameters, which is at `home`, and of their
+    optimizer state, by the root of their tree.
+
+    A tree that is no optimizer state is another model's if its layers differ in anything. Optimizer
+    state is if it is next to such trees alone, if it has layers that the parameters lack, or if its
+    shapes are those of such a tree.
+    """
+    found: dict[Path, _Layers] = {}
+    beside, states = dict[Path, _Layers](), list[tuple[Path, int, _Layers, _Layers, int]]()
+    for root, members in optimizer.mirroring_subtrees(parameters, others)[0].items():
+        parameter, path = next(iter(members.items()))
+        start = len(parameter) - (len(path) - len(root))
+        below = pattern[start:]
+        layers, own = (_layers_below(ckpt, at, below) for at in (root, parameter[:start]))
+        depth = next((depth for depth, key in enumerate(root) if key in OPTIMIZERS), None)
+        if layers and depth is not None:
+            states.append((root, depth, layers, own, len(below)))
+        elif layers:
+            beside[root] = layers
+            if layers != own or not below or "{}" in format_path(pattern[:start]):
+                found[root] = layers
+    theirs = [_shapes(layers) for layers in found.values()]
+    for root, depth, layers, own, size in states:
+        near = {other for other in beside if other[:depth] == root[:depth] != home}
+        more = {path[:size] for path in layers} - {path[:size] for path in own}
+        fits_theirs = _shapes(layers) != _shapes(own) and _shapes(layers) in theirs
+        if (near and near <= found.keys()) or more or fits_theirs:
+            found[root] = layers
+    return found
+
+
+def _layers_below(ckpt: Checkpoint, root: Path, pattern: Path) -> _Layers:
+    found: _Layers = {}
+    inside = (path[len(root) :] for path in ckpt if path[: len(root)] == root)
+    for path, _ in _matches(inside, pattern):
+        leaf = ckpt[root + path]
+        is_array = isinstance(leaf, ArrayHandle)
+        found[tuple(map(str, path))] = (leaf.shape, leaf.dtype) if is_array else (None, repr(leaf))
+    return found
+
+
+def _shapes(layers: _Layers) -> dict[Path, Shape | None]:
+    return {path: shape for path, (shape, _) in layers.items()}
 
 
 def _collection(inputs: Collection[Path]) -> Path:

@@ -21,11 +21,13 @@ import numpy as np
 
 from reshard.arrays.boxes import Shape
 
+# A part of a share: the number of a piece of work, the first box, and the box after the last one.
+Range = tuple[int, int, int]
 
-def divide(work: Sequence[np.ndarray], count: int) -> list[list[tuple[int, int, int]]]:
-    """For each of `count` shares its ranges: the number of a piece of work, the first box, and the
-    box after the last one. `work` has, for each piece, the weight of its first n boxes, for each n
-    from 0."""
+
+def divide(work: Sequence[np.ndarray], count: int, only: int | None = None) -> list[list[Range]]:
+    """For each of `count` shares, or for `only` one, its ranges. `work` has, for each piece, the
+    weight of its first n boxes, for each n from 0."""
     ends = [0, *itertools.accumulate(int(weights[-1]) for weights in work)]
 
     def cut(number: int) -> tuple[int, int]:
@@ -35,7 +37,8 @@ def divide(work: Sequence[np.ndarray], count: int) -> list[list[tuple[int, int, 
         return n, 0 if n == len(work) else bisect.bisect_left(work[n], target - ends[n])
 
     shares = []
-    for (first, start), (last, stop) in itertools.pairwise(map(cut, range(count + 1))):
+    cuts = range(count + 1) if only is None else (only, only + 1)
+    for (first, start), (last, stop) in itertools.pairwise(map(cut, cuts)):
         boxes = [(n, 0, len(work[n]) - 1) for n in range(first, last)] + [(last, 0, stop)]
         boxes[0] = first, start, boxes[0][2]
         shares.append([each for each in boxes if each[1] < each[2]])

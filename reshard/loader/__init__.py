@@ -1,10 +1,12 @@
-"""Opens a path as a `Checkpoint`. Each format has a module, and `detection` chooses it."""
+"""Opens a path as a `Checkpoint`. Each format has a module, and `locate` chooses it."""
 
+import dataclasses
 import os
 
 from reshard.checkpoint import FOREIGN_KINDS, Checkpoint, Item
-from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError
-from reshard.loader import detection, msgpack, orbax, safetensors, zarr_tree
+from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError, StoreError
+from reshard.loader import msgpack, orbax, safetensors, zarr_tree
+from reshard.loader.locate import check_inside, locate
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
 
@@ -37,7 +39,7 @@ def open(
       UncommittedCheckpointError: its writer never finished.
       CheckpointFormatError: it is not such a checkpoint; the message names the format if known.
       CorruptCheckpointError: its parts contradict each other.
-      StoreError: a request to a bucket failed.
+      StoreError: a request to a bucket failed, or this user may not read a file.
 
     Example:
       >>> ckpt = reshard.open("run/1000")
@@ -53,18 +55,21 @@ def open(
         raise ArgumentError(f"a step is a number, not text: {step!r:.40}", hints=hints)
     try:
         with parse_location(path).cached_listing():
-            located = detection.locate(path, step, item)
-            detection.check_inside(located)
+            located = locate(path, step, item)
+            check_inside(located)
             located.directory.check_opens()
             if located.kind in _FOREIGN:
                 return _FOREIGN[located.kind].read(located, concurrency)
             if file := orbax.values_file(located):
-                return msgpack.read(Item(file, "msgpack", located.v1), concurrency)
+                held = dataclasses.replace(located, file=file.name)
+                bare = Item(file, "msgpack", located.v1)
+                return msgpack.read(bare if located.kind == "item" else held, concurrency)
             return orbax.read(located, concurrency)
     except ReshardError:
         raise
     except OSError as error:
-        raise CorruptCheckpointError(
+        kind = StoreError if isinstance(error, PermissionError) else CorruptCheckpointError
+        raise kind(
             f"`{os.fspath(path)}` cannot be read: {error.strerror}",
             [f"{error.filename!s:.200}"] if error.filename else [],
         ) from error

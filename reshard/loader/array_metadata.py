@@ -57,6 +57,9 @@ def parse_zarr(metadata: bytes, driver: str) -> ZarrArray:
     TensorStore interprets it, so that there is one interpretation. Equal documents share their
     result: checkpoints repeat them."""
     document = parse_json(metadata)
+    match document:
+        case {"order": "F", "shape": [] | [_]}:  # which a specification may not say
+            document["order"] = "C"
     spec = {"driver": driver, "kvstore": "memory://", "metadata": document, "assume_metadata": True}
     try:
         array = ts.open(spec).result()

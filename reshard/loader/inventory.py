@@ -5,26 +5,21 @@ documents and chunks. Anything else belongs to somebody else. Facts about names 
 of orbax-checkpoint 0.4.4 to 0.12.8.
 """
 
+import dataclasses
 import enum
+import functools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from reshard.loader.detection import (
-    ARRAYS_FOLDER,
-    CHECKPOINT_FILE,
-    DELETION_FILE,
-    MARKER,
-    RECORD,
-    RECORD_FILES,
-    SHARDING_FILE,
-    STRINGS_FILE,
-    TEMPORARY,
-    TREE_FILE,
-    V1_MARKER,
-)
+from reshard.errors import CheckpointFormatError, CorruptCheckpointError
+from reshard.loader import detection
+from reshard.loader.detection import CHECKPOINT_FILE, MARKER, RECORD, TEMPORARY, TREE_FILE
+from reshard.loader.json_documents import read_json
 from reshard.storage.disk import Entry
+from reshard.storage.location import Location
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
+from reshard.tree import as_python
 
 # The directory of a root with the metadata of the whole run, and the only name in it.
 ROOT_FOLDER, ROOT_FILE = "metadata", "_ROOT_METADATA"
@@ -36,11 +31,17 @@ UNFINISHED_PREFIX = ".reshard-"
 # temporary: an old checkpoint must not be swept away by a manager.
 REPLACED_SUFFIX = ".replaced-by-reshard"
 # Documents of a step, and of an item: an item may have all those of a step.
-_STEP_DOCUMENTS = {CHECKPOINT_FILE, DELETION_FILE, V1_MARKER}
-_ITEM_DOCUMENTS = {*_STEP_DOCUMENTS, TREE_FILE, SHARDING_FILE, STRINGS_FILE, ARRAYS_FOLDER}
-_ITEM_DOCUMENTS |= {MANIFEST, "checkpoint", *RECORD_FILES}
+_STEP_DOCUMENTS = {CHECKPOINT_FILE, detection.DELETION_FILE, detection.V1_MARKER}
+_ITEM_DOCUMENTS = {
+    *_STEP_DOCUMENTS,
+    TREE_FILE,
+    detection.SHARDING_FILE,
+    detection.STRINGS_FILE,
+    detection.ARRAYS_FOLDER,
+}
+_ITEM_DOCUMENTS |= {MANIFEST, "checkpoint", *detection.RECORD_FILES}
 # `prefix_100` or `100`. Orbax's steps have ASCII digits only.
-_STEP_NAME = re.compile(r"(?:(.+)_)?([0-9]+)", re.DOTALL)
+_STEP_NAME = re.compile(r"(?:(.*)_)?([0-9]+)", re.DOTALL)
 
 
 class Level(enum.Enum):
@@ -104,7 +105,7 @@ def step_forms(names: Iterable[str]) -> dict[Form, dict[int, str]]:
             if prefix == form.prefix
             and (len(digits) == form.width if digits[0] == "0" else len(digits) >= form.width)
         }
-        for form in sorted(forms, key=lambda form: (form.prefix or "", form.width))
+        for form in sorted(forms, key=lambda form: (form.prefix is not None, form))
     }
     return {
         form: steps
@@ -149,3 +150,219 @@ def _named(entry: Entry, level: Level, known: Collection[str]) -> Named:
     if name in FOLDERS or name.startswith(PROCESS) or name in known:
         return Named(name, Role.CHUNKS, entry)
     return Named(name, Role.DOCUMENT if name in _ITEM_DOCUMENTS else Role.OTHER, entry)
+
+
+# Directories.
+
+
+class State(enum.Enum):
+    """Whether a step can be used."""
+
+    WHOLE = "whole"
+    UNFINISHED = "unfinished"  # its writer stopped
+    UNREADABLE = "unreadable"  # for this user
+    DAMAGED = "damaged"
+    EMPTY = "empty"  # it holds no checkpoint
+
+
+class Status(NamedTuple):
+    """The state of a step, why, and what to do about it."""
+
+    state: State
+    why: str = ""
+    hint: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inventory:
+    """What a directory holds, from one listing. Nothing below it is looked into until it is asked
+    for: there may be thousands of steps, and in a bucket each look is a request."""
+
+    place: Location
+    names: tuple[Named, ...]
+
+    def of(self, role: Role) -> list[str]:
+        """The names that have a role."""
+        return [each.name for each in self.names if each.role is role]
+
+    @functools.cached_property
+    def steps(self) -> dict[int, str]:
+        """Number -> name of each step, ascending, whatever its state."""
+        numbered = {step_number(name): name for name in self.of(Role.STEP)}
+        return dict(sorted((n, name) for n, name in numbered.items() if n is not None))
+
+    @property
+    def begun(self) -> list[int]:
+        """Steps that Orbax has only under temporary names, ascending."""
+        names = (name.partition(TEMPORARY)[0] for name in self.of(Role.TEMPORARY))
+        return sorted({n for n in map(step_number, names) if n is not None} - self.steps.keys())
+
+
+def list_root(place: Location) -> Inventory:
+    """The inventory of a manager's root. Raises CheckpointFormatError if it is open which of its
+    directories are its steps."""
+    entries = place.entries()
+    forms = step_forms(entry.path for entry in entries if entry.is_dir)
+    steps = _steps_of_one_form(place, forms).values()
+    return Inventory(place, tuple(roles(entries, Level.ROOT, steps)))
+
+
+def list_step(place: Location, deleted: str = "") -> Inventory:
+    """The inventory of a step. Its items are the directories that its document names. Without such
+    a document, or if an item was renamed, the directories that are items count, too. An item that
+    is being `deleted` is none."""
+    entries = place.entries()
+    folders = [entry.path for entry in entries if entry.is_dir and TEMPORARY not in entry.path]
+    folders = [n for n in folders if n != deleted and not n.startswith((".", PROCESS))]
+    named = item_handlers(place)
+    items = [name for name in folders if name in named]
+    is_complete = named and named.keys() <= {*items, deleted}
+    place.prefetch(lists=items if is_complete else folders)
+    if not is_complete:
+        items = [name for name in folders if name in named or is_item(place / name)]
+    return Inventory(place, tuple(roles(entries, Level.STEP, items)))
+
+
+def item_handlers(step: Location) -> Mapping[str, object]:
+    """The items of a step, each with its handler, as its document names them."""
+    handlers = (read_json(step / CHECKPOINT_FILE) or {}).get("item_handlers")
+    return handlers if isinstance(handlers, dict) else {}
+
+
+def _steps_of_one_form(
+    place: Location, forms: Mapping[Form, Mapping[int, str]]
+) -> Mapping[int, str]:
+    """The steps of a root: number -> name. If there are several forms, those count that a directory
+    with a checkpoint has, and plain numbers without zeros come first."""
+    if len(forms) < 2:
+        return next(iter(forms.values()), {})
+    held = {}
+    for form, steps in forms.items():
+        if has_step(place, steps):
+            held[form] = steps
+            if form == Form(None, 1):
+                break
+    if len(held) > 1:
+        raise CheckpointFormatError(
+            f"the names of the steps of `{place}` have several forms",
+            [f"{form}: {', '.join(steps.values())}" for form, steps in held.items()],
+            [f"open one of them: {place / steps[max(steps)]}" for steps in held.values()],
+        )
+    return next(iter(held.values()), {})
+
+
+def has_step(root: Location, steps: Mapping[int, str]) -> bool:
+    """Whether one of the names of steps is a step's: in a bucket, one of the latest."""
+    latest = [*steps.values()][::-1]
+    return any(is_step(root / name) for name in latest[: None if root.is_local else detection.SOME])
+
+
+def is_step(directory: Location) -> bool:
+    """Whether a directory has the contents of a step. One that cannot be read may have them."""
+    try:
+        return (
+            (directory / CHECKPOINT_FILE).exists()
+            or is_item(directory)
+            or any(is_item(directory / n) for n in directory.directories() if TEMPORARY not in n)
+        )
+    except PermissionError:
+        return True
+
+
+def is_item(directory: Location) -> bool:
+    """Whether a directory has the contents of an item: a tree of arrays."""
+    if (directory / TREE_FILE).exists() or (directory / MANIFEST).exists():
+        return True
+    if (directory / CHECKPOINT_FILE).exists() or (directory / detection.V1_MARKER).exists():
+        return False
+    # A root of many steps has no arrays, and none of its steps is looked into.
+    names = [name for name in directory.directories() if step_number(name) is None]
+    names = names if directory.is_local else names[: detection.SOME]
+    return detection.describe_file(directory / "checkpoint") == detection.MSGPACK or any(
+        name.startswith(PROCESS) or _is_array(directory / name) for name in names
+    )
+
+
+def _is_array(directory: Location) -> bool:
+    """Whether a directory has the metadata of an array. One that cannot be read is not taken for
+    one: somebody's notes beside the steps of a root may be such."""
+    try:
+        return any((directory / key).exists() for key in detection.ZARR)
+    except PermissionError:
+        return False
+
+
+def is_checkpoint(directory: Location) -> bool:
+    """Whether a directory is one checkpoint, and not a root of several."""
+    return is_item(directory) or (directory / CHECKPOINT_FILE).exists()
+
+
+def prefetch_documents(directory: Location) -> None:
+    """In a bucket, starts all reads of an item's or a step's documents."""
+    directory.prefetch(detection.DOCUMENTS)
+    if not directory.is_local and (directory / TREE_FILE).exists():
+        directory.prefetch(below=True)
+        described = directory / detection.ARRAYS_FOLDER
+        described.prefetch(described.names())
+
+
+def status(step: Location) -> Status:
+    """The status of a step. In a bucket, reads its marker and its document."""
+    try:
+        if step.is_local and not is_step(step):
+            left = [name for name in step.names() if TEMPORARY in name]
+            why = f"its `{left[0]}` was never finished" if left else "it holds no checkpoint"
+            return Status(State.UNFINISHED if left else State.EMPTY, why)
+        unfinished = why_uncommitted(step, marked=True)
+        return Status(State.UNFINISHED, *unfinished) if unfinished else Status(State.WHOLE)
+    except CorruptCheckpointError as error:
+        return Status(State.DAMAGED, error.summary)
+    except OSError as error:
+        if not step.is_local:
+            raise
+        return Status(State.UNREADABLE, f"it cannot be read: {error.strerror or error}")
+
+
+def find_steps(
+    root: Location, steps: Mapping[int, str], begun: Collection[int], passed: Collection[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The committed steps of a root, and those that were never committed, each ascending.
+
+    Args:
+      steps: number -> name, of all of them.
+      begun: steps that Orbax has only under temporary names.
+      passed: unfinished steps that are known. In a bucket, all others count as committed: there may
+        be thousands, and each look is a request.
+    """
+    states = {n: State.UNFINISHED if n in passed else State.WHOLE for n in steps}
+    if root.is_local:
+        states = {number: status(root / name).state for number, name in steps.items()}
+    whole = (n for n, state in states.items() if state in (State.WHOLE, State.DAMAGED))
+    unfinished = (n for n, state in states.items() if state is State.UNFINISHED)
+    return tuple(sorted(whole)), tuple(sorted({*unfinished, *begun}))
+
+
+def why_uncommitted(directory: Location, marked: bool) -> tuple[str, str] | None:
+    """The reason why a checkpoint counts as uncommitted, and a hint; None if it is committed.
+
+    Orbax writes into a directory with a temporary name, and writes the time of the commit last. On
+    a disk, `commit_success.txt` may be missing: Orbax before 0.12.3 did not write it. In a bucket,
+    it is written last, so an item or a step must be `marked` with one. The marker of a step also
+    counts for its items.
+    """
+    hint = "use an earlier step: the writer stopped before this one was complete"
+    if TEMPORARY in directory.name:
+        return "its name is that of a checkpoint in progress", hint
+    times = read_json(directory / CHECKPOINT_FILE)
+    unfinished = [name for name in directory.names() if TEMPORARY in name]
+    if unfinished and times is not None:
+        return f"its `{unfinished[0]}` was never finished", hint
+    if times and times.get("init_timestamp_nsecs") and not times.get("commit_timestamp_nsecs"):
+        return f"its {CHECKPOINT_FILE} has no commit time", hint
+    markers = (directory / MARKER, directory.parent / MARKER)
+    if directory.is_local or not marked or any(marker.is_file() for marker in markers):
+        return None
+    hint = f"if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
+    if (directory / RECORD).exists():
+        hint = f"reshard.commit({as_python(str(directory))}) completes it"
+    return f"its `{MARKER}`, which is written last in a bucket, is missing", hint

@@ -53,7 +53,7 @@ _LENGTHS = {
 def read(item: Item, requests: int) -> Checkpoint:
     """The checkpoint of a file, or of a directory with an index of its files. See `reshard.open`
     for the errors."""
-    root = item.root
+    root = item.data
     files = [""] if root.is_file() else [n for n in root.names() if n.endswith(MSGPACK_FILE)]
     problems: list[str] = []
     pairs: list[tuple[Path, Any]] = []
@@ -76,6 +76,14 @@ def read(item: Item, requests: int) -> Checkpoint:
         arrays = {"/".join(map(str, p)): a for p, a in pairs if isinstance(a, PlainArray)}
         named = weight_map(root / f"flax_model{MSGPACK_FILE}.index.json")
         problems += index_problems(named, arrays) if named else ()
+    paths = {path for path, _ in pairs}
+    specs = (path[:-2] for path in paths if path[-2:] == ("kvstore", "driver"))
+    if not problems and any((*path, "driver") in paths for path in specs):
+        raise CheckpointFormatError(
+            f"`{root}` is a file of T5X: it names arrays in other files, which `reshard` does not "
+            "read",
+            hints=["t5x.checkpoints.load_t5x_checkpoint(path) reads them; save them with Orbax"],
+        )
     texts = [leaf for _, leaf in pairs if isinstance(leaf, str)]
     if not problems and any(text.startswith(_ELSEWHERE) for text in texts):
         raise CheckpointFormatError(

@@ -7,13 +7,13 @@ import base64
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from reshard.arrays.handle import ArrayHandle, StoredArray, stored_name
-from reshard.checkpoint import EMPTY_LEAVES, Checkpoint, Item, Leaf, Source
+from reshard.checkpoint import Checkpoint, Item, Leaf, Source, without_value
 from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader import detection
 from reshard.loader.array_metadata import ZarrArray, parse_sharding, parse_zarr
@@ -32,7 +32,6 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     """The checkpoint of an item. Sends at most `requests` to a bucket at once. See `reshard.open`
     for the errors."""
     directory = item.directory
-    detection.prefetch_documents(directory)
     document = read_json(directory / detection.TREE_FILE)
     if document is None:
         raise without_tree(directory)
@@ -43,9 +42,15 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         raise CorruptCheckpointError(
             f"`{directory}` is incomplete: _METADATA says OCDBT, but manifest.ocdbt is missing"
         )
+    if not store.ocdbt and () in array_paths:
+        raise CheckpointFormatError(
+            f"`{directory}` is a single array without OCDBT: its files are among the documents, "
+            "and `reshard` does not read them",
+            hints=["restore it with Orbax, and save it with OCDBT or inside a dict"],
+        )
     _ = store.values  # in a bucket, while the requests for the documents below run
     shardings = read_json(directory / detection.SHARDING_FILE) or {}
-    metadata_apart, key_impls = _array_metadatas(directory)
+    metadata_apart, key_impls, write_shapes = _array_metadatas(directory)
     strings = read_json(directory / detection.STRINGS_FILE) or {}
 
     metadata = store.read_metadata(stored_name(path).removesuffix("/") for path in array_paths)
@@ -54,9 +59,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
     problems: list[str] = []
     for path, value_type in parsed:
         name = stored_name(path)
-        if value_type in EMPTY_LEAVES:
-            leaves[path] = EMPTY_LEAVES[value_type]
-        elif value_type == "string":
+        if value_type == "string":
             text = functools.reduce(_below, name.split("/"), strings)
             leaves[path] = text if isinstance(text, str) else ""
             other = by_name.setdefault((True, name), path)
@@ -75,30 +78,37 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
                 if isinstance(handle := leaves[one], ArrayHandle):
                     leaves[one] = dataclasses.replace(handle, same_name=same)
         else:
-            problems.append(f"{format_path(path)}: unknown value type {value_type!r:.40}")
+            leaves[path] = without_value(value_type)
     if problems:
         raise CorruptCheckpointError(
             f"`{directory}` is damaged: some of its leaves cannot be found or read", problems
         )
-    source = source_of(item, store, document, metadata_apart, detection.RECORD_FILES)
-    notes = [f"step {step} was never committed and is left out" for step in item.uncommitted]
-    if item.deleted:
-        notes.append(f"item {item.deleted!r:.80} is left out: its deletion is unfinished")
-    return Checkpoint(leaves, source, tuple(notes))
+    apart = {"metadata_apart": metadata_apart, "write_shapes": write_shapes}
+    source = source_of(item, store, document, detection.RECORD_FILES, **apart)
+    return Checkpoint(leaves, source, item.left_out)
+
+
+def step_document(source: Source) -> Mapping[str, Any]:
+    """The `_CHECKPOINT_METADATA` document of a step, as transforms have changed it."""
+    if source.step_document is not None or source.is_foreign:
+        return source.step_document or {}
+    return read_json(source.root / source.step / detection.CHECKPOINT_FILE) or {}
 
 
 def source_of(
     item: Item,
     store: ArrayStore,
     document: dict[str, Any],
-    metadata_apart: bool = True,
     ignored: Collection[str] = (),
+    metadata_apart: bool = True,
+    **facts: Any,
 ) -> Source:
     """The source of a checkpoint, in a bucket with the state of its files, except ignored ones. On
     a disk, the plan reads their state soon enough."""
     state = "" if store.directory.is_local else store.directory.state(ignored)
-    facts = {"metadata": document, "metadata_apart": metadata_apart, "state": state}
-    return Source(**vars(item), store=store, **facts)
+    facts |= {"metadata": document, "metadata_apart": metadata_apart, "state": state}
+    of_item = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+    return Source(**of_item, store=store, **facts)
 
 
 def _entries(document: dict[str, Any], file: Location) -> list[tuple[Path, str, bool]]:
@@ -136,11 +146,6 @@ def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Pat
     except ValueError as error:
         text = f"`{file}`: its value_metadata_tree cannot be read: {error}"
         raise CorruptCheckpointError(text) from error
-    if any(not path for path, _, _ in parsed):
-        raise CheckpointFormatError(
-            f"the tree of `{directory}` is a single leaf, which `reshard` does not read",
-            hints=["restore it with Orbax and save it inside a dict"],
-        )
     return [(path, value_type) for path, value_type, _ in parsed]
 
 
@@ -163,8 +168,16 @@ def values_file(item: Item) -> Location | None:
     if document is None:
         return file
     entries = _entries(document, item.directory / detection.TREE_FILE)
-    skipped = (kind in (*_ARRAYS, "string") for _, kind, skips in entries if skips)
-    return file if any(skipped) else None
+    values = [(path, skips) for path, kind, skips in entries if kind in (*_ARRAYS, "string")]
+    aggregated = [format_path(path) for path, skips in values if skips]
+    if 0 < len(aggregated) < len(values):
+        raise CheckpointFormatError(
+            f"`{item.directory}` holds some leaves in `checkpoint`, as Orbax saves them with "
+            "`aggregate=True`, and others as arrays. `reshard` does not read both",
+            aggregated,
+            ["restore it with orbax.checkpoint.PyTreeCheckpointer, and save it again"],
+        )
+    return file if aggregated else None
 
 
 def _array_store(directory: Location, document: dict[str, Any], requests: int) -> ArrayStore:
@@ -186,13 +199,14 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
     return ArrayStore(zarr3, directory, parts, fills, requests)
 
 
-def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
-    """Whether the item has array metadata, and the PRNG implementation of arrays, by name."""
+def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str], dict[str, list[int]]]:
+    """Whether the item has array metadata, and by name the PRNG implementation and the write shape
+    of arrays."""
     folder = directory / detection.ARRAYS_FOLDER
     if folder.is_symlink():
         raise not_a_file(folder)
     names = folder.names() if folder.is_dir() else []
-    impls = {}
+    impls, shapes = {}, {}
     for name in names:
         document = read_json(folder / name) or {}
         try:
@@ -203,18 +217,23 @@ def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str]]:
                     if not isinstance(impl, str) or not impl.isprintable():
                         raise TypeError(impl)
                     impls[metadata["param_name"]] = impl
+                shape = metadata.get("write_shape")
+                if isinstance(shape, list) and all(type(size) is int for size in shape):
+                    shapes[str(metadata["param_name"])] = shape
         except (TypeError, KeyError, AttributeError) as error:
             raise CorruptCheckpointError(
                 f"`{folder / name}` is damaged: its entries do not describe arrays"
             ) from error
-    return bool(names), impls
+    return bool(names), impls, shapes
 
 
 def _parse_entry(entry: Any, file: Location) -> tuple[Path, str, bool]:
     try:
         path = tuple(_parse_key(key["key"], key["key_type"]) for key in entry["key_metadata"])
         value = entry["value_metadata"]
-        return path, str(value["value_type"]), bool(value.get("skip_deserialize"))
+        if not (kind := str(value["value_type"])).isprintable():
+            raise ValueError("not the name of a type")
+        return path, kind, bool(value.get("skip_deserialize"))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"`{file}` is damaged: an entry of `tree_metadata` cannot be read", [repr(entry)[:200]]
@@ -267,7 +286,7 @@ def array(
     name = name.removesuffix("/")  # TensorStore stores `a/` as `a`
     try:
         array = parse_zarr(metadata, store.driver)
-        sharding = None if encoded is None else parse_sharding(str(encoded), len(array.shape))
+        sharding = parse_sharding(str(encoded), len(array.shape)) if encoded else None
     except ValueError as error:
         problems.append(f"{format_path(path)}: its metadata cannot be read: {error}")
         return None

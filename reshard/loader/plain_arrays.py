@@ -66,9 +66,9 @@ def checkpoint(
     hints: Sequence[str] = (),
 ) -> Checkpoint:
     """The checkpoint of plain arrays and other leaves, whose files are relative to `directory`, by
-    default the item's root. Raises CorruptCheckpointError, with the hints, if there are problems.
+    default the item's. Raises CorruptCheckpointError, with the hints, if there are problems.
     """
-    root = directory or item.root
+    root = directory or item.data
     store = ArrayStore(False, root, ("",), False, requests, ranged=True)
     vars(store)["values"] = {}
     opened: dict[Path, Leaf] = {}
@@ -88,7 +88,7 @@ def checkpoint(
     if problems:
         raise CorruptCheckpointError(f"`{item.root}` cannot be read as {kind}", problems, hints)
     document = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
-    return Checkpoint(opened, source_of(item, store, document), tuple(notes))
+    return Checkpoint(opened, source_of(item, store, document), (*item.left_out, *notes))
 
 
 def weight_map(index: Location) -> dict[str, Any]:

@@ -223,6 +223,18 @@ def keeps_values(old: np.dtype, new: np.dtype) -> bool:
         return bool(np.all(same | (np.isnan(values) & np.isnan(back))))
 
 
+def cast_hints(targets: Sequence[TargetLeaf], ckpt: Checkpoint, cast: bool | str) -> Iterator[str]:
+    """The argument `cast` that helps most, if one helps more than the given one."""
+
+    def left(cast: bool | str) -> int:
+        return sum(problem.what == "dtype" for problem in match(targets, ckpt, cast=cast)[1])
+
+    if left("lossy") < min(left(True), left(cast)):
+        yield 'cast="lossy" allows all float casts'
+    elif left(True) < left(cast):
+        yield "cast=True allows casts that keep every value"
+
+
 def mismatch_error(
     problems: Sequence[Mismatch],
     targets: Sequence[TargetLeaf],
@@ -243,31 +255,37 @@ def mismatch_error(
     ordered = [p.text for what in _WORDS for p in problems if p.what == what]
     calls = _stacking_hints(problems, targets, ckpt, given)
     if not calls:
-        levels = _level_hints(targets, ckpt, given) if count["missing"] == len(targets) else []
+        levels = _level_hints(targets, ckpt, given) if count["missing"] else []
         calls = _conversion_hints(problems, of_nnx, bool(levels)) or [*levels, *hints]
     text = f"`{ckpt.source.root}` does not match the target: {', '.join(parts)}"
     return TreeMismatchError(text, ordered, calls)
 
 
 def _level_hints(targets: Sequence[TargetLeaf], ckpt: Checkpoint, given: str) -> list[str]:
-    """The call that adds or removes the first level of all paths, if that makes the trees equal.
-    In a train state, the model is below one of several first levels."""
+    """The call that adds or removes the first level of all paths that differ, if that makes the
+    trees equal. In a train state, the model is below one of several first levels."""
     present = [path for path, value in ckpt.items() if not _is_empty(value)]
     saved = set(_canonical(present).values())
     wanted = set(_canonical(leaf.path for leaf in targets).values())
     if () in saved | wanted:
+        return []
+    same = saved & wanted
+    saved, wanted = saved - same, wanted - same
+    if not {path[0] for path in saved}.isdisjoint(path[0] for path in same):
         return []
     below = collections.defaultdict(set)
     for path in saved:
         below[path[0]].add(path[1:])
     above = {path[0] for path in wanted}
     tops = [top for top, paths in below.items() if paths == wanted]
-    if len(tops) == 1:
+    if len(tops) == 1 and not (same and len(below) > 1):
         if len(below) > 1:
             given = f"reshard.select({given}, {as_python(f'{format_glob((*tops,))}/**')})"
         rule = f"^{re.escape(format_path((*tops,)))}/", ""
     elif len(above) == 1 and {path[1:] for path in wanted} == saved:
-        rule = "^", format_path((*above,)).replace("\\", r"\\") + "/"
+        moved = "|".join(sorted(re.escape(format_path((top,))) for top in below))
+        begin = f"^(?=({moved})(/|$))" if same else "^"
+        rule = begin, format_path((*above,)).replace("\\", r"\\") + "/"
     else:
         return []
     return [f"reshard.rename({given}, {as_python([rule])})"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle, check_names
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, check_known
 from reshard.errors import (
     ArgumentError,
     CorruptCheckpointError,
@@ -23,7 +23,7 @@ from reshard.loader import open as open_checkpoint
 from reshard.restore.device_reads import Request
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.lazy_jax import jax
-from reshard.restore.matching import Mismatch, match, mismatch_error
+from reshard.restore.matching import Mismatch, cast_hints, match, mismatch_error
 from reshard.restore.pytrees import MESH_HINT, StateLeaf, check_state, flatten_state, is_variable
 from reshard.restore.replicas import agreement, read_together
 from reshard.restore.target_mesh import to_mesh
@@ -128,7 +128,9 @@ def restore(
                 problems.append(Mismatch(what, f"{format_path(leaf.path)}: {text}", leaf.path))
         if problems:
             given = "ckpt" if checkpoint is ckpt else "reshard.open(path)"
-            hints = _hints(problems, leaves, cast, given)
+            others = {array.shape for array in ckpt.arrays if array.path not in saved_paths}
+            chosen = [leaf.target for leaf in leaves if leaf.path not in kept]
+            hints = [*cast_hints(chosen, ckpt, cast), *_hints(problems, leaves, others, given)]
             of_nnx = any(is_variable(leaf.wrapper) for leaf in leaves)
             raise mismatch_error(problems, targets, ckpt, of_nnx, hints, given=given)
 
@@ -187,20 +189,22 @@ def _on_devices(sharding: Any) -> Any:
 
 
 def _hints(
-    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], cast: bool | str, given: str
+    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], others: set[Any], given: str
 ) -> list[str]:
-    """What to type; `given` is what the caller typed for the checkpoint."""
+    """What to type; `others` are the shapes of saved arrays that the target lacks, and `given` is
+    what the caller typed for the checkpoint."""
     kinds = {problem.what for problem in problems}
     hints = []
     if "unexpected" in kinds and "missing" not in kinds:
         hints.append('unexpected="ignore" restores the rest')
-    if "missing" in kinds and not any(leaf.abstract for leaf in leaves):
+    absent = {problem.path for problem in problems if problem.what == "missing"}
+    # A missing leaf may have another name in the checkpoint.
+    found = any(leaf.target.shape in others for leaf in leaves if leaf.path in absent)
+    if absent and not found and not any(leaf.abstract for leaf in leaves):
         path = next(problem.path for problem in problems if problem.what == "missing")
         hints.append(f'keep=("{format_glob(path)}",) keeps its value; globs work')
     if tied := [format_path(problem.copy) for problem in problems if problem.copy]:
         hints.append(f"ckpt = reshard.select({given}, drop={as_python(tied)})")
-    if "dtype" in kinds and cast != "lossy":
-        hints.append('cast=True allows casts that keep every value, cast="lossy" all float casts')
     texts = {
         "kept": "pass a target whose kept leaves are arrays, not abstract leaves",
         "x64": 'jax.config.update("jax_enable_x64", True)',
@@ -258,6 +262,7 @@ def _restore_raw(
     """Nested dicts and lists of all leaves, with device arrays on a mesh."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise ShardingError("an AbstractMesh has no devices to restore to", hints=[MESH_HINT])
+    check_known(ckpt)
     ckpt = to_mesh(ckpt, mesh)
     check_names(ckpt.arrays)
     requests, wide = [], []

@@ -64,7 +64,7 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     saved_paths, problems = match(targets, ckpt)
     if problems:
         of_nnx = any(is_variable(leaf.wrapper) for leaf in leaves)
-        raise mismatch_error(problems, targets, ckpt, of_nnx, _hints(problems, targets))
+        raise mismatch_error(problems, targets, ckpt, of_nnx, _hints(problems, targets, ckpt))
     parsed = functools.cache(parse_mesh)
     specs: dict[Path, Spec] = {}
     for leaf, path in zip(leaves, saved_paths, strict=True):
@@ -83,7 +83,9 @@ def target_specs(ckpt: Checkpoint, mesh: Mesh, target: Any) -> dict[Path, Spec]:
     return specs
 
 
-def _hints(problems: Sequence[Mismatch], targets: Sequence[TargetLeaf]) -> list[str]:
+def _hints(
+    problems: Sequence[Mismatch], targets: Sequence[TargetLeaf], ckpt: Checkpoint
+) -> list[str]:
     """Calls that give a checkpoint the leaves of a target."""
     unexpected = [problem.path for problem in problems if problem.what == "unexpected"]
     used = {tuple(map(str, leaf.path[:end])) for leaf in targets for end in range(len(leaf.path))}
@@ -95,6 +97,8 @@ def _hints(problems: Sequence[Mismatch], targets: Sequence[TargetLeaf]) -> list[
     if any(problem.what == "missing" for problem in problems):
         drop.pop("params/**", None)  # the model itself, under other names
     hints = [f"reshard.select(ckpt, drop={as_python([pattern])})" for pattern in drop]
-    if any(problem.what == "dtype" for problem in problems):
+    if any(problem.what == "dtype" for problem in problems) and not any(
+        problem.what == "dtype" for problem in match(targets, ckpt, cast="lossy")[1]
+    ):
         hints.append("reshard.cast(ckpt, ..., ...) casts")
     return hints

@@ -52,6 +52,11 @@ def name_problem(name: str) -> str | None:
     return f"its name has {length} bytes" if length > _MAX_NAME else None
 
 
+def key_of(name: str, below: str = "") -> str:
+    """A key below the name of an array. The only array of a tree that is one leaf has no name."""
+    return f"{name}/{below}" if name else below
+
+
 @dataclasses.dataclass(frozen=True)
 class ZarrVersion:
     """Whether arrays are of zarr v3 rather than v2."""
@@ -111,7 +116,7 @@ class ArrayStore(ZarrVersion):
         spec = self.directory.spec
         if self.ranged:
             ranges = (
-                (f"{name}/{key}", value)
+                (key_of(name, key), value)
                 for name, values in self.values.items()
                 for key, value in values.items()
             )
@@ -209,10 +214,13 @@ class ArrayStore(ZarrVersion):
     def kvstore(self, name: str) -> ts.KvStore:
         """The key-value store below one array's name."""
         if len(self.parts) < 2:
-            return self._root / f"{name}/"
+            return self._root / key_of(name)
         # Unmerged databases hold different chunks of one array: each key is a layer.
         layers = [
-            {"base": ocdbt_spec(self.directory / v.part) | {"path": f"{name}/{key}"}, "exact": key}
+            {
+                "base": ocdbt_spec(self.directory / v.part) | {"path": key_of(name, key)},
+                "exact": key,
+            }
             for key, v in sorted(self.values[name].items())
         ]
         spec = {"driver": "kvstack", "layers": layers}
@@ -259,6 +267,8 @@ def _group_by_array(
     is in each of them, until the loader removes the keys that are not chunks."""
     ending = f"/{metadata_key}"
     arrays = {key.removesuffix(ending): {} for key in values if key.endswith(ending)}
+    if metadata_key in values:
+        arrays[""] = dict(values)
     for key, value in values.items():
         name = key
         while name := name.rpartition("/")[0]:

@@ -314,6 +314,9 @@ class BucketLocation(Location):
     def directories(self) -> list[str]:
         return sorted(name for name, entry in self._children().items() if entry.is_dir)
 
+    def entries(self) -> list[Entry]:
+        return [*self._children().values()]
+
     def walk(self) -> Iterator[Entry]:
         cache = self._cache or ListingCache(self.path)
         cache.list_below(self)

@@ -186,6 +186,17 @@ class Location:
         with os.scandir(self) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir())
 
+    def entries(self) -> list[Entry]:
+        """The names in a directory, without sizes. A link counts as what it points to."""
+        found = []
+        with os.scandir(self) as listed:
+            for each in listed:
+                is_file = is_dir = False
+                with contextlib.suppress(OSError):  # of a link
+                    is_file, is_dir = each.is_file(), each.is_dir()
+                found.append(Entry(each.name, is_file, is_dir))
+        return found
+
     def walk(self) -> Iterator[Entry]:
         """Everything below a directory, sorted, each directory before its contents. Ignores files
         that vanish meanwhile. Not recursive: the nesting may be deeper than Python's stack."""
@@ -292,7 +303,8 @@ class Location:
         except StoreError:
             raise
         except OSError as error:
-            raise CorruptCheckpointError(f"`{self}` cannot be read", [str(error)]) from error
+            kind = StoreError if isinstance(error, PermissionError) else CorruptCheckpointError
+            raise kind(f"`{self}` cannot be read", [str(error)]) from error
         if data is None:
             raise StoreError(f"`{self}` cannot be read", ["it was removed while it was read"])
         return data

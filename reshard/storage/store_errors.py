@@ -11,6 +11,8 @@ from reshard.errors import ReshardError, StoreError, first_line
 _STATUS = re.compile(r"(?:http_response_code='|status code: )(\d+)")
 _PLACE = re.compile(r"Error reading (?:\"(.+?)\"|((?:gs|s3)://.+?))(?=:? |:$)")
 _BROKEN = re.compile(r"(?:CURL|HTTP) error:? (.*?)(?: \[|\n|$)", re.DOTALL)
+# A file of a disk that this user may not read.
+_DENIED = re.compile(r'PERMISSION_DENIED: .*Failed to open: "(.+?)"', re.DOTALL)
 _MEANINGS = {
     "400": "the request is not accepted: check the region and the endpoint",
     "401": "the credentials are not valid there",
@@ -43,6 +45,8 @@ def store_error(error: ValueError, what: str, done: str = "read") -> StoreError 
         reason = "the answer is not a list of objects"
     elif "credentials" in text:
         reason = first_line(error)
+    elif denied := _DENIED.search(text):
+        return StoreError(f"{what} cannot be {done}", [f"{denied[1]}: permission denied"])
     else:
         return None
     place = _PLACE.search(text)

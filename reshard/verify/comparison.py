@@ -11,7 +11,7 @@ from typing import Any
 
 from reshard import tree
 from reshard.arrays.handle import ArrayHandle, check_names, sharding_text
-from reshard.checkpoint import Checkpoint, Leaf, kind_text
+from reshard.checkpoint import Checkpoint, Leaf, check_known, kind_text
 from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchError
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import NamedSharding, format_spec
@@ -145,7 +145,7 @@ def _check_tolerances(values: bool | None, **tolerances: Any) -> None:
 def _name(ckpt: Checkpoint) -> str:
     source = ckpt.source
     item = f", item {source.item}" if len(source.items) > 1 else ""
-    return f"{source.root / source.step}{item}"
+    return f"{source.place}{item}"
 
 
 def _selected(
@@ -160,6 +160,8 @@ def _selected(
             "no leaf is left to compare", [f"`{glob}` is dropped" for glob in drop]
         )
     in_a, in_b = ({p: leaf for p, leaf in ckpt.items() if p in kept} for ckpt in (a, b))
+    check_known(in_a)
+    check_known(in_b)
     return in_a, in_b
 
 

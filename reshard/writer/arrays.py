@@ -29,7 +29,7 @@ from reshard.engine.plan import ArrayPlan
 from reshard.engine.read import READ_AHEAD, Read, read
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
-from reshard.storage.array_store import array_spec
+from reshard.storage.array_store import array_spec, key_of
 from reshard.storage.bucket import BucketLocation
 from reshard.storage.location import Location, checked
 from reshard.storage.ocdbt import MANIFEST, contents, new_context, stage_spec, wait_written
@@ -108,7 +108,7 @@ class ItemShare:
                 kvstore = functools.cache(root.store.kvstore)
                 chunks = stored_chunks(array.handle, array.encoding) or {}
                 for key, chunk in itertools.islice(chunks.items(), piece.start, piece.stop):
-                    yield f"{stored_name(array.path)}/{key}", chunk, kvstore(chunk.name)
+                    yield key_of(stored_name(array.path), key), chunk, kvstore(chunk.name)
 
 
 class Written(NamedTuple):
@@ -330,7 +330,7 @@ class Target:
         """An array of the destination, whose metadata are written separately."""
         options = {"store_data_equal_to_fill_value": not self._format.omits_fill}
         spec = array_spec(self._format.driver, array.metadata, **options)
-        below = store / f"{stored_name(array.path)}/"
+        below = store / key_of(stored_name(array.path))
         return ts.open(spec, kvstore=below, context=self._context).result()
 
 

@@ -159,7 +159,8 @@ def _check_prefix(destination: Location) -> list[str]:
     if destination.is_file():
         text = f"`{destination}` is an object, not a prefix"
         raise errors.DestinationExistsError(text)
-    if not set(detection.manager_steps(parent).values()) - {destination.name}:
+    beside = [name for name in parent.directories() if name != destination.name]
+    if not inventory.step_forms(beside) or inventory.is_checkpoint(parent):
         return []
     return [
         f"`{parent}` has other steps: a CheckpointManager that removes incomplete steps there "
@@ -169,13 +170,20 @@ def _check_prefix(destination: Location) -> list[str]:
 
 def check_no_step(destination: Location) -> None:
     """Raises DestinationError if Orbax would list the new directory as a step."""
-    name, digits = destination.name, "0123456789"
-    if not name.endswith(tuple(digits)):
+    name, parent = destination.name, destination.parent
+    if inventory.step_number(name) is None or not parent.is_dir():
         return
-    steps = detection.manager_steps(destination.parent)
-    if name.rstrip(digits) in {step.rstrip(digits) for step in steps.values()}:
+    if inventory.is_checkpoint(parent):
+        return
+    alike = (
+        other
+        for steps in inventory.step_forms({*parent.directories(), name}).values()
+        for other in reversed(steps.values())
+        if name in steps.values() and other != name
+    )
+    if any(not parent.is_local or inventory.is_step(parent / other) for other in alike):
         raise errors.DestinationError(
-            f"Orbax would take `{destination}` for a step: `{destination.parent}` holds steps",
+            f"Orbax would take `{destination}` for a step: `{parent}` holds steps",
             hints=["write to another directory"],
         )
 
@@ -188,8 +196,11 @@ def _why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
         return None
     if _is_export(names) or detection.TREE_FILE in names or detection.CHECKPOINT_FILE in names:
         return "it is a single checkpoint, but the new one is a manager's root" if steps else None
-    present = detection.step_directories(directory)
-    if not present:
+    try:
+        present = inventory.list_root(directory).steps
+    except errors.CheckpointFormatError as error:
+        return error.summary
+    if not inventory.has_step(directory, present):
         return "it is not a checkpoint"
     if not steps:
         return "it is a manager's root, but the new one is a single checkpoint"
@@ -273,7 +284,8 @@ def _others(
         return
     single = not {detection.TREE_FILE, detection.CHECKPOINT_FILE}.isdisjoint(names)
     level = Level.ROOT if not single and steps.keys() - {None} else _level(names)
-    written = {name for name in names if inventory.step_number(name) in steps}
+    present = inventory.list_root(place).steps if level is Level.ROOT else {}
+    written = {name for number, name in present.items() if number in steps}
     items = written if level is Level.ROOT else {i for each in steps.values() for i in each}
     yield from _others_at(place, entries, level, items, steps)
 

@@ -40,31 +40,53 @@ def documents(item: ItemPlan) -> dict[str, bytes]:
     """File name -> content of an item's documents."""
     if files := item.format.files:
         return {INDEX: index(files)} if len(files) > 1 else {}
-    ckpt, chunks = item.ckpt, {array.path: array.chunk for array in item.arrays}
+    ckpt, source = item.ckpt, item.ckpt.source
+    shapes = {array.path: _write_shape(array, source) for array in item.arrays}
     strings = nested(  # Orbax nests their names at each slash
         (tuple(stored_name(path).split("/")), leaf)
         for path, leaf in ckpt.items()
         if isinstance(leaf, str)
     )
-    found = {
-        detection.TREE_FILE: _tree(ckpt, item.format),
-        detection.SHARDING_FILE: _shardings(ckpt),
-    }
-    if ckpt.source.metadata_apart:
-        found[f"{detection.ARRAYS_FOLDER}/process_0"] = _array_metadatas(ckpt, chunks)
+    found: dict[str, Any] = {detection.TREE_FILE: _tree(ckpt, item.format, shapes)}
+    if shardings := _shardings(ckpt):
+        found[detection.SHARDING_FILE] = shardings
+    if source.metadata_apart:
+        found[f"{detection.ARRAYS_FOLDER}/process_0"] = _array_metadatas(item.arrays, shapes)
     if strings:
         found[detection.STRINGS_FILE] = strings
     return {name: json.dumps(document).encode() for name, document in found.items()}
 
 
-def _tree(ckpt: Checkpoint, target: TargetFormat) -> dict[str, Any]:
+def step_documents(checkpoints: Iterable[Checkpoint]) -> dict[str, bytes]:
+    """Path below the destination -> content of each document of a step that a transform changed."""
+    return {
+        f"{c.source.step}/{detection.CHECKPOINT_FILE}".lstrip("/"): json.dumps(document).encode()
+        for c in checkpoints
+        if (document := c.source.step_document) is not None
+    }
+
+
+def _write_shape(array: ArrayPlan, source: Source) -> list[int]:
+    """The shape that each process wrote: of an array that is copied on its sharding, that of the
+    source. Orbax divides replicated arrays among their replicas."""
+    handle, data = array.handle, array.handle.stored
+    if data and data.store == source.store and handle.sharding == handle.saved_sharding:
+        known = source.write_shapes.get(data.name, ())
+        if array.verbatim and len(known) == len(handle.shape):
+            return list(known)
+    return list(meshes.shard_shape(handle.shape, handle.sharding))
+
+
+def _tree(
+    ckpt: Checkpoint, target: TargetFormat, shapes: Mapping[Path, list[int]]
+) -> dict[str, Any]:
     entries = {}
-    for path in _in_order(nested((path, path) for path in ckpt)):
+    for path in [()] if () in ckpt else _in_order(nested((path, path) for path in ckpt)):
         leaf = ckpt[path]
         if isinstance(leaf, ArrayHandle):
             value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": False}
             if ckpt.source.metadata_apart and leaf.value_type == "jax.Array":
-                value["write_shape"] = list(meshes.shard_shape(leaf.shape, leaf.sharding))
+                value["write_shape"] = shapes[path]
         elif isinstance(leaf, str):
             value = {"value_type": "string", "skip_deserialize": False}
         else:
@@ -103,15 +125,18 @@ def _in_order(node: Mapping[Key, Any]) -> Iterator[Path]:
 
 
 def _shardings(ckpt: Checkpoint) -> dict[str, str]:
+    """Name -> sharding, empty if no leaf has one. If the document exists, Orbax looks up every
+    `jax.Array` in it, and takes empty text for no sharding."""
     texts: dict[int, str] = {}  # leaves share their shardings
     found = {}
     for handle in ckpt.arrays:
-        if handle.sharding is not None:
-            if id(handle.sharding) not in texts:
-                texts[id(handle.sharding)] = json.dumps(_sharding(handle.sharding))
+        sharding = handle.sharding
+        if sharding is not None or handle.value_type == "jax.Array":
+            if id(sharding) not in texts:
+                texts[id(sharding)] = json.dumps(_sharding(sharding)) if sharding else ""
             name = base64.urlsafe_b64encode(stored_name(handle.path).encode()).decode()
-            found[name] = texts[id(handle.sharding)]
-    return found
+            found[name] = texts[id(sharding)]
+    return found if any(found.values()) else {}
 
 
 def _sharding(sharding: meshes.Sharding) -> dict[str, Any]:
@@ -132,21 +157,22 @@ def _sharding(sharding: meshes.Sharding) -> dict[str, Any]:
     return document
 
 
-def _array_metadatas(ckpt: Checkpoint, chunks: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
+def _array_metadatas(
+    arrays: Sequence[ArrayPlan], shapes: Mapping[Path, list[int]]
+) -> dict[str, Any]:
     return {
         "array_metadatas": [
             {
                 "array_metadata": {
-                    "param_name": stored_name(handle.path),
-                    "write_shape": list(meshes.shard_shape(handle.shape, handle.sharding)),
-                    "chunk_shape": list(chunks[handle.path]),
-                    "ext_metadata": (
-                        {"random_key_impl": handle.key_impl} if handle.key_impl else None
-                    ),
+                    "param_name": stored_name(array.path),
+                    "write_shape": shapes[array.path],
+                    "chunk_shape": list(array.chunk),
+                    "ext_metadata": {"random_key_impl": impl} if impl else None,
                 }
             }
-            for handle in ckpt.arrays
-            if handle.value_type == "jax.Array"
+            for array in arrays
+            if array.handle.value_type == "jax.Array"
+            for impl in [array.handle.key_impl]
         ]
     }
 
@@ -310,7 +336,7 @@ def read_back(
 
 def verify_hint(source: Source) -> str:
     """The call that checks a source."""
-    step = as_python(str(source.root / source.step))
+    step = as_python(str(source.place))
     if len(source.items) > 1:
         step = f"reshard.open({step}, item={as_python(source.item)})"
     return f"reshard.verify({step})"

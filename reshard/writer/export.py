@@ -163,6 +163,7 @@ def plan_export(
 ) -> Export:
     """What `export` would write. Its `errors` are those that `export` would raise."""
     check_checkpoints(ckpt)
+    ckpt = _with_elements(ckpt)
     place = location.parse_location(destination)
     model = None if like is None else snapshot(like)
     limit = units.parse_bytes(max_memory)
@@ -187,7 +188,7 @@ def plan_export(
     item = planning.plan_item(written, place, limit, "keep", form, False, False, problems)
     if model is not None and detection.is_index(model.name):
         model = model.parent
-    notes: list[str] = []
+    notes = [*ckpt.notes]
     replaced = ()
     copied = [] if model is None else _copied(model, handles, notes, problems)
     try:
@@ -261,6 +262,16 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> list[tuple[str, str]]:
         elif isinstance(value, dict) and key.endswith("_config") and key != "quantization_config":
             old += _set_dtype(value, dtype)
     return old
+
+
+def _with_elements(ckpt: Checkpoint) -> Checkpoint:
+    """The checkpoint without None and empty containers, as states without values are saved."""
+    empty = [path for path, leaf in ckpt.items() if not isinstance(leaf, ArrayHandle | str)]
+    if not empty:
+        return ckpt
+    shown = ", ".join(map(tree.format_path, empty[:_NAMED])) + ", ..." * (len(empty) > _NAMED)
+    kept = {path: leaf for path, leaf in ckpt.items() if path not in {*empty}}
+    return ckpt.replace(kept, notes=[f"left out, because they have no elements: {shown}"])
 
 
 def _unwritable(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:

@@ -335,7 +335,7 @@ def name_errors(ckpt: Checkpoint, form: TargetFormat) -> Iterator[errors.Reshard
 
 def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     """Arrays whose names cannot be names of directories, or are names of other files."""
-    directory = ckpt.source.store.directory
+    directory = ckpt.source.directory
     names = [] if ckpt.source.is_foreign else directory.names()  # none of its other files is copied
     taken = {name for name in names if is_sibling(ckpt, directory / name)}
     if not ckpt.source.store.ocdbt:  # directories are arrays, in the source too
@@ -343,7 +343,9 @@ def _not_files(ckpt: Checkpoint) -> Iterator[str]:
     taken |= WRITTEN - {*FOLDERS}  # which are in databases alone
     for array in ckpt.arrays:
         parts = stored_name(array.path).rstrip("/").split("/")
-        if not {"", "."}.isdisjoint(parts):
+        if not array.path:
+            why = "a tree of one array has no name for its directory"
+        elif not {"", "."}.isdisjoint(parts):
             why = "its name is not a valid path"
         elif any("\\" in part or part.endswith(".__lock") for part in parts):
             why = "TensorStore takes `\\` for `/`, and keeps names that end in `.__lock` for locks"

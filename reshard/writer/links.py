@@ -18,7 +18,7 @@ from reshard.arrays.handle import stored_name
 from reshard.engine.plan import ArrayPlan
 from reshard.errors import CorruptCheckpointError
 from reshard.storage import disk
-from reshard.storage.array_store import ArrayStore
+from reshard.storage.array_store import ArrayStore, key_of
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import (
     entry_copies,
@@ -120,12 +120,12 @@ def _key_ranges(
     for array in item.arrays:
         if not array.linked:
             continue
-        name, data = f"{stored_name(array.path)}/", unchanged(array.handle, array.encoding)
+        name, data = key_of(stored_name(array.path)), unchanged(array.handle, array.encoding)
         if data is not None and data.name not in nested:
             parts = collections.Counter(value.part for value in values[data.name].values())
             if parts.keys() <= complete:
                 for part, count in parts.items():
-                    yield part, f"{data.name}/", name, _ALL_KEYS, count
+                    yield part, key_of(data.name), name, _ALL_KEYS, count
                 continue
         for key, chunk in (stored_chunks(array.handle, array.encoding) or {}).items():
-            yield chunk.value.part, f"{chunk.name}/{chunk.key}", name + key, _ONE_KEY, 1
+            yield chunk.value.part, key_of(chunk.name, chunk.key), name + key, _ONE_KEY, 1

@@ -14,9 +14,10 @@ from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.memory import copy_bytes, cores, limiter_bytes
 from reshard.engine.plan import ArrayPlan, co_read
-from reshard.engine.shares import divide, grid_sums, sums
+from reshard.engine.shares import Range, divide, grid_sums, sums
 from reshard.errors import ArgumentError, ReshardError, lines_of
 from reshard.sharding.mesh import NamedSharding, most_held, sharding_document
+from reshard.storage.array_store import key_of
 from reshard.storage.location import Location
 from reshard.tree import format_path
 from reshard.units import count_of, format_bytes, format_load
@@ -149,7 +150,7 @@ class ItemPlan:
             return {}
         stored = ((a, a.handle.stored) for a in self.arrays)
         return {
-            f"{stored_name(a.path)}/{self.format.metadata_key}": a.metadata
+            key_of(stored_name(a.path), self.format.metadata_key): a.metadata
             for a, data in stored
             if not a.verbatim or data is None or data.store.ranged or data.encoding != a.encoding
         }
@@ -247,9 +248,15 @@ class Plan:
         """The work of all shares."""
         return [work for number, item in enumerate(self.items) for work in item.work(number)]
 
-    def _divided(self, count: int) -> list[list[tuple[int, int, int]]]:
-        """The ranges of work of each share. As many bytes count as read as are written."""
-        return divide([2 * w.nbytes + _CHUNK_BYTES * w.chunks for w in self._work], count)
+    @functools.cached_property
+    def _weights(self) -> list[np.ndarray]:
+        """The weight of the first n boxes of each work. As many bytes count as read as are
+        written."""
+        return [2 * work.nbytes + _CHUNK_BYTES * work.chunks for work in self._work]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields, without what was computed of them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def share_count(self, workers: int | None = None) -> int:
         """The number of shares: of about 1 GiB of stored bytes each, or smaller ones to have one
@@ -261,24 +268,14 @@ class Plan:
             wanted = min(wanted, workers or 1)
         count = 0
         while wanted != count:
-            count, wanted = wanted, max(sum(map(bool, self._divided(wanted))), 1)
+            count, wanted = wanted, max(sum(map(bool, divide(self._weights, wanted))), 1)
         return count
 
     def shares(self, count: int) -> list[Share]:
         """All shares, if there are `count` equal ones. Together they have all work of the plan
         except values in memory, each piece once. Share 0 also has the metadata of all arrays."""
-        shares = []
-        for number, ranges in enumerate(self._divided(count)):
-            work = [(self._work[n], start, stop) for n, start, stop in ranges]
-            items = []
-            for n, item in enumerate(self.items):
-                pieces = [each.piece(start, stop) for each, start, stop in work if each.item == n]
-                share = item.share(n, pieces, first=not number)
-                if share.metadata or share.pieces or share.files:
-                    items.append(share)
-            nbytes = sum(piece.nbytes for item in items for piece in item.pieces)
-            shares.append(Share(number, count, tuple(items), self.max_memory, nbytes))
-        return shares
+        every = enumerate(divide(self._weights, count))
+        return [self._share(number, count, ranges) for number, ranges in every]
 
     def share(self, number: int, count: int) -> Share:
         """Share `number`, from 0, of `count`. Raises ArgumentError if there is no such share."""
@@ -286,7 +283,19 @@ class Plan:
             raise ArgumentError(
                 f"there is no share {number} of {count}: shares are numbered from 0"
             )
-        return self.shares(count)[number]
+        (ranges,) = divide(self._weights, count, number)
+        return self._share(number, count, ranges)
+
+    def _share(self, number: int, count: int, ranges: Sequence[Range]) -> Share:
+        work = [(self._work[n], start, stop) for n, start, stop in ranges]
+        items = []
+        for n, item in enumerate(self.items):
+            pieces = [each.piece(start, stop) for each, start, stop in work if each.item == n]
+            share = item.share(n, pieces, first=not number)
+            if share.metadata or share.pieces or share.files:
+                items.append(share)
+        nbytes = sum(piece.nbytes for item in items for piece in item.pieces)
+        return Share(number, count, tuple(items), self.max_memory, nbytes)
 
     @property
     def shared_bytes(self) -> int:

@@ -11,12 +11,12 @@ from reshard import errors
 from reshard.arrays.boxes import shape_of
 from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
-from reshard.checkpoint import Checkpoint, check_checkpoints
+from reshard.checkpoint import Checkpoint, check_checkpoints, check_known
 from reshard.engine.cost import co_read_groups, decoded_together, first_cell
 from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayPlan, co_read, plan_array, too_large
+from reshard.loader import inventory
 from reshard.loader.detection import TREE_FILE
-from reshard.loader.inventory import UNFINISHED_PREFIX
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
 from reshard.storage.location import Location, parse_location
@@ -101,6 +101,9 @@ def plan(
             found = siblings(checkpoints)
         except errors.ReshardError as error:
             problems.append(error)
+        except PermissionError as error:
+            text = f"`{error.filename}` cannot be read, and is copied with the checkpoint"
+            problems.append(errors.StoreError(text, [str(error.strerror)]))
         paths = {each.path for each in found}
         notes += [
             f"item {name} is not part of the job and is copied unchanged"
@@ -190,7 +193,9 @@ def _free_bytes(destination: Location) -> int:
     free = disk.free_bytes(destination)
     parent = destination.parent
     for name in parent.names() if parent.is_dir() else ():
-        if name.startswith(f"{UNFINISHED_PREFIX}{destination.name}."):  # resumed, or removed
+        if name.startswith(
+            f"{inventory.UNFINISHED_PREFIX}{destination.name}."
+        ):  # resumed, or removed
             free += disk.own_bytes(parent / name)
     return free
 
@@ -222,12 +227,20 @@ def _checked(ckpt: Checkpoint | Iterable[Checkpoint]) -> list[Checkpoint]:
     if not sources:
         raise errors.ArgumentError("save needs at least one checkpoint")
     together = {(source.root, source.kind) for source in sources}
-    if len(together) > 1 or len({source.step for source in sources}) < len(sources):
+    if len(together) > 1 or len({source.place for source in sources}) < len(sources):
         raise errors.ArgumentError(
             "checkpoints are saved together only if they are different steps of one manager's root",
-            [f"{source.root} {source.step}".rstrip() for source in sources],
+            [f"{source.root} {source.step or source.file}".rstrip() for source in sources],
         )
-    return checkpoints
+    return as_written(checkpoints)
+
+
+def as_written(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """The checkpoints in the layout of their result. Several steps of Flax, which are files, become
+    a manager's root, whose steps have an item without a name."""
+    if len(checkpoints) < 2 or not checkpoints[0].source.is_foreign:
+        return checkpoints
+    return [c.with_source(step=str(c.source.number), item="default") for c in checkpoints]
 
 
 def plan_item(
@@ -241,6 +254,10 @@ def plan_item(
     problems: list[errors.ReshardError],
 ) -> ItemPlan:
     """The plan of one item. Errors of its leaves are added to `problems`."""
+    try:
+        check_known(ckpt)
+    except errors.CheckpointFormatError as error:
+        problems.append(error)
     if collided := [handle for handle in ckpt.arrays if handle.same_name is not None]:
         problems.append(collision_error(collided))
     problems += [] if form.files else name_errors(ckpt, form)

@@ -334,14 +334,17 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
     folder = job.item_directory(0) / attempt.name(UNSHARED, "files")
     exported = [file.name for item in plan.items for file in item.format.files]
     markers = {} if exported else siblings.marker_texts(plan.checkpoints, job.destination)
-    # Markers of other items have another path in them.
-    copied = [sibling for sibling in plan.siblings if sibling.path not in markers]
     described = [documents.documents(item) for item in plan.items]
     texts = {
         job.path(number, name): (f"{number}.{name.replace('/', '.')}", data)
         for number, found in enumerate(described)
         for name, data in found.items()
     }
+    changed = documents.step_documents(plan.checkpoints)
+    for path in [sibling.path for sibling in plan.siblings if sibling.path in changed]:
+        texts[path] = f"{len(texts)}.step", changed[path]
+    # Markers of other items have another path in them.
+    copied = [sibling for sibling in plan.siblings if sibling.path not in {*markers, *texts}]
     if texts or copied:
         folder.make_directory()
     files = siblings.copy_siblings(copied, folder, plan.max_memory, report)

@@ -18,12 +18,9 @@ from reshard.loader.detection import (
     RECORD_FILES,
     SHARDING_FILE,
     STRINGS_FILE,
-    TEMPORARY,
     TREE_FILE,
-    is_step,
-    step_directories,
 )
-from reshard.loader.inventory import UNFINISHED_PREFIX
+from reshard.loader.inventory import UNFINISHED_PREFIX, Role, is_step, list_root
 from reshard.storage.disk import Entry
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
@@ -80,10 +77,12 @@ def _sibling_roots(checkpoints: Sequence[Checkpoint]) -> list[str]:
         return []
     skips: dict[str, Callable[[str], bool]] = {}  # names in a folder that are none
     if checkpoints[0].source.kind == "manager":
-        steps = set(step_directories(root).values())
-        if not root.is_local:  # where names alone show steps, as `logs_2024` would
-            steps = {name for name in steps if name.isdigit() or is_step(root / name)}
-        skips[""] = lambda name: name in steps or TEMPORARY in name
+        left_out = {
+            each.name
+            for each in list_root(root).names
+            if each.role in (Role.STEP, Role.TEMPORARY) or (each.why and is_step(root / each.name))
+        }
+        skips[""] = left_out.__contains__
     for c in checkpoints:
         step, item = c.source.step, c.source.item
         if item:
@@ -105,14 +104,14 @@ def _joined(*parts: str) -> str:
 
 def is_sibling(ckpt: Checkpoint, file: Location) -> bool:
     """Whether a file of the source is copied unchanged."""
-    below = file.below(ckpt.source.store.directory)
+    below = file.below(ckpt.source.directory)
     return below is None or not _is_written(ckpt)(below.partition("/")[0])
 
 
 def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
     """A function: whether the writer itself makes a name in an item's directory."""
     # An older Orbax's copy of the tree may be no longer true.
-    own = {*WRITTEN, "checkpoint"} if ckpt.retyped else WRITTEN
+    own = {*WRITTEN, "checkpoint" if ckpt.retyped else ckpt.source.file}
     roots = {name.partition("/")[0] for name in ckpt.source.store.values}
     ocdbt_source = ckpt.source.store.ocdbt
     return lambda name: (

@@ -1,0 +1,351 @@
+"""Which item a path, a step and an item name; with the errors that say what is there instead."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from reshard.checkpoint import Item
+from reshard.errors import (
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StoreError,
+    UncommittedCheckpointError,
+)
+from reshard.loader import detection, inventory
+from reshard.loader.hf_files import check_no_pointer, snapshot
+from reshard.loader.inventory import Inventory, Role, State, Status
+from reshard.loader.json_documents import read_json
+from reshard.storage.location import Location, parse_location
+from reshard.storage.ocdbt import PROCESS
+from reshard.tree import as_python
+
+# Names that a hint lists.
+_SHOWN = 5
+# Orbax's names for an item that was saved without a name.
+_UNNAMED = ("default", "pytree")
+# Handlers of items that are not a model's tree of arrays, although they have a `_METADATA`.
+_NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheckpointHandler")
+
+
+def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
+    """Finds the item to read. See `reshard.open` for the arguments and the errors."""
+    text, root = os.fspath(path), parse_location(path)
+    if not root.exists():
+        raise CheckpointNotFoundError(f"nothing exists at `{text}`", hints=_siblings(root))
+    if not root.is_dir():
+        is_safetensors = root.name.endswith(detection.SAFETENSORS) or detection.is_index(root.name)
+        if not is_safetensors and (what := detection.describe_file(root)) != detection.MSGPACK:
+            check_no_pointer(root)
+            raise CheckpointFormatError(f"`{text}` is {what}")
+        _refuse(text, step, item)
+        return Item(root, "safetensors" if is_safetensors else "msgpack")
+    inventory.prefetch_documents(root)
+    check_committed(root)
+    if not (is_one := inventory.is_checkpoint(root)):
+        listed = inventory.list_root(root)
+        name = None if step is None else listed.steps.get(step)
+        is_there = name and inventory.status(root / name).state is not State.EMPTY
+        passed = {} if is_there else _newer_than_whole(listed)
+        if [*passed] != [*listed.steps] or _holds_steps(listed, passed):
+            return _in_root(text, listed, passed, step, item)
+        if files := detection.flax_steps(root):
+            _refuse(text, None, item)
+            return _flax_item(text, files, step)
+    _refuse(text, step, None)
+    if not is_one and (current := snapshot(root)) != root:
+        return locate(current, None, item)
+    if foreign := detection.of_another_program(root):
+        _refuse(text, None, item)
+        return foreign
+    return _in_step(Item(root, "step"), item)
+
+
+def _newer_than_whole(listed: Inventory) -> dict[int, Status]:
+    """The steps that are newer than the latest whole one, ascending, with their status."""
+    passed = {}
+    for number, name in reversed(listed.steps.items()):
+        found = inventory.status(listed.place / name)
+        if found.state in (State.WHOLE, State.DAMAGED):  # the error says what is damaged
+            break
+        passed[number] = found
+    return dict(sorted(passed.items()))
+
+
+def _holds_steps(listed: Inventory, passed: Mapping[int, Status]) -> bool:
+    """Whether a directory without a whole step is a root nevertheless, and not that of another
+    program. In a bucket, where a marker may be missing, the contents of its steps decide."""
+    if listed.place.is_local:
+        return any(found.state is not State.EMPTY for found in passed.values())
+    return inventory.has_step(listed.place, listed.steps)
+
+
+def _in_root(
+    text: str, listed: Inventory, passed: Mapping[int, Status], step: int | None, item: str | None
+) -> Item:
+    """The item of a step: of the latest whole one, or of another one that is asked for."""
+    root, steps, begun = listed.place, listed.steps, listed.begun
+    if step is not None and step not in steps:
+        raise _no_step(text, listed, step)
+    if step is None and [*passed] == [*steps]:
+        raise _no_whole_step(listed, passed)
+    number = max(steps.keys() - passed.keys()) if step is None else step
+    if step is not None:
+        check_committed(root / steps[step], marked=True)
+    newer = {n: Status(State.UNFINISHED) for n in begun if n > number} | {**passed}
+    left_out = [
+        f"step {n} was never committed and is left out"
+        if found.state is State.UNFINISHED
+        else f"step {n} is left out: {found.why}"
+        for n, found in sorted(newer.items())
+        if step is None
+    ]
+    others = [each for each in listed.names if each.why and each.role is Role.OTHER]
+    left_out += [f"`{each.name}` is left out: {each.why}" for each in others]
+    find = functools.partial(inventory.find_steps, root, steps, tuple(begun), tuple(passed))
+    found = Item(root, "manager", step=steps[number], left_out=tuple(left_out), find_steps=find)
+    return _in_step(found, item)
+
+
+def _no_step(text: str, listed: Inventory, number: int) -> CheckpointNotFoundError:
+    """The error for a step that a root does not have."""
+    passed = {} if listed.place.is_local else _newer_than_whole(listed)
+    whole, unfinished = inventory.find_steps(listed.place, listed.steps, listed.begun, passed)
+    lines = [f"its steps: {', '.join(map(str, whole))}"]
+    lines += [f"never committed: {', '.join(map(str, unfinished))}"] * bool(unfinished)
+    hints = [f"step={n}" for n in sorted(whole, key=lambda one: abs(one - number))[:1]]
+    others = (n.name for n in listed.names if inventory.step_number(n.name) == number and n.why)
+    hints += [f"open it alone: {listed.place / name}" for name in others]
+    return CheckpointNotFoundError(f"`{text}` has no step {number}", lines, hints)
+
+
+def _no_whole_step(listed: Inventory, passed: Mapping[int, Status]) -> Exception:
+    """The error for a root without a whole step."""
+    root, steps = listed.place, listed.steps
+    unreadable = {n: found.why for n, found in passed.items() if found.state is State.UNREADABLE}
+    if unreadable:
+        lines = [f"`{steps[n]}`: {why}" for n, why in unreadable.items()]
+        return StoreError(f"no step of `{root}` can be read", lines)
+    names = listed.of(Role.TEMPORARY)
+    names = names or [steps[n] for n, found in passed.items() if found.state is State.UNFINISHED]
+    return UncommittedCheckpointError(
+        f"`{root}` holds only checkpoints that were never committed",
+        sorted(names),
+        uncommitted_hints(listed),
+    )
+
+
+def uncommitted_hints(listed: Inventory) -> list[str]:
+    """What to do about the latest step of a root in a bucket if it is not committed."""
+    step = listed.place / next(reversed(listed.steps.values()))
+    hint = "" if step.is_local else inventory.status(step).hint
+    named = hint.replace("it is", f"`{step}` is") if detection.MARKER in hint else hint
+    return [named] if named else []
+
+
+def _flax_item(text: str, files: Mapping[float, str], step: int | None) -> Item:
+    """A file of `flax.training.checkpoints`: the latest, or that of a step."""
+    root = parse_location(text)
+    number = max(files) if step is None else step
+    numbers = tuple(number for number in files if isinstance(number, int))
+    if number not in files:
+        lines = [f"its steps: {', '.join(map(str, files))}"]
+        near = min(numbers, key=lambda one: abs(one - number), default=None)
+        hints = [] if near is None else [f"step={near}"]
+        raise CheckpointNotFoundError(f"`{text}` has no step {number}", lines, hints)
+    if (what := detection.describe_file(root / files[number])) != detection.MSGPACK:
+        check_no_pointer(root / files[number])
+        raise CheckpointFormatError(f"`{root / files[number]}` is {what}")
+    if len(numbers) == len(files):
+        known = functools.partial(tuple, (numbers, ()))
+        return Item(root, "msgpack", file=files[number], find_steps=known)
+    notes = (f"`{files[number]}` is the latest of {len(files)} files",) if step is None else ()
+    return Item(root, "msgpack", file=files[number], left_out=notes)
+
+
+def steps_at(path: str | os.PathLike, committed: bool = False) -> dict[int, str]:
+    """The steps of a path: number -> name of its directory or file, ascending; or only those that
+    are not known to be unfinished. Empty for anything that has no steps. Raises
+    CheckpointFormatError for steps of Flax that are not whole numbers."""
+    root = parse_location(path)
+    if not root.is_dir() or inventory.is_checkpoint(root):
+        return {}
+    listed = inventory.list_root(root)
+    looked = _newer_than_whole(listed)
+    if [*looked] != [*listed.steps] or _holds_steps(listed, looked):
+        if committed and root.is_local:
+            looked = {n: inventory.status(root / name) for n, name in listed.steps.items()}
+        unused = {n for n, s in looked.items() if s.state in (State.UNFINISHED, State.EMPTY)}
+        return {n: name for n, name in listed.steps.items() if not (committed and n in unused)}
+    files = detection.flax_steps(root)
+    if odd := [name for number, name in files.items() if not isinstance(number, int)]:
+        raise CheckpointFormatError(
+            f"the steps of `{root}` are not whole numbers",
+            [*files.values()],
+            [f"open one of them: {root / odd[-1]}"],
+        )
+    return {int(number): name for number, name in files.items()}
+
+
+def lacks_item(directory: Location, item: str) -> bool:
+    """Whether a step has items, but not this one. An item without a name counts as any item."""
+    names = [item, *_UNNAMED]
+    step = directory.is_dir() and not inventory.is_item(directory)
+    return step and not any((directory / name).is_dir() for name in names)
+
+
+def check_inside(item: Item) -> None:
+    """Raises CheckpointFormatError if a step or an item is a symbolic link. Its target may be
+    outside of the opened directory."""
+    for directory in () if item.is_foreign else (item.root / item.step, item.directory):
+        if directory != item.root and directory.is_symlink():
+            raise CheckpointFormatError(
+                f"`{directory}` is a symbolic link, which reshard does not follow",
+                hints=[f"open what it points to: {directory.resolved()}"],
+            )
+
+
+def _in_step(found: Item, item: str | None) -> Item:
+    """The item of a step, or of a directory that may be one."""
+    directory = found.place
+    inventory.prefetch_documents(directory)
+    if inventory.is_item(directory):
+        _refuse(str(directory), None, item)
+        kind = found.kind
+        if not found.step:
+            is_whole = (directory / detection.CHECKPOINT_FILE).exists()
+            kind = "standalone" if is_whole else "item"
+        if kind == "item" and _deleted_item(directory.parent) == directory.name:
+            raise _being_deleted(directory)
+        check_committed(directory, marked=True)
+        return dataclasses.replace(found, kind=kind)
+    deleted = _deleted_item(directory)
+    items = tuple(inventory.list_step(directory, deleted).of(Role.ITEM))
+    for name in items:
+        check_committed(directory / name)
+    handlers = inventory.item_handlers(directory)
+    trees = [
+        name
+        for name in items
+        if inventory.is_item(directory / name) and not str(handlers.get(name)).endswith(_NOT_TREES)
+    ]
+    if deleted and (item == deleted or (item is None and not trees)):
+        raise _being_deleted(directory / deleted, [f"other items: {', '.join(items)}"])
+    if item is None and not trees:
+        if any(name.startswith(PROCESS) for name in directory.directories()):  # being written
+            check_committed(directory, marked=True)
+        raise _unrecognised(directory, items)
+    if item is None and len(trees) > 1:
+        raise _several(directory, trees)
+    if item is not None and item not in items:
+        hint = f"its items: {', '.join(items)}"
+        raise CheckpointNotFoundError(f"`{directory}` has no item '{item}'", hints=[hint])
+    if item is not None and not inventory.is_item(directory / item):
+        text = f"item '{item}' of `{directory}` holds no arrays"
+        raise CheckpointFormatError(text, hints=[f"item={as_python(name)}" for name in trees])
+    check_committed(directory, marked=True)
+    inventory.prefetch_documents(directory / (item or trees[0]))
+    left_out = found.left_out
+    if deleted:
+        left_out += (f"item {deleted!r:.80} is left out: its deletion is unfinished",)
+    return dataclasses.replace(
+        found,
+        v1=(directory / detection.V1_MARKER).exists(),
+        item=item or trees[0],
+        items=items,
+        deleted=deleted,
+        left_out=left_out,
+    )
+
+
+def _several(directory: Location, trees: list[str]) -> CheckpointNotFoundError:
+    """The error for several items of a step, or for several checkpoints in a directory."""
+    paths = (directory / name / detection.CHECKPOINT_FILE for name in trees)
+    if (directory / detection.CHECKPOINT_FILE).exists() or not all(p.exists() for p in paths):
+        what, hints = "items", [f"item={as_python(name)}" for name in trees]
+    else:
+        what, hints = "checkpoints", [f"open one of them: {directory / trees[0]}"]
+    return CheckpointNotFoundError(f"`{directory}` has several {what}", trees, hints)
+
+
+def _deleted_item(step: Location) -> str:
+    """The item of a step whose deletion is unfinished, or "". Orbax ignores such an item."""
+    record = read_json(step / detection.DELETION_FILE)
+    if record is None:
+        return ""
+    name = record.get("checkpointable_name")
+    if not isinstance(name, str) or not name:
+        raise CorruptCheckpointError(
+            f"`{step / detection.DELETION_FILE}` does not name the item that Orbax was deleting"
+        )
+    return name
+
+
+def _being_deleted(item: Location, hints: Iterable[str] = ()) -> CheckpointNotFoundError:
+    call = f'delete("{item.parent}", checkpointable_name="{item.name}")'
+    return CheckpointNotFoundError(
+        f"`{item}` is being deleted: `{detection.DELETION_FILE}` next to it records an unfinished "
+        "deletion",
+        hints=[*hints, f"orbax.checkpoint.experimental.v1.{call} finishes the deletion"],
+    )
+
+
+def _refuse(text: str, step: int | None, item: str | None) -> None:
+    """Raises CheckpointNotFoundError if a step or an item is given for a single checkpoint."""
+    for name, value, what in (("step", step, "checkpoint"), ("item", item, "tree")):
+        if value is not None:
+            hints = [f"leave out {name}=..."]
+            raise CheckpointNotFoundError(f"`{text}` is one {what} and has no {name}s", hints=hints)
+
+
+def check_committed(directory: Location, marked: bool = False) -> None:
+    """Raises UncommittedCheckpointError for a checkpoint whose writer never finished."""
+    if why := inventory.why_uncommitted(directory, marked):
+        text = f"`{directory}` was never committed: {why[0]}"
+        raise UncommittedCheckpointError(text, hints=why[1:])
+
+
+def _unrecognised(directory: Location, names: Iterable[str]) -> Exception:
+    """The error for a directory that is no checkpoint. `names` are those of its steps or items."""
+    names_here = directory.names()
+    unfinished = [name for name in names_here if detection.TEMPORARY in name]
+    unfinished = unfinished or [
+        name
+        for name in names
+        if directory.is_local and inventory.why_uncommitted(directory / name, marked=True)
+    ]
+    if unfinished:
+        return UncommittedCheckpointError(
+            f"`{directory}` holds only checkpoints that were never committed", unfinished
+        )
+    return CheckpointFormatError(
+        f"`{directory}` is not a checkpoint",
+        [
+            f"no {detection.TREE_FILE}, no {detection.CHECKPOINT_FILE}, no step directories, "
+            "no zarr arrays",
+            *detection.foreign_files(directory),
+        ],
+        [] if directory.is_local else [_some_names(directory, names_here)],
+    )
+
+
+def _siblings(path: Location) -> list[str]:
+    while not (parent := path.parent).exists() and parent != parent.parent:
+        path = parent
+    if not parent.is_dir():
+        return []
+    every = parent.directories()
+    if own := [name for name in every if name.startswith(path.name + detection.TEMPORARY)]:
+        return [f"`{parent / own[0]}` was never committed"]
+    names = [name for name in every if detection.TEMPORARY not in name]
+    near = get_close_matches(path.name, names, 1)
+    none = "only checkpoints that were never committed" if every else "no directories"
+    listed = _some_names(parent, names, none)
+    return [f"the nearest is `{parent / near[0]}`" if near else listed]
+
+
+def _some_names(directory: Location, names: list[str], none: str = "nothing") -> str:
+    more = ["..."] if len(names) > _SHOWN else []
+    return f"`{directory}` has: {', '.join([*names[:_SHOWN], *more]) or none}"
