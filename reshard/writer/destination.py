@@ -225,7 +225,8 @@ def replaced(
     if destination is None or not destination.is_local:
         return ()
     place = committing.standing(destination)
-    entries = [*place.walk()] if place.is_dir() else []
+    if not (entries := [*place.walk()]):
+        return ()
     steps: dict[int | None, set[str]] = {None: set()}
     if not exported:
         steps = {c.source.number: {*c.source.items, c.source.item} for c in checkpoints}

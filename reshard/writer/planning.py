@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from reshard import errors
@@ -105,12 +105,7 @@ def plan(
             text = f"`{error.filename}` cannot be read, and is copied with the checkpoint"
             problems.append(errors.StoreError(text, [str(error.strerror)]))
         paths = {each.path for each in found}
-        notes += [
-            f"item {name} is not part of the job and is copied unchanged"
-            for source in (c.source for c in checkpoints)
-            for name in source.items
-            if "/".join(filter(None, (source.step, name, TREE_FILE))) in paths
-        ]
+        notes += _copied_items(checkpoints, paths)
         state = {} if place is None else source_state(checkpoints, opened=True)
         try:
             notes += [] if checked is None else checked.result()
@@ -122,6 +117,14 @@ def plan(
         items, tuple(found), place, limit, overwrite, verify, digest, state, (), told, replaced
     )
     return with_cost_errors(planned, problems)
+
+
+def _copied_items(checkpoints: Sequence[Checkpoint], paths: Collection[str]) -> Iterator[str]:
+    """Notes about items whose trees are copied, among these paths."""
+    for source in (c.source for c in checkpoints):
+        for name in source.items:
+            if "/".join(filter(None, (source.step, name, TREE_FILE))) in paths:
+                yield f"item {name} is not part of the job and is copied unchanged"
 
 
 def with_cost_errors(plan: P, problems: Sequence[errors.ReshardError]) -> P:
