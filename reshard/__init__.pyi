@@ -9,6 +9,7 @@ from .convert.remap import remap as remap
 from .convert.stacking import stack as stack
 from .convert.stacking import unstack as unstack
 from .errors import ArgumentError as ArgumentError
+from .errors import ChangedCheckpointError as ChangedCheckpointError
 from .errors import CheckpointFormatError as CheckpointFormatError
 from .errors import CheckpointNotFoundError as CheckpointNotFoundError
 from .errors import CorruptCheckpointError as CorruptCheckpointError

@@ -12,6 +12,7 @@ from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.errors import ArgumentError, CheckpointFormatError
 from reshard.sharding.mesh import Mesh, NamedSharding
 from reshard.storage.array_store import ArrayStore
+from reshard.storage.identity import Identity
 from reshard.storage.location import Location
 from reshard.tree import Path, as_python, format_glob, format_path
 
@@ -130,17 +131,17 @@ class Source(Item):
       store: the arrays.
       metadata: the parsed `_METADATA` document, without its tree.
       metadata_apart: the item had per-array metadata files (PRNG key types are in them).
+      identity: the documents and the data files that it consists of, when it was opened.
       write_shapes: name of an array -> the shape that each process wrote, of those files.
       step_document: the `_CHECKPOINT_METADATA` document of the step, if a transform changed it.
-      state: in a bucket, a hash of the names and versions of the files in the item's directory.
     """
 
     store: ArrayStore
     metadata: dict[str, Any]
     metadata_apart: bool
+    identity: Identity
     write_shapes: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
     step_document: Mapping[str, Any] | None = None
-    state: str = ""
 
     @property
     def path(self) -> Location:

@@ -90,6 +90,10 @@ class CorruptCheckpointError(ReshardError, ValueError):
     """The checkpoint's own parts contradict each other, or stored bytes do not decode."""
 
 
+class ChangedCheckpointError(ReshardError, RuntimeError):
+    """Files of the checkpoint have changed or were removed since it was opened."""
+
+
 class TreeMismatchError(ReshardError, ValueError):
     """The leaves of a checkpoint are not those that were asked for.
 

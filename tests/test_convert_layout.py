@@ -441,7 +441,8 @@ def test_every_tree_is_told_for_what_it_is(opened, cases):
 
 
 STORE: Any = None  # which nothing here reads
-SOURCE = Source(pathlib.Path("run"), "item", store=STORE, metadata={}, metadata_apart=True)
+FACTS: dict[str, Any] = {"metadata": {}, "metadata_apart": True, "identity": None}
+SOURCE = Source(pathlib.Path("run"), "item", store=STORE, **FACTS)
 OTHERS = {"None": None, "{}": {}, "text": "text"}
 
 

@@ -37,6 +37,7 @@ HIERARCHY = {
     "CheckpointFormatError": ("ReshardError", ValueError),
     "UncommittedCheckpointError": ("CheckpointFormatError", ValueError),
     "CorruptCheckpointError": ("ReshardError", ValueError),
+    "ChangedCheckpointError": ("ReshardError", RuntimeError),
     "TreeMismatchError": ("ReshardError", ValueError),
     "ShardingError": ("ReshardError", ValueError),
     "MemoryLimitError": ("ReshardError", ValueError),

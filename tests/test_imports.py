@@ -184,7 +184,7 @@ MANY_IMPORTS = {
     "reshard.writer.commit": 27,
     "reshard.writer.documents": 27,
     "reshard.writer.format": 29,
-    "reshard.writer.plan": 33,
+    "reshard.writer.plan": 34,
     "reshard.writer.planning": 51,
     "reshard.writer.save": 51,
 }

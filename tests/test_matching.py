@@ -20,7 +20,8 @@ from reshard.restore import matching
 from reshard.restore.matching import Mismatch, TargetLeaf, match, mismatch_error
 
 STORE: Any = None  # which nothing here reads
-SOURCE = Source(pathlib.Path("run"), "item", store=STORE, metadata={}, metadata_apart=True)
+FACTS: dict[str, Any] = {"metadata": {}, "metadata_apart": True, "identity": None}
+SOURCE = Source(pathlib.Path("run"), "item", store=STORE, **FACTS)
 
 
 def handle(path, shape=(), dtype="float32", value_type="jax.Array", key_impl=None):

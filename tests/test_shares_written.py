@@ -254,9 +254,10 @@ def test_a_source_that_changes(tmp_path, before_share):
         with pytest.raises(reshard.DestinationError, match="is not this job"):
             write(source, out, [1], 2)
     else:
-        text = f"the source changed during the job\n  `{source}`\n\n"
-        text += f"hint: rm -r '{unfinished(out)[0]}', then start again"
-        refused(reshard.CorruptCheckpointError, text, reshard.commit, out)
+        text = f"`{source / '_METADATA'}` has changed since it was opened\n  it had "
+        assert layouts.refused(reshard.ChangedCheckpointError, reshard.commit, out).startswith(text)
+        error = layouts.raised(reshard.ChangedCheckpointError, reshard.commit, out)
+        assert error.hints == (f"rm -r '{unfinished(out)[0]}', then start again",)
     assert not out.exists()
 
 

@@ -10,7 +10,7 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jobs import FORMATS, MARKER, RECORD, assert_pruned, inodes, put, refused, unfinished
+from jobs import FORMATS, MARKER, RECORD, assert_pruned, inodes, put, unfinished
 from layouts import hashes
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -255,10 +255,8 @@ def test_damaged_copies_of_an_earlier_run_are_copied_again(root, tmp_path, chang
 
 
 BESIDE = [
-    ("3/cfg", lambda path: (path / "metadata").write_text('{"width": 99}')),
-    ("3/cfg", shutil.rmtree),
-    ("3/cfg", lambda path: (path / "more").write_text("{}")),
-    ("3/config", lambda path: shutil.copytree(path.with_name("cfg"), path)),
+    ("3/cfg/metadata", lambda path: path.write_text('{"width": 99}')),
+    ("3/cfg/metadata", lambda path: shutil.rmtree(path.parent)),
     ("3/_CHECKPOINT_METADATA", pathlib.Path.unlink),
 ]
 
@@ -287,10 +285,28 @@ def test_the_source_changes_during_the_job(root, tmp_path, where, change, resume
         if not changed:
             changed.append(change(root / where))
 
-    text = f"the source changed during the job\n  `{root / where}`"
+    end = "has changed since it was opened\n  it had 12 bytes, modified at 20"
+    text = f"`{root / where}` {end if change is BESIDE[0][1] else 'was removed'}"
     options = {"resume": resume, "progress": progress}
-    refused(reshard.CorruptCheckpointError, text, reshard.save, opened(root), out, **options)
+    told = layouts.refused(
+        reshard.ChangedCheckpointError, reshard.save, opened(root), out, **options
+    )
+    assert text in told
     assert os.listdir(out.parent) == []
+
+
+def test_names_that_are_new_during_the_job(root, tmp_path):
+    """They are of no checkpoint that was opened."""
+    out, before = tmp_path / "out", copies(root)
+
+    def progress(done, whole):
+        (root / "3" / "cfg" / "more").write_text("{}")
+        shutil.copytree(root / "3" / "ema", root / "3" / "ema2", dirs_exist_ok=True)
+        (root / "3" / "state" / "new").write_text("new")
+
+    reshard.save(opened(root), out, progress=progress)
+    assert (root / "3" / "state" / "new").exists()
+    assert copies(out) == before and not (out / "3" / "state" / "new").exists()
 
 
 def test_changes_outside_the_step(root, tmp_path):

@@ -23,6 +23,7 @@ from reshard.sharding.mesh import (
     sharding_document,
 )
 from reshard.storage.array_store import ArrayStore, StoredValue
+from reshard.storage.identity import Identity, unchanged
 from reshard.storage.location import checked
 from reshard.tree import Path, as_python, format_path
 
@@ -50,7 +51,8 @@ class StoredArray:
     def __reduce__(self) -> tuple[Any, ...]:
         """With its own entries of the store's listing, which is not pickled with the store."""
         values = [(key, *value) for key, value in self.store.values[self.name].items()]
-        return _unpickled, (self.store, self.name, self.metadata, values)
+        files = self.store.identity(self.name).files
+        return _unpickled, (self.store, self.name, self.metadata, values, files)
 
     @property
     def encoding(self) -> Encoding:
@@ -65,9 +67,9 @@ class StoredArray:
 
     def view(self) -> ts.TensorStore:
         """A view. Raises CorruptCheckpointError if the header of a blosc chunk has another size. In
-        a bucket only chunks that were never listed have the fill value; a listed chunk that is
-        gone is an error."""
-        store, local = self.store, self.store.directory.is_local
+        a bucket and in plain files, only chunks that were never listed have the fill value; a
+        listed chunk that is gone is an error, and one that is new is not read."""
+        store, local = self.store, self.store.directory.is_local and self.store.ocdbt
         array = store.open_array(self.name, self.metadata, store.omits_fill and local)
         if local and not self.encoding.is_blosc:
             return array
@@ -87,8 +89,9 @@ class StoredArray:
 
 
 def _unpickled(
-    store: ArrayStore, name: str, metadata: bytes, values: Sequence[tuple[Any, ...]]
+    store: ArrayStore, name: str, metadata: bytes, values: Sequence[tuple[Any, ...]], files: Any
 ) -> StoredArray:
+    store.files.update(files)
     known = vars(store).setdefault("values", {})
     known[name] = {key: StoredValue(*value) for key, *value in values}
     return StoredArray(store, name, metadata)
@@ -223,6 +226,10 @@ class ArrayHandle:
         handles = ancestors(self)
         return ((h, h.data) for h in handles if isinstance(h.data, StoredArray))
 
+    def identities(self) -> Iterator[Identity]:
+        """The files that reading it takes, of each stored array."""
+        return (data.store.identity(data.name) for _, data in self.roots())
+
     def stored_sizes(self) -> list[int]:
         """Stored bytes of each chunk of the stored arrays that it consists of.
 
@@ -272,6 +279,7 @@ class ArrayHandle:
 
         Raises:
           ArgumentError: `box` is not made of such slices.
+          ChangedCheckpointError: files of this array have changed since they were opened.
           CorruptCheckpointError: stored bytes cannot be read.
           StoreError: a request to a bucket failed.
 
@@ -287,6 +295,11 @@ class ArrayHandle:
             raise ArgumentError(text, hints=[hint])
         rest = [slice(None)] * (len(self.shape) - len(given))
         whole = boxes.from_index((*given, *rest), self.shape)
+        with unchanged(*self.identities()):
+            return self._read(whole)
+
+    def _read(self, whole: boxes.Box) -> np.ndarray:
+        """The values of a box."""
         self.stored_sizes()  # raises where chunks are missing
         view, values = self.view(), np.empty(boxes.shape_of(whole), self.dtype)
         itemsize = max(self.dtype.itemsize, self.stored_dtype.itemsize)

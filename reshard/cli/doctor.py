@@ -66,7 +66,7 @@ def _examined(path: str, place: dict[str, Any], first: bool = True) -> dict[str,
     try:
         with explained(path, place["step"], f"reshard doctor {shlex.quote(path)}"):
             trees = [_tree(open_checkpoint(path, **place), first)]
-    except StoreError:
+    except (StoreError, RuntimeError):  # or its files change
         raise
     except ReshardError as error:
         # A step of several items: the problems of this error are their names.

@@ -2,15 +2,19 @@
 
 import dataclasses
 import os
+from typing import Any
 
 from reshard.checkpoint import FOREIGN_KINDS, Checkpoint, Item
 from reshard.errors import ArgumentError, CorruptCheckpointError, ReshardError, StoreError
 from reshard.loader import msgpack, orbax, safetensors, zarr_tree
+from reshard.loader.detection import is_index
 from reshard.loader.locate import check_inside, locate
 from reshard.storage.bucket import REQUESTS
+from reshard.storage.disk import Entry
+from reshard.storage.identity import Identity, unchanged
 from reshard.storage.location import parse_location
 
-_FOREIGN = dict(zip(FOREIGN_KINDS, (safetensors, msgpack, zarr_tree), strict=True))
+_READERS: dict[str, Any] = dict(zip(FOREIGN_KINDS, (safetensors, msgpack, zarr_tree), strict=True))
 
 
 def open(
@@ -39,6 +43,7 @@ def open(
       UncommittedCheckpointError: its writer never finished.
       CheckpointFormatError: it is not such a checkpoint; the message names the format if known.
       CorruptCheckpointError: its parts contradict each other.
+      ChangedCheckpointError: its files have changed while it was opened.
       StoreError: a request to a bucket failed, or this user may not read a file.
 
     Example:
@@ -58,13 +63,16 @@ def open(
             located = locate(path, step, item)
             check_inside(located)
             located.directory.check_opens()
-            if located.kind in _FOREIGN:
-                return _FOREIGN[located.kind].read(located, concurrency)
-            if file := orbax.values_file(located):
+            file = None if located.is_foreign else orbax.values_file(located)
+            if file is not None:
                 held = dataclasses.replace(located, file=file.name)
-                bare = Item(file, "msgpack", located.v1)
-                return msgpack.read(bare if located.kind == "item" else held, concurrency)
-            return orbax.read(located, concurrency)
+                located = Item(file, "msgpack", located.v1) if located.kind == "item" else held
+            reader = _READERS.get(located.kind, orbax) if file is None else msgpack
+            seen: dict[str, Entry] = {}
+            top = located.data
+            top = top.parent if is_index(top.name) and top.is_file() else top
+            with unchanged(*[Identity(top, seen)] * top.is_local):
+                return reader.read(located, concurrency, seen)
     except ReshardError:
         raise
     except OSError as error:

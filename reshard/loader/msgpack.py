@@ -23,13 +23,14 @@ from reshard.loader.detection import MSGPACK_FILE
 from reshard.loader.hf_files import check_no_pointer
 from reshard.loader.orbax import tree_problems
 from reshard.loader.plain_arrays import PlainArray, checkpoint, index_problems, weight_map
-from reshard.storage.disk import MAX_DOCUMENT
+from reshard.storage.disk import MAX_DOCUMENT, Entry
 from reshard.storage.location import Location
 from reshard.tree import MAX_KEYS, Path, format_path
 from reshard.units import format_bytes
 
 # Bytes per read, and the most entries of all maps and lists together.
 _PIECE, _MOST = 1 << 18, 1 << 20
+_INDEX = f"flax_model{MSGPACK_FILE}.index.json"
 _CHUNKED = "__msgpack_chunked_array__"
 # Prefixes of strings that stand for arrays in other files, of Orbax 0.2 and of `save_checkpoint`
 # with arrays of several processes.
@@ -50,11 +51,12 @@ _LENGTHS = {
 }
 
 
-def read(item: Item, requests: int) -> Checkpoint:
+def read(item: Item, requests: int, seen: dict[str, Entry]) -> Checkpoint:
     """The checkpoint of a file, or of a directory with an index of its files. See `reshard.open`
     for the errors."""
     root = item.data
     files = [""] if root.is_file() else [n for n in root.names() if n.endswith(MSGPACK_FILE)]
+    seen |= root.look(files if files == [""] else [*files, _INDEX])
     problems: list[str] = []
     pairs: list[tuple[Path, Any]] = []
     for file in files:
@@ -74,7 +76,7 @@ def read(item: Item, requests: int) -> Checkpoint:
         problems += tree_problems([path for path, _ in pairs])
     if files != [""]:
         arrays = {"/".join(map(str, p)): a for p, a in pairs if isinstance(a, PlainArray)}
-        named = weight_map(root / f"flax_model{MSGPACK_FILE}.index.json")
+        named = weight_map(root / _INDEX)
         problems += index_problems(named, arrays) if named else ()
     paths = {path for path, _ in pairs}
     specs = (path[:-2] for path in paths if path[-2:] == ("kvstore", "driver"))
@@ -96,7 +98,8 @@ def read(item: Item, requests: int) -> Checkpoint:
     leaves = {path: _number(leaf) for path, leaf in pairs}
     notes = ["lists and tuples that Flax saved as dicts (`0`, `1`, ...) stay dicts"]
     has_numbered = any({"0"} & set(path) for path in leaves)
-    return checkpoint(item, "msgpack", leaves, requests, problems, notes if has_numbered else ())
+    notes = notes if has_numbered else []
+    return checkpoint(item, "msgpack", leaves, requests, seen, problems, notes)
 
 
 class _Reader:

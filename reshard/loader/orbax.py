@@ -7,7 +7,7 @@ import base64
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,25 @@ from reshard.errors import CheckpointFormatError, CorruptCheckpointError
 from reshard.loader import detection
 from reshard.loader.array_metadata import ZarrArray, parse_sharding, parse_zarr
 from reshard.loader.json_documents import parse_json, read_json
+from reshard.storage import identity
 from reshard.storage.array_store import ArrayStore, name_problem
-from reshard.storage.bucket import REQUESTS
 from reshard.storage.disk import UNKNOWN, Location, not_a_file
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
 from reshard.tree import MAX_KEYS, Path, format_path, overlaps
 from reshard.units import format_bytes
 
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+# Documents of an item that are read, and its marker.
+_DOCUMENTS = (detection.TREE_FILE, detection.SHARDING_FILE, detection.STRINGS_FILE)
+_DOCUMENTS += (detection.MARKER,)
 
 
-def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
-    """The checkpoint of an item. Sends at most `requests` to a bucket at once. See `reshard.open`
-    for the errors."""
+def read(item: Item, requests: int, seen: identity.Files) -> Checkpoint:
+    """The checkpoint of an item. Sends at most `requests` to a bucket at once. Adds the entries of
+    the files that it reads to those that were `seen`. See `reshard.open` for the errors."""
     directory = item.directory
+    described = _array_documents(directory)
+    seen |= directory.look([*_DOCUMENTS, *described])
     document = read_json(directory / detection.TREE_FILE)
     if document is None:
         raise without_tree(directory)
@@ -50,7 +55,7 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         )
     _ = store.values  # in a bucket, while the requests for the documents below run
     shardings = read_json(directory / detection.SHARDING_FILE) or {}
-    metadata_apart, key_impls, write_shapes = _array_metadatas(directory)
+    key_impls, write_shapes = _array_metadatas(directory, described)
     strings = read_json(directory / detection.STRINGS_FILE) or {}
 
     metadata = store.read_metadata(stored_name(path).removesuffix("/") for path in array_paths)
@@ -83,8 +88,8 @@ def read(item: Item, requests: int = REQUESTS) -> Checkpoint:
         raise CorruptCheckpointError(
             f"`{directory}` is damaged: some of its leaves cannot be found or read", problems
         )
-    apart = {"metadata_apart": metadata_apart, "write_shapes": write_shapes}
-    source = source_of(item, store, document, detection.RECORD_FILES, **apart)
+    apart = {"metadata_apart": bool(described), "write_shapes": write_shapes}
+    source = source_of(item, store, document, seen, **apart)
     return Checkpoint(leaves, source, item.left_out)
 
 
@@ -99,14 +104,19 @@ def source_of(
     item: Item,
     store: ArrayStore,
     document: dict[str, Any],
-    ignored: Collection[str] = (),
+    seen: identity.Files,
     metadata_apart: bool = True,
     **facts: Any,
 ) -> Source:
-    """The source of a checkpoint, in a bucket with the state of its files, except ignored ones. On
-    a disk, the plan reads their state soon enough."""
-    state = "" if store.directory.is_local else store.directory.state(ignored)
-    facts |= {"metadata": document, "metadata_apart": metadata_apart, "state": state}
+    """The source of a checkpoint. Its identity is the files that were `seen`, with those of the
+    arrays. Adds the metadata of arrays, which was read, to what was `seen`."""
+    named = {value.file for values in store.values.values() for value in values.values()}
+    named |= store.index
+    files = {file: entry for file, entry in store.files.items() if file in named} | seen
+    found = identity.listed(store.directory, files)
+    store.files.update(found.files)
+    seen |= {f: files[f] for f in files if f in store.index or f.endswith(store.metadata_key)}
+    facts |= {"metadata": document, "metadata_apart": metadata_apart, "identity": found}
     of_item = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
     return Source(**of_item, store=store, **facts)
 
@@ -199,16 +209,21 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
     return ArrayStore(zarr3, directory, parts, fills, requests)
 
 
-def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str], dict[str, list[int]]]:
-    """Whether the item has array metadata, and by name the PRNG implementation and the write shape
-    of arrays."""
+def _array_documents(directory: Location) -> list[str]:
+    """The documents of array metadata."""
     folder = directory / detection.ARRAYS_FOLDER
     if folder.is_symlink():
         raise not_a_file(folder)
-    names = folder.names() if folder.is_dir() else []
+    return [f"{folder.name}/{name}" for name in (folder.names() if folder.is_dir() else ())]
+
+
+def _array_metadatas(
+    directory: Location, names: Iterable[str]
+) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """The PRNG implementation and the write shape of arrays, by name."""
     impls, shapes = {}, {}
     for name in names:
-        document = read_json(folder / name) or {}
+        document = read_json(directory / name) or {}
         try:
             for entry in document.get("array_metadatas", ()):
                 metadata = entry["array_metadata"]
@@ -222,9 +237,9 @@ def _array_metadatas(directory: Location) -> tuple[bool, dict[str, str], dict[st
                     shapes[str(metadata["param_name"])] = shape
         except (TypeError, KeyError, AttributeError) as error:
             raise CorruptCheckpointError(
-                f"`{folder / name}` is damaged: its entries do not describe arrays"
+                f"`{directory / name}` is damaged: its entries do not describe arrays"
             ) from error
-    return bool(names), impls, shapes
+    return impls, shapes
 
 
 def _parse_entry(entry: Any, file: Location) -> tuple[Path, str, bool]:

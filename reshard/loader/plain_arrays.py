@@ -17,6 +17,7 @@ from reshard.errors import CorruptCheckpointError
 from reshard.loader.json_documents import read_json
 from reshard.loader.orbax import array, source_of
 from reshard.storage.array_store import ArrayStore
+from reshard.storage.disk import Entry
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
 from reshard.tree import Path, format_path
@@ -60,16 +61,17 @@ def checkpoint(
     kind: str,
     leaves: Mapping[Path, Any],
     requests: int,
+    seen: dict[str, Entry],
     problems: list[str],
     notes: Sequence[str] = (),
     directory: Location | None = None,
     hints: Sequence[str] = (),
 ) -> Checkpoint:
-    """The checkpoint of plain arrays and other leaves, whose files are relative to `directory`, by
-    default the item's. Raises CorruptCheckpointError, with the hints, if there are problems.
-    """
+    """The checkpoint of plain arrays and other leaves, whose files were `seen` and are relative to
+    `directory`, by default the item's. Raises CorruptCheckpointError, with the hints, if there
+    are problems."""
     root = directory or item.data
-    store = ArrayStore(False, root, ("",), False, requests, ranged=True)
+    store = ArrayStore(False, root, ("",), False, requests, ranged=True, files=seen)
     vars(store)["values"] = {}
     opened: dict[Path, Leaf] = {}
     seams, total = 0, sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, PlainArray))
@@ -88,7 +90,8 @@ def checkpoint(
     if problems:
         raise CorruptCheckpointError(f"`{item.root}` cannot be read as {kind}", problems, hints)
     document = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
-    return Checkpoint(opened, source_of(item, store, document), (*item.left_out, *notes))
+    source = source_of(item, store, document, seen)
+    return Checkpoint(opened, source, (*item.left_out, *notes))
 
 
 def weight_map(index: Location) -> dict[str, Any]:

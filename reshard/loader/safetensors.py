@@ -24,6 +24,7 @@ from reshard.loader.hf_files import check_no_pointer
 from reshard.loader.json_documents import parse_json, read_json
 from reshard.loader.orbax import tree_problems
 from reshard.loader.plain_arrays import PlainArray, checkpoint, index_problems, weight_map
+from reshard.storage.disk import Entry
 from reshard.storage.location import Location
 from reshard.tree import Path, as_python, natural
 from reshard.units import format_bytes
@@ -42,14 +43,15 @@ _PAIRS = (pair.split(":") for pair in _NAMES.split())
 DTYPES = {name: parse_dtype(dtype) for name, dtype in _PAIRS}
 
 
-def read(item: Item, requests: int) -> Checkpoint:
+def read(item: Item, requests: int, seen: dict[str, Entry]) -> Checkpoint:
     """The checkpoint of a file or a directory; see `reshard.open` for the errors.
 
     If there is an index, only the files that it names are read. A tensor's name is split at its
     dots. If one name would then be below another, no name is split.
     """
     _check_complete(item.root)
-    directory, files, named, left = _files(item.root)
+    directory, files, named, left = _files(item.root, seen)
+    seen |= directory.look(files)
     problems: list[str] = []
     hints = [f"open a file that is not in the index: {directory / name}" for name in left[:1]]
     tensors: dict[str, PlainArray] = {}
@@ -69,7 +71,7 @@ def read(item: Item, requests: int) -> Checkpoint:
     names = sorted(tensors, key=lambda name: natural((name,)))
     leaves = {paths[name]: tensors[name] for name in names}
     return checkpoint(
-        item, "safetensors", leaves, requests, problems, notes, directory=directory, hints=hints
+        item, "safetensors", leaves, requests, seen, problems, notes, directory, hints
     )
 
 
@@ -82,7 +84,9 @@ def find_index(directory: Location) -> Location | None:
     return directory / names[0] if names else None
 
 
-def _files(root: Location) -> tuple[Location, list[str], Mapping[str, Any], list[str]]:
+def _files(
+    root: Location, seen: dict[str, Entry]
+) -> tuple[Location, list[str], Mapping[str, Any], list[str]]:
     """The directory, the files to read, the file of each tensor by the index, and the files that
     the index does not name. The root is the directory, its index, or the only file."""
     is_file = root.is_file()
@@ -93,6 +97,7 @@ def _files(root: Location) -> tuple[Location, list[str], Mapping[str, Any], list
     files = [name for name in names if name.endswith(SAFETENSORS)]
     if index is None:
         return directory, files, {}, []
+    seen |= directory.look([index.name])
     named = weight_map(index)
     wanted = {*map(str, named.values())}
     left = [name for name in files if name not in wanted]

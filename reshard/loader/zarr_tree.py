@@ -6,11 +6,12 @@ from reshard.errors import CorruptCheckpointError
 from reshard.loader.json_documents import parse_json
 from reshard.loader.orbax import array, source_of, tree_problems, without_tree
 from reshard.storage.array_store import ArrayStore, name_problem
+from reshard.storage.disk import Entry
 from reshard.storage.ocdbt import MANIFEST
 from reshard.tree import Path, natural
 
 
-def read(item: Item, requests: int) -> Checkpoint:
+def read(item: Item, requests: int, seen: dict[str, Entry]) -> Checkpoint:
     """The checkpoint of a directory. An array's path is its key, split at each `/`. See
     `reshard.open` for the errors."""
     root = item.root
@@ -36,7 +37,7 @@ def read(item: Item, requests: int) -> Checkpoint:
     if problems:
         raise CorruptCheckpointError(f"`{root}` cannot be read as a tree of zarr arrays", problems)
     document = {"use_ocdbt": store.ocdbt, "use_zarr3": store.zarr3}
-    return Checkpoint(leaves, source_of(item, store, document))
+    return Checkpoint(leaves, source_of(item, store, document, seen))
 
 
 def _is_group(metadata: bytes | None) -> bool:

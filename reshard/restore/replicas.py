@@ -37,6 +37,7 @@ from reshard.restore.device_reads import Request, check_stored, least_memory, re
 from reshard.restore.device_shards import UNSIGNED, from_bits, local_shards, named_sharding
 from reshard.restore.lazy_jax import jax
 from reshard.sharding.mesh import Spec, normalize_spec
+from reshard.storage.identity import Identity, check_unchanged, unchanged
 
 # Waits for all processes, which must restore the same text; raises if one has failed.
 Agree = Callable[[str], None]
@@ -142,11 +143,14 @@ def read_together(
     max_memory: int | None,
     progress: Callable[[int], None],
     agree: Agree | None,
+    identity: Identity,
 ) -> list[Any]:
-    """Read arrays like `read_arrays`. If the processes agree, one process reads each stored chunk
-    that several need, where memory allows the exchange."""
+    """Read arrays like `read_arrays`, of files that have not changed. If the processes agree, one
+    process reads each stored chunk that several need, where memory allows the exchange."""
     if agree is None:
-        return read_arrays(requests, max_memory, progress)
+        with unchanged(identity):
+            return read_arrays(requests, max_memory, progress)
+    check_unchanged([identity])
     check_stored(requests)
     limit = _WAVE if max_memory is None else max_memory // 4
     left = None if max_memory is None else max_memory - limit
@@ -178,6 +182,7 @@ def read_together(
             arrays[n] = _exchanged(requests[n], spreads[n], rows[n], read.pop(n, None))
             shards = local_shards(requests[n].handle.shape, requests[n].sharding)
             progress(shards.elements * requests[n].dtype.itemsize)
+    check_unchanged([identity])
     agree("")
     return [arrays[n] for n in range(len(requests))]
 

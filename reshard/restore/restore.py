@@ -84,6 +84,7 @@ def restore(
         and leaves of the target without a usable sharding: all of them.
       ShardingError: saved specs that do not fit a bare mesh.
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
+      ChangedCheckpointError: the checkpoint has changed since it was opened.
       CorruptCheckpointError: stored bytes are missing or do not decode.
       CheckpointNotFoundError, CheckpointFormatError: as `reshard.open`.
 
@@ -105,7 +106,8 @@ def restore(
     with contextlib.nullcontext() if alone else agreement() as agree:
         ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         budget = None if max_memory is None else parse_bytes(max_memory)
-        read = functools.partial(read_together, max_memory=budget, progress=report, agree=agree)
+        how = {"max_memory": budget, "progress": report, "agree": agree}
+        read = functools.partial(read_together, identity=ckpt.source.identity, **how)
         if isinstance(target, jax.sharding.Mesh | jax.sharding.AbstractMesh):
             if cast or keep or unexpected != "error":
                 raise ArgumentError(

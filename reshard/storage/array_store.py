@@ -14,7 +14,8 @@ import tensorstore as ts
 
 from reshard.errors import CorruptCheckpointError
 from reshard.storage.bucket import REQUESTS
-from reshard.storage.disk import Location, is_utf8, not_a_file
+from reshard.storage.disk import Entry, Location, is_utf8, not_a_file
+from reshard.storage.identity import Identity
 from reshard.storage.location import checked
 from reshard.storage.ocdbt import (
     MANIFEST,
@@ -87,6 +88,8 @@ class ArrayStore(ZarrVersion):
       manifest: the directory of a merged database's manifest, if it is not `directory`.
       ranged: values are ranges of files of another format. No database lists them: `values` is
         given.
+      index: files of manifests and nodes of databases, which reading any array takes.
+      files: file -> its entry before it was read.
     """
 
     directory: Location
@@ -95,6 +98,8 @@ class ArrayStore(ZarrVersion):
     requests: int = REQUESTS
     manifest: Location | None = None
     ranged: bool = False
+    index: set[str] = dataclasses.field(default_factory=set, compare=False)
+    files: dict[str, Entry] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def ocdbt(self) -> bool:
@@ -102,9 +107,9 @@ class ArrayStore(ZarrVersion):
         return bool(self.parts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but open stores and `values`: each array is pickled with its own values."""
+        """Everything but open stores, `values` and `files`: each array is pickled with its own."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {"has_many": self.has_many}
+        return fields | {"has_many": self.has_many, "files": {}}
 
     @functools.cached_property
     def context(self) -> ts.Context:
@@ -134,18 +139,23 @@ class ArrayStore(ZarrVersion):
 
         Reads B-tree nodes or lists directories, and no array.
         """
-        values = {} if self.ocdbt else dict(_list_files(self.directory))
+        values = {} if self.ocdbt else dict(_list_files(self.directory, self.files))
         for part in self.parts:
             (self.directory / part).prefetch([MANIFEST])
         for part in self.parts:
-            directory = self.directory / part
-            values |= stored_values(directory, part, self.metadata_key, self.manifest)
+            where = self.directory / part, part, self.metadata_key, self.manifest
+            values |= stored_values(*where, self.index, self.files)
         return _group_by_array(values, self.metadata_key)
 
     @functools.cached_property
     def has_many(self) -> bool:
         """Whether it holds so many values that finding one in the nodes of Orbax is slow."""
         return sum(map(len, self.values.values())) >= _MANY_VALUES
+
+    def identity(self, name: str) -> Identity:
+        """The files that reading an array takes."""
+        own = {value.file for value in self.values[name].values()} | self.index
+        return Identity(self.directory, {f: self.files[f] for f in own if f in self.files})
 
     def largest_chunk(self, name: str) -> int:
         """Stored bytes of the largest chunk of an array; 0 if it has no chunk."""
@@ -251,12 +261,14 @@ def array_spec(driver: str, metadata: bytes, **options: bool) -> ts.Spec:
     )
 
 
-def _list_files(directory: Location) -> Iterator[tuple[str, StoredValue]]:
-    """Every file below the folders of a directory. The item's documents are not in folders."""
+def _list_files(directory: Location, files: dict[str, Entry]) -> Iterator[tuple[str, StoredValue]]:
+    """Every file below the folders of a directory, which are added to `files`. The item's documents
+    are not in folders."""
     for entry in directory.walk():
         if "/" in entry.path and (entry.is_file or not entry.is_dir):
             if not entry.is_file:
                 raise not_a_file(directory / entry.path)
+            files.setdefault(entry.path, entry)
             yield entry.path, StoredValue(entry.nbytes, file=entry.path)
 
 

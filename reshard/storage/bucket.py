@@ -13,12 +13,13 @@ import dataclasses
 import datetime
 import functools
 import importlib
+import itertools
 import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import tensorstore as ts
 
@@ -109,7 +110,9 @@ class ListingCache:
             self.complete.add(top.path)
 
     def add(self, top: str, entries: Iterable[Entry]) -> None:
-        """Adds a list of a directory."""
+        """Adds a list of a directory. Documents may have been read since an earlier list, so what
+        that says of them counts."""
+        known = self.children.get(top, {})
         self.children[top] = {}
         for entry in entries:
             *above, name = entry.path.split("/")
@@ -118,7 +121,8 @@ class ListingCache:
                 _add(self.children[folder], Entry(part, False, True))
                 folder = f"{folder}/{part}"
                 self.children.setdefault(folder, {})
-            _add(self.children[folder], entry._replace(path=name))
+            entry = entry._replace(path=name)
+            _add(self.children[folder], known.get(name, entry) if not above else entry)
 
     def walk(self, top: str, below: str = "") -> Iterator[Entry]:
         """All cached entries below a directory."""
@@ -322,13 +326,23 @@ class BucketLocation(Location):
         cache.list_below(self)
         return cache.walk(self.path)
 
-    def _versions(self, files: Sequence[Self]) -> list[str]:
-        reads = [file._store.read(file._key, byte_range=slice(0, 0)) for file in files]
-        versions = []
-        for file, read in zip(files, reads, strict=True):
-            with translated_errors(f"`{file}`"):
-                versions.append(repr(read.result().stamp.generation))
-        return versions
+    def look(self, files: Iterable[str]) -> dict[str, Entry]:
+        files, found = [*files], {}
+        if files == [""]:  # it is an object itself
+            found = {"": entry} if (entry := self.entry()) else {}
+        elif files:
+            ends = zip(*(file.split("/")[:-1] for file in (min(files), max(files))), strict=False)
+            same = itertools.takewhile(lambda names: names[0] == names[1], ends)
+            folder = "".join(f"{name}/" for name, _ in same)
+            listed = {folder + entry.path: entry for entry in (self / folder).walk()}
+            found = {file: listed[file] for file in files if file in listed}
+        unknown = [file for file, entry in found.items() if entry.modified == UNKNOWN]
+        reads = [self._store.read((self / f)._key, byte_range=slice(0, 0)) for f in unknown]
+        for file, read in zip(unknown, reads, strict=True):
+            with translated_errors(f"`{self / file}`"):
+                version = repr(read.result().stamp.generation)
+            found[file] = found[file]._replace(modified=version)
+        return found
 
     # Reading.
 

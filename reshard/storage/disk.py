@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TextIO
 
 import numpy as np
@@ -61,6 +61,7 @@ class Entry(NamedTuple):
       nbytes: bytes of a file.
       modified: the time of the last change, in nanoseconds. Of an object in a bucket, the identity
         of its version. There, both may be `UNKNOWN`.
+      inode: of a file on a disk. It is not pickled: another host may see another number.
     """
 
     path: str
@@ -68,6 +69,10 @@ class Entry(NamedTuple):
     is_dir: bool
     nbytes: int = UNKNOWN
     modified: int | str = UNKNOWN
+    inode: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Entry, self[:-1]
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -150,14 +155,7 @@ class Location:
     def entry(self, follow: bool = False) -> Entry | None:
         """The file, directory or link of this name, or None. With `follow`, the target of a link.
         Raises OSError if it cannot be looked at, for example without permission."""
-        try:
-            return _entry("", os.stat(self, follow_symlinks=follow))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):  # a link to itself
-                return None
-            raise
+        return _looked(self, follow)
 
     def exists(self) -> bool:
         return self.entry(follow=True) is not None
@@ -228,38 +226,32 @@ class Location:
                 raise not_a_file(self / entry.path)
             yield entry
 
-    def state(self, ignored: Collection[str]) -> str:
-        """A hash of the names, sizes and modification times of this file, or of all files below
-        this directory, except files with an ignored name."""
-        first, unversioned, lines = self.entry(), [], []
-        for entry in [*filter(None, [first]), *self.walk()]:
-            file = self / entry.path
-            if (entry.is_file or not entry.is_dir) and file.name not in ignored:
-                lines.append(repr((file.path, entry.nbytes, entry.modified)))
-                unversioned += [file] if entry.modified == UNKNOWN else []
-        text = "\n".join(lines + self._versions(unversioned))
-        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+    def look(self, files: Iterable[str]) -> dict[str, Entry]:
+        """The entries of those files below it that exist. Follows symbolic links. In a bucket, each
+        entry has the identity of its version."""
+        top = self.path.rstrip("/")
+        entries = ((file, _looked(f"{top}/{file}" if file else top, True)) for file in files)
+        return {file: entry for file, entry in entries if entry is not None}
 
-    def _versions(self, files: Sequence[Self]) -> list[str]:
-        """The identity of the version of each file that the listing has without one."""
-        return []
-
-    def file_bytes(self, follow: bool = False) -> int | None:
-        """Bytes of a file, or None if it does not exist. Raises CheckpointFormatError for anything
-        else. The target of a symbolic link may be outside the checkpoint, and a pipe may never
-        end. With `follow`, a link to a file is that file."""
+    def file_entry(self, follow: bool = False) -> Entry | None:
+        """A file, or None if it does not exist. Raises CheckpointFormatError for anything else. The
+        target of a symbolic link may be outside the checkpoint, and a pipe may never end. With
+        `follow`, a link to a file is that file."""
         entry = self.entry(follow)
         if entry is None and self.is_symlink():
             raise CheckpointFormatError(
                 f"`{self}` is a symbolic link to `{os.readlink(self)}`, which does not exist"
             )
-        if entry is None:
-            return None
-        if entry.is_file:
-            return entry.nbytes
+        if entry is None or entry.is_file:
+            return entry
         if entry.is_dir:
             raise CheckpointFormatError(f"`{self}` is a directory, not a file")
         raise not_a_file(self)
+
+    def file_bytes(self, follow: bool = False) -> int | None:
+        """Bytes of a file, as of `file_entry`."""
+        entry = self.file_entry(follow)
+        return None if entry is None else entry.nbytes
 
     # Reading.
 
@@ -484,9 +476,20 @@ def not_a_file(location: Location) -> CheckpointFormatError:
     )
 
 
+def _looked(path: AnyPath, follow: bool) -> Entry | None:
+    try:
+        return _entry("", os.stat(path, follow_symlinks=follow))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):  # a link to itself
+            return None
+        raise
+
+
 def _entry(path: str, status: os.stat_result) -> Entry:
     is_file, is_dir = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
-    return Entry(path, is_file, is_dir, status.st_size, status.st_mtime_ns)
+    return Entry(path, is_file, is_dir, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def rename(path: AnyPath, new: AnyPath) -> None:

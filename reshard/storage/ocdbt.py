@@ -5,7 +5,7 @@ Facts about the B-tree are from TensorStore (`tensorstore.ocdbt.dump`).
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -14,7 +14,7 @@ from tensorstore import ocdbt
 from reshard.errors import CorruptCheckpointError, DestinationError, first_line
 from reshard.storage import bucket, disk
 from reshard.storage.btree import MAX_BTREE, decoded_bytes, range_database
-from reshard.storage.disk import MAX_DOCUMENT, Location, not_a_file
+from reshard.storage.disk import MAX_DOCUMENT, Entry, Location, not_a_file
 from reshard.storage.location import checked
 from reshard.storage.machine import thread_limits
 from reshard.storage.store_errors import store_error, translated_errors
@@ -223,11 +223,28 @@ class StoredValue(NamedTuple):
 
 
 def stored_values(
-    directory: Location, part: str, metadata_key: str, manifest: Location | None = None
+    directory: Location,
+    part: str,
+    metadata_key: str,
+    manifest: Location | None,
+    index: set[str],
+    files: dict[str, Entry],
 ) -> Iterator[tuple[str, StoredValue]]:
-    """Every key of an OCDBT database, and the place of its value, from its B-tree nodes alone."""
-    file_bytes = functools.cache(lambda file: _data_file(directory, file).file_bytes())
-    for _, prefix, entries in _btree_nodes(directory, manifest):
+    """Every key of an OCDBT database, and the place of its value, from its B-tree nodes alone. Adds
+    the manifest and the nodes to `index`, and the entries of all files to `files`."""
+    own = f"{part}/".lstrip("/")
+    index.add(own + MANIFEST)
+
+    is_link = functools.cache(Location.is_symlink)
+
+    @functools.cache
+    def look(file: str) -> int | None:
+        if (entry := _data_file(directory, file, is_link).file_entry()) is not None:
+            files[own + file] = entry
+        return None if entry is None else entry.nbytes
+
+    for node, prefix, entries in _btree_nodes(directory, manifest, None if manifest else look):
+        index.add(own + node)
         for entry in entries:
             key = (prefix + entry["key"]).decode(errors="surrogateescape")
             inline = entry.get("inline_value")
@@ -236,11 +253,10 @@ def stored_values(
                 yield key, StoredValue(len(inline), part, None, kept)
                 continue
             file, offset, size = _split_location(entry["indirect_value"])
-            nbytes, needed = file_bytes(file), offset + size
+            nbytes, needed = look(file), offset + size
             whole = nbytes is not None and (nbytes == disk.UNKNOWN or nbytes >= needed)
             truncated = None if whole else (nbytes, needed)
-            path = f"{part}/{file}" if part else file
-            yield key, StoredValue(size, part, path, None, truncated, offset)
+            yield key, StoredValue(size, part, own + file, None, truncated, offset)
 
 
 def node_files(directory: Location, manifest: bytes | None = None) -> set[str]:
@@ -266,11 +282,14 @@ def value_files(directory: Location, nodes: bool = False) -> set[str]:
 
 
 def _btree_nodes(
-    directory: Location, manifest: Location | bytes | None = None, leaves: bool = True
+    directory: Location,
+    manifest: Location | bytes | None = None,
+    look: Callable[[str], object] | None = None,
+    leaves: bool = True,
 ) -> Iterator[tuple[str, bytes, list[dict[str, Any]]]]:
     """The file, the key prefix and the entries of each node of a database's newest version, level
     by level. Only leaves have entries here, and only if `leaves` are read. The manifest may be in
-    another directory, or in memory."""
+    another directory, or in memory. Calls `look` with each file before it is read."""
     base, seen, nbytes = directory.open(new_context()), set[str](), 0
     memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
 
@@ -286,6 +305,8 @@ def _btree_nodes(
 
     with translated_errors(f"the OCDBT database in `{directory}`", other=CorruptCheckpointError):
         data = manifest
+        if look is not None:
+            look(MANIFEST)
         if not isinstance(data, bytes):
             data = ((data or directory) / MANIFEST).read() or b""
         newest = decode(MANIFEST, data).get("versions", [])[-1:]
@@ -297,7 +318,7 @@ def _btree_nodes(
             below = []
             for start in range(0, len(level), together):
                 group = level[start : start + together]
-                reads = [_begin_node(directory, base, location) for location, _ in group]
+                reads = [_begin_node(directory, base, location, look) for location, _ in group]
                 for (location, prefix), read in zip(group, reads, strict=True):
                     if location in seen:
                         raise ValueError(f"several nodes of its B-tree refer to node {location}")
@@ -321,17 +342,22 @@ def _btree_nodes(
             yield file, prefix, []
 
 
-def _begin_node(directory: Location, base: ts.KvStore, location: str) -> ts.Future:
+def _begin_node(
+    directory: Location, base: ts.KvStore, location: str, look: Callable[[str], object] | None
+) -> ts.Future:
     file, offset, size = _split_location(location)
-    place = _data_file(directory, file)
     if size > MAX_DOCUMENT:
         raise ValueError(f"a node of its B-tree has {format_bytes(size)}: too many")
-    if directory.is_local:
+    if look is not None:
+        look(file)
+    elif (place := _data_file(directory, file)).is_local:
         place.file_bytes()  # raises for a pipe, which may never end
     return base.read(file, byte_range=slice(offset, offset + size))
 
 
-def _data_file(directory: Location, file: str) -> Location:
+def _data_file(
+    directory: Location, file: str, is_link: Callable[[Location], bool] = Location.is_symlink
+) -> Location:
     """A data file. Raises an error if its name leads outside of the directory."""
     names = file.split("/")
     if not {"", ".", ".."}.isdisjoint(names) or "\0" in file:
@@ -341,7 +367,7 @@ def _data_file(directory: Location, file: str) -> Location:
     path = directory
     for name in names:
         path /= name
-        if path.is_symlink():
+        if is_link(path):
             raise not_a_file(path)
     return path
 

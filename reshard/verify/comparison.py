@@ -15,6 +15,7 @@ from reshard.checkpoint import Checkpoint, Leaf, check_known, kind_text
 from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchError
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import NamedSharding, format_spec
+from reshard.storage.identity import unchanged
 from reshard.tree import Path, format_path, parse_globs
 from reshard.units import parse_bytes
 from reshard.verify.differences import Diff, Difference
@@ -74,6 +75,7 @@ def diff(
     Raises:
       ArgumentError: a tolerance without `values`, or one that is not a finite number of 0 or more.
       TreeMismatchError: a glob matches nothing, or no leaf is left.
+      ChangedCheckpointError: one of the checkpoints has changed since it was opened.
       CorruptCheckpointError: arrays that cannot be read: all of them.
       MemoryLimitError: stored chunks that do not fit into `max_memory`.
 
@@ -103,15 +105,15 @@ def diff(
     unread = {path: handle for path, handle in alone.items() if path not in digests}
     names = _name(one), _name(other)
     reads = values is not False and bool(values or unknown or unread)
-    if reads:
-        how = parse_bytes(max_memory), workers, executor, progress
-        differing, more = _read(unknown, unread, in_a, names, (rtol, atol), *how)
-        contents, digests = contents | differing, digests | more
+    with unchanged(one.source.identity, other.source.identity):
+        if reads:
+            how = parse_bytes(max_memory), workers, executor, progress
+            differing, more = _read(unknown, unread, in_a, names, (rtol, atol), *how)
+            contents, digests = contents | differing, digests | more
     kinds = {path: (digest, _kind(alone[path])) for path, digest in digests.items()}
     moved = _moves(*({p: kinds[p] for p in side if p in kinds} for side in (removed, added)))
-    rows: list[Difference] = []
-    if layout and one.source.format != other.source.format:
-        rows.append(Difference("format", (), one.source.format, other.source.format))
+    formats = one.source.format, other.source.format
+    rows = [Difference("format", (), *formats)] if layout and formats[0] != formats[1] else []
     for path, leaf in in_a.items():
         if path in same:
             rows += _differences(path, same[path], leaf, in_b[same[path]], layout)

@@ -11,7 +11,7 @@ from reshard.checkpoint import Checkpoint, kind_text
 from reshard.errors import CorruptCheckpointError, DestinationError, ReshardError
 from reshard.loader import open as open_checkpoint
 from reshard.loader.detection import is_record_file
-from reshard.storage.location import Location, parse_location
+from reshard.storage import identity, location
 from reshard.tree import Path, format_path
 from reshard.units import count_of, parse_bytes
 from reshard.verify.comparison import marked_positions, partners
@@ -45,7 +45,7 @@ class Verification:
       compared: number of arrays that were compared with at least one digest.
     """
 
-    path: Location
+    path: location.Location
     problems: tuple[str, ...]
     digests: Mapping[Path, str]
     compared: int
@@ -96,6 +96,7 @@ def verify(
 
     Raises:
       CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError: it cannot be opened.
+      ChangedCheckpointError: one of the checkpoints has changed since it was opened.
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
 
     Example:
@@ -107,30 +108,32 @@ def verify(
     ckpt = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     other: Any = against
     if against is not None and not isinstance(against, Checkpoint):
-        file = parse_location(against)
+        file = location.parse_location(against)
         hint = "reshard.digest(path, write=True)"
         other = read_record(file, hint) if is_record_file(file) else open_checkpoint(against)
-    total = ckpt.nbytes + (other.nbytes if isinstance(other, Checkpoint) else 0)
+    compared = [each for each in (ckpt, other) if isinstance(each, Checkpoint)]
+    total = sum(each.nbytes for each in compared)
     how = parse_bytes(max_memory), counted(total, progress), workers, executor
     wrong: _Texts = defaultdict(list)
     expected: _Expected = defaultdict(list)
     files: list[str] = []
-    try:
-        own = read_record(ckpt.source.store.directory / FILE)
-    except ReshardError as error:
-        files += [error.summary, *error.problems]
-    else:
-        if own is not None:
-            files += _expect(own, ckpt, "on record", wrong, expected)
-            files += own.changed_files(ckpt.source)
-    if isinstance(other, Record):
-        files += _expect(other, ckpt, f"of `{against}`", wrong, expected)
-        for path, leaf in ckpt.items():
-            if lacking := other.lacks(path, leaf):
-                wrong[path].append(f"`{against}` {lacking}")
-    elif other is not None:
-        _expect_equal(other, ckpt, how, wrong, expected)
-    digests, failed = read_digests(ckpt.arrays, *how)
+    with identity.unchanged(*(each.source.identity for each in compared)):
+        try:
+            own = read_record(ckpt.source.store.directory / FILE)
+        except ReshardError as error:
+            files += [error.summary, *error.problems]
+        else:
+            if own is not None:
+                files += _expect(own, ckpt, "on record", wrong, expected)
+                files += own.changed_files(ckpt.source)
+        if isinstance(other, Record):
+            files += _expect(other, ckpt, f"of `{against}`", wrong, expected)
+            for path, leaf in ckpt.items():
+                if lacking := other.lacks(path, leaf):
+                    wrong[path].append(f"`{against}` {lacking}")
+        elif other is not None:
+            _expect_equal(other, ckpt, how, wrong, expected)
+        digests, failed = read_digests(ckpt.arrays, *how)
     for path, error in failed.items():
         wrong[path].append(reason(error, path))
     for path, text in digests.items():
@@ -211,6 +214,7 @@ def digest(
       Path -> digest, 32 hexadecimal digits.
 
     Raises:
+      ChangedCheckpointError: the checkpoint has changed since it was opened.
       CorruptCheckpointError: arrays that cannot be read, or differ from their record: all of them.
       DestinationError: the record cannot be written.
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
@@ -230,16 +234,18 @@ def digest(
             hints=[f"reshard.digest({str(directory.parent)!r}, write=True)"],
         )
     file = directory / FILE
-    recorded = read_record(file)
-    checked = verify(
-        ckpt, max_memory=max_memory, workers=workers, executor=executor, progress=progress
-    )
-    if not checked.ok:
-        changed = [] if recorded is None else recorded.changed_files(ckpt.source)
-        hints = [forget_hint(file)] if {*checked.problems} <= {*changed} else []
-        raise CorruptCheckpointError(f"`{checked.path}` is damaged", checked.problems, hints)
-    if write:
-        record(ckpt, checked.digests).write(file)
+    with identity.unchanged(ckpt.source.identity):
+        recorded = read_record(file)
+        checked = verify(
+            ckpt, max_memory=max_memory, workers=workers, executor=executor, progress=progress
+        )
+        if not checked.ok:
+            changed = [] if recorded is None else recorded.changed_files(ckpt.source)
+            hints = [forget_hint(file)] if {*checked.problems} <= {*changed} else []
+            raise CorruptCheckpointError(f"`{checked.path}` is damaged", checked.problems, hints)
+        made = record(ckpt, checked.digests) if write else None
+    if made is not None:
+        made.write(file)
     return dict(checked.digests)
 
 

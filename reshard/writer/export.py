@@ -130,6 +130,7 @@ def export(
     Raises:
       TreeMismatchError: leaves that safetensors has no type for, names of two leaves, or leaves
         that are not those of `like`: all of them.
+      ChangedCheckpointError: the source has changed since it was opened.
       CorruptCheckpointError: arrays that cannot be read, or differ from their recorded digests.
       DestinationError: the destination exists, is being written, or cannot be written.
       MemoryLimitError: one stored chunk does not fit into `max_memory`.
@@ -201,9 +202,9 @@ def plan_export(
             replaced = destinations.replaced(place, [ckpt], names, exported=True)
     except errors.ReshardError as error:
         problems.insert(0, error)
-    state = siblings.source_state([ckpt], opened=True)
-    found = Export((item,), tuple(copied), place, limit, overwrite, replaced=replaced)
-    found = dataclasses.replace(found, source_state=state, notes=tuple(notes))
+    identity = siblings.source_identity([ckpt], ())
+    found = Export((item,), tuple(copied), place, limit, overwrite, identity=identity)
+    found = dataclasses.replace(found, replaced=replaced, notes=tuple(notes))
     return planning.with_cost_errors(found, problems)
 
 

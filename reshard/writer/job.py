@@ -40,6 +40,7 @@ from reshard.storage.ocdbt import PROCESS
 from reshard.tree import shell_quoted
 from reshard.writer.arrays import Written
 from reshard.writer.plan import Plan
+from reshard.writer.siblings import source_document
 
 BEGUN, UNSHARED, ROOT = "begun", "unshared", "root"
 _TOKEN = rf"{re.escape(PROCESS)}([0-9a-f]{{16}})"
@@ -283,14 +284,14 @@ def job_token(plan: Plan, loaded: bool) -> str:
     def add(*values: object) -> None:
         found.update(f"{values!r}\n".encode(errors="surrogateescape"))
 
-    add(importlib.metadata.version("reshard"), sorted(plan.source_state.items()))
+    add(importlib.metadata.version("reshard"), sorted(source_document(plan.identity).items()))
     add(str(plan.destination), plan.max_memory, plan.digest)
     for item in plan.items:
         ckpt, source = item.ckpt, item.ckpt.source
         add(str(source.root), source.step, source.item, ckpt.retyped, item.format)
         add(sorted(item.files or ()), json.dumps(source.metadata, sort_keys=True))
         if item.format.files:  # other files come from elsewhere
-            add(plan.siblings)
+            add([(each.path, each.source, each.entry[:-1]) for each in plan.siblings])
         add(*(each for each in ckpt.items() if not isinstance(each[1], ArrayHandle)))
         for array in item.arrays:
             add(*_described(array.handle, loaded), array.chunk, array.box)

@@ -18,6 +18,7 @@ from reshard.engine.shares import Range, divide, grid_sums, sums
 from reshard.errors import ArgumentError, ReshardError, lines_of
 from reshard.sharding.mesh import NamedSharding, most_held, sharding_document
 from reshard.storage.array_store import key_of
+from reshard.storage.identity import Identity
 from reshard.storage.location import Location
 from reshard.tree import format_path
 from reshard.units import count_of, format_bytes, format_load
@@ -199,8 +200,7 @@ class Plan:
       overwrite: an existing destination is replaced.
       verify: everything that is written is read back before the commit.
       digest: arrays that are copied verbatim get digests, too.
-      source_state: a hash of the names, sizes and times of each of the source's directories;
-        empty without a destination, since the plan cannot be executed.
+      identity: the files of the source when they were opened.
       errors: why it cannot be executed.
       notes: what the user should know.
       replaced: on a disk, what is replaced, as the plan has seen it.
@@ -213,7 +213,7 @@ class Plan:
     overwrite: bool = False
     verify: bool = False
     digest: bool = False
-    source_state: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    identity: tuple[Identity, ...] = ()
     errors: tuple[ReshardError, ...] = ()
     notes: tuple[str, ...] = ()
     replaced: tuple[Seen, ...] = ()

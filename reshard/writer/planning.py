@@ -19,6 +19,7 @@ from reshard.loader import inventory
 from reshard.loader.detection import TREE_FILE
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
+from reshard.storage.identity import check_unchanged
 from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, as_python, format_path
 from reshard.units import format_bytes, parse_bytes, whole_kib
@@ -28,7 +29,7 @@ from reshard.writer.documents import NO_RECORD, read_again, read_costs, source_r
 from reshard.writer.format import TargetFormat, name_errors, target_format
 from reshard.writer.links import files_to_link
 from reshard.writer.plan import ItemPlan, Plan
-from reshard.writer.siblings import siblings, source_state
+from reshard.writer.siblings import siblings, source_identity
 
 P = TypeVar("P", bound=Plan)
 
@@ -81,9 +82,7 @@ def plan(
     formats = [
         target_format(each, place, limit, format, ocdbt, codec, file_size) for each in checkpoints
     ]
-    problems: list[errors.ReshardError] = []
-    notes: list[str] = []
-    found = replaced = ()
+    problems, notes, found, replaced = list[errors.ReshardError](), list[str](), (), ()
     with (
         concurrent.futures.ThreadPoolExecutor(1) as pool,  # both places may be far away
         checkpoints[0].source.root.cached_listing(),
@@ -92,7 +91,8 @@ def plan(
             destinations.check_destination, place, checkpoints, overwrite
         )
         for each in checkpoints:
-            each.source.directory.prefetch(below=place is not None, unseen=[FILE])
+            (each.source.root / each.source.step).prefetch(below=place is not None)
+            each.source.directory.prefetch(unseen=[FILE])
         items = tuple(
             plan_item(each, place, limit, chunks, form, link, digest, problems)
             for each, form in zip(checkpoints, formats, strict=True)
@@ -106,7 +106,7 @@ def plan(
             problems.append(errors.StoreError(text, [str(error.strerror)]))
         paths = {each.path for each in found}
         notes += _copied_items(checkpoints, paths)
-        state = {} if place is None else source_state(checkpoints, opened=True)
+        identity = () if place is None else source_identity(checkpoints, found)
         try:
             notes += [] if checked is None else checked.result()
             replaced = destinations.replaced(place, checkpoints, paths) if overwrite else ()
@@ -114,7 +114,7 @@ def plan(
             problems.insert(0, error)
     told = tuple(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))
     planned = Plan(
-        items, tuple(found), place, limit, overwrite, verify, digest, state, (), told, replaced
+        items, tuple(found), place, limit, overwrite, verify, digest, identity, (), told, replaced
     )
     return with_cost_errors(planned, problems)
 
@@ -256,7 +256,9 @@ def plan_item(
     digest: bool,
     problems: list[errors.ReshardError],
 ) -> ItemPlan:
-    """The plan of one item. Errors of its leaves are added to `problems`."""
+    """The plan of one item. Errors of its leaves are added to `problems`. Raises
+    ChangedCheckpointError if its files have changed since they were opened."""
+    check_unchanged([ckpt.source.identity] if destination is not None else [])
     try:
         check_known(ckpt)
     except errors.CheckpointFormatError as error:

@@ -22,8 +22,8 @@ from reshard.engine.run import check_tasks, check_workers, run_tasks
 from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
 from reshard.loader.safetensors import INDEX
+from reshard.storage import identity, location
 from reshard.storage.array_store import ArrayStore
-from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import (
     MANIFEST,
     SAME_CHUNK,
@@ -126,6 +126,7 @@ def save(
         root, or there is no such share.
       DestinationError: the destination exists, is being written, or cannot be written.
       MemoryLimitError: a stored chunk does not fit in `max_memory`.
+      ChangedCheckpointError: the source has changed since it was opened.
       CorruptCheckpointError: stored data is missing, does not decode, belongs to two leaves, or
         differs from its recorded digest; or the written values differ when they are read back.
 
@@ -203,7 +204,7 @@ def execute(
                 # Digests of an earlier run are of what it read; what it wrote may have changed.
                 written = (each for part in parts.values() for each in written_of(part).values())
                 doubted = {name for each in written for name in each.digests}
-                complete(attempt, report, plan.seen, plan.verify, doubted, plan.checkpoints)
+                complete(attempt, report, plan.seen, plan.verify, doubted, plan.identity)
     return plan
 
 
@@ -245,27 +246,24 @@ def _begun(
 
 @contextlib.contextmanager
 def _source_errors(plan: Plan, job: Job) -> Iterator[None]:
-    """Raises CorruptCheckpointError instead if the source has changed since the plan was made."""
+    """Raises ChangedCheckpointError instead if the source has changed since it was opened."""
     try:
         yield
     except (errors.ReshardError, OSError) as error:
-        check_source(plan.source_state, job, plan.checkpoints, error)
+        check_source(plan.identity, job, error)
         raise
 
 
 def check_source(
-    before: Mapping[str, str],
-    job: Job,
-    checkpoints: Sequence[Checkpoint],
-    error: Exception | None = None,
+    source: Iterable[identity.Identity], job: Job, error: Exception | None = None
 ) -> None:
-    """Raises CorruptCheckpointError if the source is not as `before`."""
-    now = siblings.source_state(checkpoints, paths=before)
-    changed = [f"`{path}`" for path in {**before, **now} if before.get(path) != now.get(path)]
-    if changed:
-        hints = [committing.restart_hint(job.directory)] if job.directory.exists() else []
-        text = "the source changed during the job"
-        raise errors.CorruptCheckpointError(text, changed, hints) from error
+    """Raises ChangedCheckpointError if the source of a job has changed since it was opened."""
+    try:
+        identity.check_unchanged(source, error)
+    except errors.ChangedCheckpointError as changed:
+        if job.directory.exists():
+            changed.hints = (committing.restart_hint(job.directory),)
+        raise
 
 
 # The parts.
@@ -280,7 +278,7 @@ class ShareTask:
     """
 
     job: Job
-    begun: Location
+    begun: location.Location
     share: Share
 
     @property
@@ -316,6 +314,9 @@ def write_share(attempt: Attempt, share: Share, report: Report) -> None:
         directory = attempt.job.item_directory(item.item)
         written = write_item(item, directory, attempt.name(part, ""), share.max_memory, report)
         items[item.item] = written._asdict()
+    arrays = (array for item in share.items for array in item.arrays)
+    read = (files for array in arrays for files in array.handle.identities())
+    identity.check_unchanged(files for files in read if files.directory.is_local)
     attempt.publish(part, {"items": items})
 
 
@@ -370,7 +371,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
             "entries": entries,
             "last": _last_files(files, exported),
             "markers": markers,
-            "source": dict(plan.source_state),
+            "source": siblings.source_document(plan.identity),
             "max_memory": plan.max_memory,
             "replaced": plan.seen,
             "verify": plan.verify,
@@ -445,7 +446,8 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     Raises:
       CheckpointNotFoundError: there are no shares for this destination.
       DestinationError: shares are missing, or some of their files.
-      CorruptCheckpointError: the source has changed, or values differ from their recorded digests.
+      ChangedCheckpointError: the source has changed since it was opened.
+      CorruptCheckpointError: values differ from their recorded digests.
 
     Example:
       >>> ckpt = reshard.to_mesh(reshard.open("run/1000"), "1x8")
@@ -454,7 +456,7 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
       >>> reshard.commit("out/1000")
       True
     """
-    place = parse_location(destination)
+    place = location.parse_location(destination)
     if not place.is_local and (place / detection.RECORD).exists():
         return committing.forward(place)[1]
     every = committing.jobs(place)
@@ -475,7 +477,9 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
     return _commit(place, directory, found, progress)
 
 
-def _commit(place: Location, directory: Location, found: Found, progress: Progress | None) -> bool:
+def _commit(
+    place: location.Location, directory: location.Location, found: Found, progress: Progress | None
+) -> bool:
     """Commits the job in a directory."""
     about = found.documents[0]
     job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])
@@ -501,7 +505,7 @@ def _commit(place: Location, directory: Location, found: Found, progress: Progre
     return True
 
 
-def _is_complete(place: Location) -> bool:
+def _is_complete(place: location.Location) -> bool:
     """Whether a job has been completed at a place."""
     name = FILE if place.is_local else detection.MARKER
     return any(entry.path.rpartition("/")[2] == name for entry in place.walk())
@@ -513,16 +517,17 @@ def complete(
     seen: Sequence[Seen] | None,
     verify: bool,
     doubted: Collection[str] = (),
-    checkpoints: Sequence[Checkpoint] = (),
+    source: Iterable[identity.Identity] = (),
 ) -> None:
     """Commits a job whose parts are all written, if the source has not changed: merges databases
     and digests. If it is to `verify`, it first reads back all arrays; otherwise it reads back
-    the arrays whose names are `doubted`."""
+    the arrays whose names are `doubted`. The `source` is as this process has opened it, if
+    it has."""
     job = attempt.job
     with concurrent.futures.ThreadPoolExecutor(_DOCUMENTS) as pool:
         parts = committing.chosen(job, look(job.directory))
         unshared = parts[UNSHARED]
-        unchanged = pool.submit(check_source, unshared["source"], job, checkpoints)
+        unchanged = pool.submit(check_source, source or siblings.source_of(unshared["source"]), job)
         staged = {path: name for path, (name, _) in unshared["files"].items()}
         hashes = {
             staged[job.path(number, name)]: text

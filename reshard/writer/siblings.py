@@ -1,10 +1,9 @@
-"""The siblings of an item's arrays: other items and files, and the commit markers; and whether any
-of them has changed."""
+"""The siblings of an item's arrays: other items and files, and the commit markers; and the identity
+of all that a job reads."""
 
 import concurrent.futures
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint
 from reshard.engine.batches import in_groups
@@ -22,14 +21,13 @@ from reshard.loader.detection import (
 )
 from reshard.loader.inventory import UNFINISHED_PREFIX, Role, is_step, list_root
 from reshard.storage.disk import Entry
+from reshard.storage.identity import Identity, listed
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import FOLDERS, MANIFEST, PROCESS
 
 # Names in an item's directory that the writer makes itself, but for arrays and staged databases.
 WRITTEN = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER, STRINGS_FILE, MANIFEST, MARKER})
 WRITTEN |= {*FOLDERS, *RECORD_FILES}
-# Files that may be written at any time.
-NO_STATE = RECORD_FILES
 # Files that are copied at once.
 _COPIES = 32
 
@@ -141,29 +139,38 @@ def copy_siblings(
     return {sibling.path: (names[sibling.path], sibling.entry.nbytes) for sibling in files}
 
 
-def source_state(
-    checkpoints: Sequence[Checkpoint], opened: bool = False, paths: Iterable[str] = ()
-) -> dict[str, str]:
-    """A hash for each item's directory and each sibling, or for other `paths`: of its files' names,
-    sizes and times. For items that were `opened` from a bucket, the state at that time.
+def source_identity(
+    checkpoints: Sequence[Checkpoint], found: Sequence[Sibling]
+) -> tuple[Identity, ...]:
+    """The identity of all that a job reads: the items as they were opened, and their siblings as
+    they were found. Without records of digests, which may be written at any time; and without
+    siblings of steps in a manager's root, where a training may be writing its logs."""
+    identities = []
+    for source in (c.source for c in checkpoints):
+        (directory, own), step = source.identity, source.root / source.step
+        if directory.below(step) is None:  # the root is an index of files beside it
+            step = directory
+        files = {
+            below: sibling.entry
+            for sibling in found
+            if sibling.is_file and sibling.source.name not in RECORD_FILES
+            if (below := sibling.source.below(step))
+        }
+        top = directory.below(step) or ""
+        identities.append(listed(step, files | {_joined(top, file): own[file] for file in own}))
+    return tuple(identities)
 
-    Without records of digests, which may be written at any time; and without siblings of steps in a
-    manager's root, where a training may be writing its logs.
-    """
-    if not checkpoints:
-        return {path: parse_location(path).state(NO_STATE) for path in paths}
-    known = {c.source.store.directory: c.source.state for c in checkpoints}
-    source = checkpoints[0].source
-    with source.root.cached_listing():
-        for item in known:
-            item.prefetch(below=True)
-        others: list[Location] = []
-        with contextlib.suppress(OSError):  # it was removed, and counts as changed
-            tops = (source.root / top for top in _sibling_roots(checkpoints))
-            others = [top for top in tops if source.kind != "manager" or top.parent != source.root]
-        tops = [*known, *(path for path in others if not any(map(path.below, known)))]
-        states = known if opened else {}
-        return {str(path): states.get(path) or path.state(NO_STATE) for path in tops}
+
+def source_document(source: Iterable[Identity]) -> dict[str, dict[str, Any]]:
+    """The sizes and times of files, which are the same for all hosts."""
+    return {str(top): {f: e[3:5] for f, e in files.items()} for top, files in source}
+
+
+def source_of(document: Mapping[str, Mapping[str, Sequence[Any]]]) -> Iterator[Identity]:
+    """The files of a document, with their sizes and times."""
+    for top, files in document.items():
+        entries = {file: Entry("", True, False, *kept) for file, kept in files.items()}
+        yield Identity(parse_location(top), entries)
 
 
 def marker_texts(checkpoints: Sequence[Checkpoint], destination: Location) -> dict[str, str]:

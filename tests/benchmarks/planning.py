@@ -23,6 +23,7 @@ from reshard.checkpoint import Checkpoint, Source
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, shard_shape
 from reshard.storage.array_store import ArrayStore
+from reshard.storage.identity import Identity
 from reshard.storage.location import Location
 from reshard.storage.ocdbt import StoredValue
 from reshard.writer.plan import Share
@@ -61,7 +62,9 @@ def checkpoint(root: str) -> Checkpoint:
     parse_encoding(metadata)  # as a reader would accept it
     vars(store)["values"] = values
     place = {"root": store.directory, "kind": "standalone", "v1": False, "step": "", "item": ""}
-    source = Source(**place, steps=(), items=("",), store=store, metadata={}, metadata_apart=True)
+    identity = Identity(store.directory, {})
+    facts = {"metadata": {}, "metadata_apart": True, "identity": identity}
+    source = Source(**place, steps=(), items=("",), store=store, **facts)
     return Checkpoint(handles, source)
 
 
