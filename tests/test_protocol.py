@@ -61,6 +61,16 @@ MUTANTS = {
         "        _token(directory) in path for path in found.sizes\n",
         "        True for _ in (1,)\n",
     ),
+    "all that was replaced is deleted": (
+        "disk",
+        "kept = replaced.remove_seen(aside, seen or ())",
+        "aside.remove_tree()",
+    ),
+    "all that is aside is deleted by the next job": (
+        "disk",
+        "            replaced.remove_seen(place, seen)",
+        "            place.remove_tree()",
+    ),
     "the nodes of another manifest are deleted": (
         "disk",
         "kept |= {prefix",
