@@ -15,6 +15,7 @@ from .errors import CheckpointNotFoundError as CheckpointNotFoundError
 from .errors import CorruptCheckpointError as CorruptCheckpointError
 from .errors import DestinationError as DestinationError
 from .errors import DestinationExistsError as DestinationExistsError
+from .errors import KeptFilesError as KeptFilesError
 from .errors import MemoryLimitError as MemoryLimitError
 from .errors import ReshardError as ReshardError
 from .errors import ShardingError as ShardingError

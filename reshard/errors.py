@@ -148,6 +148,10 @@ class DestinationExistsError(DestinationError, FileExistsError):
     """The destination exists."""
 
 
+class KeptFilesError(DestinationError):
+    """The new checkpoint is complete. Files that the job had not seen in the old one are kept."""
+
+
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raises ArgumentError if the value of an argument is not one of its choices."""
     if value not in choices:

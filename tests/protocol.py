@@ -10,19 +10,22 @@ import functools
 import json
 import random
 import types
+import zlib
 from typing import Any
 
 import greenlet
 
-from reshard.errors import DestinationError, ReshardError, StoreError
+from reshard.errors import DestinationError, KeptFilesError, ReshardError, StoreError
+from reshard.loader import detection
 from reshard.loader.inventory import REPLACED_SUFFIX
 from reshard.storage.disk import UNKNOWN, Entry, Location
-from reshard.writer import commit, job
+from reshard.writer import commit, job, replaced
 
+FOREIGN = "foreign"  # begins names of somebody else's files
 TOP, ITEM, SHARES = "root/1000", "default", 2
 MARKER, META, MANIFEST = "commit_success.txt", "_METADATA", "manifest.ocdbt"
 REPLACED = TOP + REPLACED_SUFFIX
-FIXED = {f"{TOP}/{n}" for n in (commit.RECORD, MARKER, f"{ITEM}/{META}", f"{ITEM}/{MANIFEST}")}
+FIXED = {f"{TOP}/{n}" for n in (detection.RECORD, MARKER, f"{ITEM}/{META}", f"{ITEM}/{MANIFEST}")}
 
 
 class FoulError(Exception):
@@ -77,7 +80,10 @@ class Place:
     is_dir = exists
 
     def walk(self) -> list[Entry]:
-        return [_entry(path) for path in self.ask("list")]
+        found = [(path, self.world.files[f"{self.path}/{path}"]) for path in self.ask("list")]
+        return [
+            _entry(path, data) if isinstance(data, bytes) else _entry(path) for path, data in found
+        ]
 
     def names(self) -> list[str]:
         return sorted({path.partition("/")[0] for path in self.ask("list")})
@@ -110,8 +116,8 @@ class Place:
 
 
 @functools.lru_cache(1 << 12)
-def _entry(path: str) -> Entry:
-    return Entry(path, True, False, 1, 0)
+def _entry(path: str, content: bytes = b"") -> Entry:
+    return Entry(path, True, False, 1, zlib.crc32(content))
 
 
 def rename(one: Place, other: Place) -> None:
@@ -204,6 +210,8 @@ class Actor:
 
     def __init__(self, world: "World", number: int, kind: str, token: str):
         self.number, self.kind, self.token = number, kind, token
+        # A commit overwrites if the job's documents say so.
+        self.overwrites = kind == "overwrite" or (kind != "plain" and world.overwrites)
         self.host = world.random.choice((1, 1, 2))
         self.speed = world.random.choice((0.03, 0.3, 1.0))
         self.alive, self.killed, self.published, self.result = True, False, False, ""
@@ -228,7 +236,9 @@ class World:
         self.record: Any = None
         self.kept: set[str] = set()  # what the record names
         self.watched = FIXED  # the files by which a reader's answer may change
-        self.complete = ""
+        self.complete, self.current = "", b""  # the job, and the manifest of its commit
+        self.replaced: set[bytes] = set()  # manifests of checkpoints that others have replaced
+        self.overwrites = self.random.random() < 0.5
         self.ever: set[str] = set()
         self.calm = False  # nothing goes wrong any more
         self.running: Actor | None = None
@@ -240,7 +250,7 @@ class World:
             ref = f"{ITEM}/ocdbt.process_0/d/x"
             self.files = {f"{TOP}/{name}": data for name, data in _whole("old", [ref]).items()}
             self.files[f"{TOP}/{ref}"] = b"data old"
-            self.complete = "old"
+            self.complete, self.current = "old", self.files[f"{TOP}/{ITEM}/{MANIFEST}"]
 
     def _process(self) -> dict[str, Any]:
         assert self.running is not None
@@ -255,7 +265,12 @@ class World:
 
     def attempt(self, actor: Actor) -> str:
         place, kind = Place(self, TOP), actor.kind
+        seen = None
         try:
+            if self.is_local and actor.overwrites:
+                seen = [*map(replaced.seen_entry, self.commit.standing(place).walk())]
+                if any(each[0].startswith(FOREIGN) for each in seen):
+                    return "refused"
             if kind == "commit":
                 return self._commit(place)
             shared = kind.startswith("share")
@@ -263,12 +278,12 @@ class World:
                 place,
                 actor.token,
                 resume=kind == "resume",
-                overwrite=kind == "overwrite",
+                overwrite=actor.overwrites,
                 shared=shared,
             )
             if start is None:
                 return "ok"
-            if self.is_local and kind != "overwrite" and place.exists():
+            if self.is_local and not actor.overwrites and place.exists():
                 return "exists"
             directory, found, ignored = start
             own = self.job.Job(place, directory, (ITEM,), actor.token, SHARES, ignored)
@@ -280,14 +295,16 @@ class World:
             with self.commit.attempted(attempt, whole=not shared):
                 for part in parts:
                     if found is None or part not in found.parts:
-                        self._write(attempt, part)
+                        self._write(attempt, part, seen)
                 if not shared:
-                    self._finish(attempt, kind == "overwrite")
+                    self._finish(attempt, seen)
             return "written" if shared else "ok"
+        except KeptFilesError:
+            return "ok"
         except (ReshardError, OSError) as error:
             return f"{type(error).__name__}: {error}"
 
-    def _write(self, attempt: Any, part: str) -> None:
+    def _write(self, attempt: Any, part: str, seen: Any) -> None:
         directory = attempt.job.item_directory(0)
         names = {f"{attempt.name(part, '0')}/d/x": b"data " + attempt.job.token.encode()}
         staged = {}
@@ -300,10 +317,12 @@ class World:
         if not self.calm and self.random.random() < 0.05:
             raise DestinationError("a share has failed")
         item = {"files": dict.fromkeys(names, 1), "nodes": {}}
-        attempt.publish(part, {"items": {"0": item}, "files": staged})
+        attempt.publish(part, {"items": {"0": item}, "files": staged, "replaced": seen})
 
-    def _finish(self, attempt: Any, overwrite: bool) -> None:
+    def _finish(self, attempt: Any, seen: Any) -> None:
         own = attempt.job
+        assert self.running is not None
+        self.running.overwrites = seen is not None
         parts = self.commit.chosen(own, self.job.look(own.directory))
         node = f"{attempt.name(self.job.ROOT, '')}/d/n"
         (own.item_directory(0) / node).replace(b"data " + own.token.encode(), "")
@@ -313,21 +332,23 @@ class World:
         markers = [(MARKER, b"marker " + own.token.encode())]
         kept = [f"{ITEM}/{ref}" for ref in refs]
         result = self.commit.Result(files, markers, kept, [], [])
-        self.commit.publish(attempt, result, overwrite, lambda: None)
+        self.commit.publish(attempt, result, seen, lambda: None)
 
     def _commit(self, place: Place) -> str:
-        if not self.is_local and (place / commit.RECORD).exists():
+        if not self.is_local and (place / detection.RECORD).exists():
             self.commit.forward(place)
             return "ok"
         found = [(path, each) for path, each in self.commit.jobs(place).items() if each.parts]
         if len(found) != 1 or len({d["job"] for d in found[0][1].documents}) != 1:
             return "not one job"
         [(directory, each)] = found
+        directory = self.commit.taken(place, directory, each)
         about = each.documents[0]
         own = self.job.Job(place, directory, (ITEM,), about["job"], SHARES)
         attempt = self.job.Attempt(own)
+        unshared = self.commit.chosen(own, each)[self.job.UNSHARED]
         with self.commit.attempted(attempt, whole=True):
-            self._finish(attempt, False)
+            self._finish(attempt, unshared["replaced"])
         return "ok"
 
     # What happens.
@@ -339,16 +360,26 @@ class World:
         todo = [self.random.choice(kinds) for _ in range(self.random.choice((2, 3)))]
         if "share0" in todo or "share1" in todo:
             todo = ["share0", "share1", self.random.choice(kinds), "commit"]
+        elif self.random.random() < 0.3:
+            self._start("share0", one)
+            self._start("share1", one)
+            todo = ["commit", "commit", self.random.choice((*kinds, *["commit"] * len(kinds)))]
+        foreign = self.random.choice((0, 0.03))
+        soon, hesitates = self.random.choice((0.1, 0.01)), self.random.choice((1, 0.02))
         while (living := [actor for actor in self.actors if actor.alive]) or todo:
-            if todo and (not living or self.random.random() < 0.1):
+            written = todo[:1] != ["commit"] or not any(a.kind[:5] == "share" for a in living)
+            if todo and (not living or (written and self.random.random() < soon)):
                 self._start(todo.pop(0), self.random.choice((one, one, one, two)))
+            elif self.is_local and self.random.random() < foreign:
+                self._save_foreign()
             elif self.late and self.random.random() < 0.05:
                 self.apply(self.late.pop(self.random.randrange(len(self.late))), None)
             else:
-                point = self.random.random() * sum([actor.speed for actor in living])
-                for actor in living:
-                    if (point := point - actor.speed) < 0:
-                        break
+                # Who is about to decide may wait for long, until others are about to.
+                decide = [a for a in living if a.request[0] in ("rename", "exchange")]
+                waits = decide[0] if len(decide) == 1 else None
+                speeds = [a.speed * (hesitates if a is waits else 1) for a in living]
+                [actor] = self.random.choices(living, speeds)
                 self._step(actor)
         while self.late:
             self.apply(self.late.pop(self.random.randrange(len(self.late))), None)
@@ -356,10 +387,18 @@ class World:
         names = [name for name in self.files if name.startswith(f"{TOP}/")]
         if self.complete and not names and not any(actor.killed for actor in self.actors):
             raise FoulError("nobody was killed, and the old checkpoint is not put back")
+        for name in names:
+            if FOREIGN in name:
+                del self.files[name]
         for kind in ("resume", "overwrite"):
             self._start(kind, self.random.choice((one, two)))
         if not self.complete:
             raise FoulError(f"a lone job does not get there: {self.actors[-1].result}")
+
+    def _save_foreign(self) -> None:
+        """Another program saves a step."""
+        if f"{TOP}/{MARKER}" in self.files:
+            self.files[f"{TOP}/{FOREIGN}{len(self.files)}"] = b"foreign"
 
     def _start(self, kind: str, token: str) -> None:
         actor = Actor(self, len(self.actors), kind, token)
@@ -419,6 +458,8 @@ class World:
         elif operation == "put":
             files[path] = arguments[0]
         elif operation == "delete":
+            if FOREIGN in path:
+                raise FoulError("somebody else's file is deleted")
             files.pop(path, None)
         else:
             assert actor is not None
@@ -427,7 +468,7 @@ class World:
                 return errno.ENOENT
             if operation == "rename" and other:
                 return errno.EEXIST
-            if other and actor.kind != "overwrite":
+            if other and not actor.overwrites:
                 raise FoulError("what was not to be replaced is replaced")
             moved = {arguments[0] + n[len(path) :]: files.pop(n) for n in one}
             back = {path + n[len(arguments[0]) :]: files.pop(n) for n in other}
@@ -446,7 +487,7 @@ class World:
     def check(self) -> None:
         """Raises FoulError for what must never be; notes what is complete."""
         files = self.files
-        record = files.get(f"{TOP}/{commit.RECORD}")
+        record = files.get(f"{TOP}/{detection.RECORD}")
         if self.record not in (None, record):
             raise FoulError("the commit record is gone, or another one")
         if record is not None and self.record is None:
@@ -474,6 +515,12 @@ class World:
             raise FoulError("what can be read is mixed, or not all there")
         if not self.is_local and self.complete not in ("", owner):
             raise FoulError("what was complete is another one")
+        manifest = files[f"{TOP}/{ITEM}/{MANIFEST}"]
+        if manifest in self.replaced:
+            raise FoulError("an older checkpoint is back")
+        if manifest != self.current:
+            self.replaced.add(self.current)
+            self.current = manifest
         self.watched = FIXED | self.kept | refs
         self.complete = owner
         self.ever.add(owner)

@@ -1,5 +1,6 @@
 """Whole or not at all: what is at the destination, and at the source, however a job ends."""
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -18,22 +19,29 @@ import layouts
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from jobs import FORMATS, RESHARD, limited, refused, stop_at, unfinished, values
+from jobs import FORMATS, RESHARD, Killed, limited, refused, stop_at, unfinished, values
 from layouts import hashes
 from sampling import few
 
 import reshard
 from reshard.cli import command
-from reshard.storage import disk
+from reshard.errors import KeptFilesError
+from reshard.storage import disk, machine
 from reshard.storage.location import Location, parse_location
-from reshard.writer import commit, plan
+from reshard.writer import commit, job, plan
 from reshard.writer.export import plan_export
 from reshard.writer.save import execute
 
 pytestmark = pytest.mark.usefixtures("forked")
 REPLACED = ".replaced-by-reshard"
 LAYOUTS = ["standalone", "zarr2-files", "items"]
+
+
+def aside(out):
+    return sorted(out.parent.glob(f"{out.name}{REPLACED}.*"))
 
 
 def open_on(source, mesh="1x8"):
@@ -75,7 +83,6 @@ def not_saved(error, text, ckpt, out, **kwargs):
 def test_an_existing_destination(source, tmp_path):
     out = tmp_path / "out"
     reshard.save(open_on(source), out)
-    (out / "left over").write_text("")
     before = hashes(out)
     text = f"`{out}` exists\n\nhint: overwrite=True replaces it once the new one is complete"
     not_saved(reshard.DestinationExistsError, text, open_on(source, "1x4"), out)
@@ -89,7 +96,6 @@ def test_an_existing_destination(source, tmp_path):
     assert hashes(out) == before
     reshard.save(open_on(source, "1x4"), out, overwrite=True)
     assert_copied(out, source.path, "1x4", **source.open)
-    assert not (out / "left over").exists()
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -352,7 +358,7 @@ def test_a_manager_that_cleans_up_beside_a_job(one, tmp_path, step):
 
 @pytest.mark.filterwarnings("default::UserWarning")
 @pytest.mark.parametrize(
-    ("fails", "replaces"), [("sync", False), ("sync", True), ("remove_tree", True)]
+    ("fails", "replaces"), [("sync", False), ("sync", True), ("remove_files", True)]
 )
 def test_what_cannot_be_done_after_the_commit(one, tmp_path, monkeypatch, capsys, fails, replaces):
     """The command has done its work. What it replaces is deleted only once the disk has the new
@@ -361,18 +367,19 @@ def test_what_cannot_be_done_after_the_commit(one, tmp_path, monkeypatch, capsys
     if replaces:
         reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
-    function = getattr(disk, fails)
+    where = disk if fails == "sync" else Location
+    function = getattr(where, fails)
 
     def refuse(place, *args, **kwargs):
-        refused = [tmp_path] if fails == "sync" else unfinished(out)
+        refused = [tmp_path] if fails == "sync" else aside(out)
         if str(place) in map(str, refused):
             raise OSError(errno.EIO, "Input/output error", str(place))
         function(place, *args, **kwargs)
 
-    monkeypatch.setattr(disk, fails, refuse)
+    monkeypatch.setattr(where, fails, refuse)
     arguments = ["ckpt", str(one.path), str(out), "--to", "1x8", "--overwrite", "--json"]
     command.main(arguments, standalone_mode=False)
-    left = unfinished(out)
+    left = unfinished(out) + aside(out)
     path = tmp_path if fails == "sync" else left[0]
     told = f"`{out}` is complete, but the cleanup failed: `{path}`: Input/output error"
     if replaces:
@@ -459,20 +466,129 @@ def test_a_checkpoint_that_another_job_puts_aside_meanwhile_stays(one, tmp_path,
     assert before in [hashes(path) for path in tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("token", ["", ".0123456789abcdef"])
-def test_killed_between_two_renames_or_after_them(one, tmp_path, token):
-    """Where the system cannot exchange names: the old one gets its name back, or is deleted."""
-    out, replaced = tmp_path / "out", tmp_path / f"out{REPLACED}{token}"
+def test_killed_between_two_renames(one, tmp_path, monkeypatch):
+    """Where the system cannot exchange names: the old one gets its name back."""
+    out, done = tmp_path / "out", []
     reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
-    out.rename(replaced)
+    rename = disk.rename
+
+    def killed(source, target):
+        if len(done) == 2:
+            raise Killed
+        done.append(target)
+        return rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        gone = {**machine.this_process(), "started": "before"}
+        patch.setattr(job, "this_process", lambda: gone)
+        patch.setattr(job.Attempt, "abandon", mock.Mock(side_effect=Killed))
+        patch.setattr(disk, "exchange", lambda *_: False)
+        patch.setattr(disk, "rename", killed)
+        reshard.save(open_on(one), out, overwrite=True)
+    assert not out.exists()
+    [replaced] = aside(out)
+    assert hashes(replaced) == before
     with pytest.raises(reshard.DestinationExistsError, match=f"^`{out}` exists"):
         reshard.save(open_on(one), out)
     assert hashes(replaced) == before
     reshard.save(open_on(one), out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
     assert_copied(out, one.path)
+
+
+def test_what_is_aside_and_was_not_seen_stays(one, tmp_path):
+    out = tmp_path / "out"
+    reshard.save(open_on(one), out)
+    replaced = tmp_path / f"out{REPLACED}.0123456789abcdef"
     shutil.copytree(out, replaced)
-    reshard.save(open_on(one, "1x4"), out, overwrite=True)
-    assert os.listdir(tmp_path) == ["out"]
+    before = hashes(replaced)
+    plan = reshard.plan(open_on(one, "1x4"), out, overwrite=True)
+    text = f"`{replaced}` has files that an earlier job has not deleted with an old checkpoint"
+    assert text in plan.notes
+    execute(plan)
+    assert hashes(replaced) == before
     assert_copied(out, one.path, "1x4")
+
+
+# What is not part of a checkpoint.
+
+NAMES = ["notes.txt", ".DS_Store", "config.yaml", "README.md", "_METADATA.bak", "0.0.bak", "7b"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_nothing_of_others_is_ever_deleted(saved, tmp_path_factory, data):
+    """Beside steps, beside items, in items, in databases and arrays, in exports; there before the
+    job, made while it runs, or in the last moment: it is refused and all is there, or it is done
+    and all is there."""
+    parent = tmp_path_factory.mktemp("others")
+    layout = data.draw(st.sampled_from(["manager", "step", "zarr2-files", "zarr3-files", "export"]))
+    source = reshard.open(saved("standalone" if layout == "export" else layout).path)
+    if layout == "export":
+        source = reshard.select(source, "params/**")
+    write = reshard.export if layout == "export" else reshard.save
+    out = parent / "out"
+    write(source, out)
+    old = hashes(out)
+    folders = sorted({out, *(path for path in out.rglob("*") if path.is_dir())})
+    folder = st.tuples(st.sampled_from(folders), st.sampled_from(["", "new"]))
+    places = st.lists(st.tuples(folder, st.sampled_from(NAMES)), min_size=1, max_size=3)
+    files = [folder / new / name for (folder, new), name in data.draw(places)]
+    when = data.draw(st.sampled_from(["before", "during", "at the exchange"]))
+    exchange = disk.exchange
+
+    def put(*_):
+        for file in files:
+            if not file.exists():
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(str(file))
+
+    def late(*names):
+        put()
+        return exchange(*names)
+
+    told = dict.fromkeys(["before", "during"], reshard.DestinationExistsError)
+    told["at the exchange"] = KeptFilesError
+    if when == "before":
+        put()
+    with (
+        mock.patch.object(disk, "exchange", late if when == "at the exchange" else exchange),
+        pytest.raises(told[when]),
+    ):
+        write(source, out, overwrite=True, progress=put if when == "during" else None)
+    if when != "at the exchange":
+        assert hashes(out).items() >= old.items()
+    for _ in range(2):
+        found = {path.read_text() for path in parent.rglob("*") if path.name in NAMES}
+        assert found == {str(file) for file in files}
+        with contextlib.suppress(reshard.DestinationExistsError):
+            write(source, out, overwrite=True)
+    if when == "at the exchange":
+        assert reshard.verify(out).ok
+
+
+def test_what_a_job_has_copied_is_replaced(saved, tmp_path):
+    """It is copied again, or it is what an earlier job has copied."""
+    root, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(saved("manager").path, root)
+    (root / "config.yaml").write_text("width: 3")
+    steps = [reshard.open(root, step=step) for step in reshard.open(root).source.steps]
+    for _ in range(2):
+        reshard.save(steps, out, overwrite=True)
+        assert (out / "config.yaml").read_text() == "width: 3"
+    reshard.digest(reshard.open(out), write=True)
+    (root / "config.yaml").unlink()
+    steps = [reshard.open(root, step=step) for step in reshard.open(root).source.steps]
+    planned = reshard.plan(steps, out, overwrite=True)
+    (out / "config.yaml").write_text("width: 4")
+    text = f"`{out}` has changed during the job\n  `{out / 'config.yaml'}`"
+    with pytest.raises(reshard.DestinationExistsError, match=re.escape(text)):
+        execute(planned)
+    text = f"`{out}` holds files that are not part of the checkpoint\n  `{out / 'config.yaml'}`\n\n"
+    hints = f"hint: rm -r '{out / 'config.yaml'}'\n"
+    hints += "hint: choose another destination, or move these files away"
+    refused(reshard.DestinationExistsError, text + hints, reshard.save, steps, out, overwrite=True)
+    (out / "config.yaml").write_text("width: 3")
+    reshard.save(steps, out, overwrite=True)
+    assert not (out / "config.yaml").exists()

@@ -44,6 +44,7 @@ HIERARCHY = {
     "StoreError": ("ReshardError", OSError),
     "DestinationError": ("ReshardError", OSError),
     "DestinationExistsError": ("DestinationError", FileExistsError),
+    "KeptFilesError": ("DestinationError", OSError),
 }
 
 PAIR = "a rename must be a pair: a regex and a replacement\n  "

@@ -31,7 +31,7 @@ from reshard.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
-from reshard.loader.detection import RECORD
+from reshard.loader.detection import RECORD, is_copied
 from reshard.storage import disk
 from reshard.storage.bucket import BucketLocation
 from reshard.storage.location import parse_location
@@ -284,18 +284,24 @@ def test_an_earlier_export_is_replaced_and_nothing_else(source, tmp_path):
     assert text.startswith(f"`{other}` would be deleted: it is not a checkpoint")
 
 
-@pytest.mark.parametrize("name", ["sub/model.safetensors", "adapter.safetensors", "weights.bin"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sub/model.safetensors", "adapter.safetensors", "weights.bin"),
+        *("README.md", "modeling_mine.py", "tokenizer.json", ".DS_Store"),
+    ],
+)
 def test_what_an_export_does_not_write_is_not_replaced(source, tmp_path, name):
     out, ckpt = tmp_path / "out", reshard.open(source)
     reshard.export(ckpt, out)
-    (out / "tokenizer.json").write_text("{}")
     assert "note     " in str(plan_export(ckpt, out, overwrite=True))
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_bytes(b"mine")
     for write in (reshard.export, reshard.save):
         text = refused(DestinationExistsError, write, ckpt, out, overwrite=True)
-        told = f"it also holds files that no export writes: {name.partition('/')[0]}\n"
-        assert text.startswith(f"`{out}` would be deleted: {told}")
+        path = out / name.partition("/")[0]
+        told = f"`{out}` holds files that are not part of the checkpoint\n  `{path}`\n"
+        assert text.startswith(f"{told}\nhint: rm -r '{path}'\n")
     assert (out / name).read_bytes() == b"mine"
 
 
@@ -637,6 +643,11 @@ def test_in_a_bucket(source, model, bucket, stores, tmp_path, size, monkeypatch)
     reshard.export(ckpt, url, like=model[0], file_size=size)
     near, found = objects(tmp_path / "near"), objects(url)
     del found[RECORD]
+    copied = json.loads(near["reshard_digests.json"])  # on a disk, a later job may replace these
+    assert copied.pop("copied").keys() == {
+        name for name in near if (model[0] / name).exists() and is_copied(name)
+    }
+    near["reshard_digests.json"] = json.dumps(copied).encode()
     assert found == near
     written = [r.key.rpartition("/")[2] for r in stores.requests if r.operation == "write"]
     last = [name for name in written if name in near][-1]

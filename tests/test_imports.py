@@ -181,12 +181,12 @@ MANY_IMPORTS = {
     "reshard.verify.comparison": 27,
     "reshard.verify.values": 29,
     "reshard.writer.arrays": 34,
-    "reshard.writer.commit": 26,
+    "reshard.writer.commit": 27,
     "reshard.writer.documents": 27,
     "reshard.writer.format": 29,
-    "reshard.writer.plan": 31,
+    "reshard.writer.plan": 34,
     "reshard.writer.planning": 51,
-    "reshard.writer.save": 50,
+    "reshard.writer.save": 51,
 }
 
 

@@ -8,8 +8,8 @@ KINDS = ("bucket", "disk", "disk without exchange")
 MUTANTS = {
     "the record replaces another one": (
         "bucket",
-        "(job.destination / RECORD).create(dumped(record))",
-        '(job.destination / RECORD).replace(dumped(record), "")',
+        "(job.destination / detection.RECORD).create(dumped(record))",
+        '(job.destination / detection.RECORD).replace(dumped(record), "")',
     ),
     "whoever's the record is": (
         "bucket",
@@ -43,23 +43,43 @@ MUTANTS = {
     ),
     "a rename that was done counts as failed": (
         "disk",
-        "if attempt.is_in(destination):",
+        "if not attempt.is_in(destination):",
+        "if True:",
+    ),
+    "a job has the same name for all who commit it": (
+        "disk",
+        "            disk.rename(directory, own)\n",
+        "            own = directory\n",
+    ),
+    "an attempt does not see what it has renamed": (
+        "disk",
+        'if not (own / (attempt.begun.below(directory) or "")).exists():',
         "if False:",
+    ),
+    "what an exchange has replaced counts as a job": (
+        "disk",
+        "        _token(directory) in path for path in found.sizes\n",
+        "        True for _ in (1,)\n",
+    ),
+    "all that was replaced is deleted": (
+        "disk",
+        "kept = replaced.remove_seen(aside, seen or ())",
+        "aside.remove_tree()",
+    ),
+    "all that is aside is deleted by the next job": (
+        "disk",
+        "            replaced.remove_seen(place, seen)",
+        "            place.remove_tree()",
     ),
     "the nodes of another manifest are deleted": (
         "disk",
         "kept |= {prefix",
         "_ = {prefix",
     ),
-    "the old checkpoint is not put back": (
-        "disk without exchange",
-        "if aside and not destination.exists():",
-        "if False:",
-    ),
     "a failure between two renames": (
         "disk without exchange",
-        "            if replaced.exists() and not destination.exists():\n",
-        "            if False:\n",
+        "((aside, destination), (own, directory))",
+        "((own, directory),)",
     ),
 }
 
@@ -75,4 +95,4 @@ def test_no_schedule_loses_or_mixes_anything(kind, seeds):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_protocol_without_a_condition_is_found_out(name):
     kind, old, new = MUTANTS[name]
-    assert protocol.run(kind, range(5000), old, new) is not None
+    assert protocol.run(kind, range(10000), old, new) is not None

@@ -21,10 +21,12 @@ from jobs import (
     stop_at,
     unfinished,
 )
+from layouts import hashes
 from sampling import some
 from test_shares_written import assert_same
 
 import reshard
+from reshard.cli import unfinished as unfinished_jobs
 from reshard.storage import machine
 from reshard.writer import commit, plan
 
@@ -68,6 +70,7 @@ MOMENTS = [
     ("reshard.writer.save:build_root", 1),
     ("reshard.writer.commit:disk.link", 2),
     ("reshard.writer.commit:disk.rename", 1),
+    ("reshard.writer.commit:disk.rename", 2),
     ("reshard.writer.commit:_prune", 1),
     ("os:replace", 2),
     ("os:unlink", 3),
@@ -102,6 +105,30 @@ def killed(source, out, name="reshard.writer.save:build_root", count=1, **option
     assert ended(started(source, out, options, name, count)) == -signal.SIGKILL
     [directory] = unfinished(out)
     return parts(directory)
+
+
+@pytest.mark.parametrize("how", ["resume", "overwrite", "commit"])
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_the_exchange(jobs, tmp_path, after, how):
+    """Before it the job has a private name, where `doctor` and all that finish a job find it. After
+    it that is the name of the old checkpoint, which is never a job."""
+    (source, whole), out = jobs("ckpt zarr2"), tmp_path / "out"
+    reshard.save(reshard.open(source), out)
+    before = hashes(out)
+    options = {"overwrite": True}
+    process = started(source, out, options, "reshard.storage.disk:exchange", 1, after)
+    assert ended(process) == -signal.SIGKILL
+    [left] = unfinished(out)
+    assert left.name.endswith(".commit")
+    assert (hashes(left if after else out)) == before
+    assert bool(unfinished_jobs.unfinished(str(out))[0]) is not after
+    if how == "commit":
+        assert reshard.commit(out) is not after
+    else:
+        planned = save(source, out, overwrite=True, resume=how == "resume")
+        assert any("resumed" in note for note in planned.notes) is (how == "resume" and not after)
+    if not (after and how == "commit"):  # which then does nothing
+        assert_whole(out, whole)
 
 
 @pytest.mark.parametrize("kind", ["ckpt zarr2", "convert zarr3-files"])

@@ -8,6 +8,8 @@ import platform
 import random
 import re
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -39,6 +41,7 @@ from reshard.writer.job import Attempt, job_token
 
 pytestmark = pytest.mark.usefixtures("forked")
 SHARES = 7
+ROUNDS = 12
 # A function has its name.
 saving = importlib.import_module("reshard.writer.save")
 
@@ -335,6 +338,45 @@ def test_a_task_that_runs_again_after_its_job_was_committed(jobs, tmp_path):
     shutil.rmtree(*unfinished(out))
     assert reshard.commit(out) is False
     assert_same(out, whole)
+
+
+COMMITS = """
+import sys
+import reshard
+
+for out in sys.stdin:
+    try:
+        print(reshard.commit(out.strip()), flush=True)
+    except reshard.DestinationError as error:
+        print(error.summary, flush=True)
+"""
+
+
+def test_two_processes_that_commit_at_once(saved, tmp_path):
+    """One of them does, and the old checkpoint is never back."""
+    ckpt = reshard.open(saved("standalone").path)
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", COMMITS], **streams) for _ in range(2)]
+    try:
+        for number in range(ROUNDS):
+            out = tmp_path / str(number) / "out"
+            reshard.save(reshard.to_mesh(ckpt, "1x4"), out)
+            for share in range(2):
+                reshard.save(reshard.to_mesh(ckpt, "1x8"), out, share=(share, 2), overwrite=True)
+            for process in processes:
+                process.stdin.write(f"{out}\n")
+                process.stdin.flush()
+            answers = [process.stdout.readline().strip() for process in processes]
+            running = f"another process commits the job for `{out}`"
+            ended = f"the job for `{out}` was completed, removed or stopped while a part of it was "
+            assert "True" in answers
+            assert {*answers} <= {"True", "False", running, f"{ended}being written"}
+            assert [str(mesh) for mesh in reshard.open(out).meshes] == ["data=1,model=8"]
+            assert reshard.verify(out).ok
+            assert reshard.commit(out) is False
+    finally:
+        for process in processes:
+            process.communicate()
 
 
 def test_jobs_that_differ_have_different_tokens(tmp_path):

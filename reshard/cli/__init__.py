@@ -105,7 +105,7 @@ def main() -> None:
         sys.exit(141)
     except Exception as error:
         from reshard.cli.output import as_flags
-        from reshard.errors import ReshardError
+        from reshard.errors import KeptFilesError, ReshardError
 
         if not isinstance(error, ReshardError | MemoryError | OSError):
             raise
@@ -113,7 +113,7 @@ def main() -> None:
         click.echo(f"Error: {message or 'out of memory'}", err=True)
         if notes := _notes(error):
             click.echo(notes, err=True)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, KeptFilesError) else 2)
 
 
 def _notes(error: BaseException) -> str:

@@ -20,8 +20,9 @@ from reshard.sharding.mesh import parse_mesh
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
 from reshard.units import format_bytes
+from reshard.writer.destination import check_destination
 from reshard.writer.plan import Plan
-from reshard.writer.planning import check_destination, plan
+from reshard.writer.planning import plan
 from reshard.writer.save import save
 
 # Options that are arguments of `plan` and `save`, as they are.

@@ -12,14 +12,13 @@ from reshard.errors import (
     CorruptCheckpointError,
     UncommittedCheckpointError,
 )
-from reshard.loader.inventory import UNFINISHED_PREFIX, list_root
+from reshard.loader.inventory import list_root
 from reshard.loader.locate import steps_at, uncommitted_hints
 from reshard.storage.disk import kernel_text
 from reshard.storage.location import parse_location
 from reshard.storage.machine import has_ended
 from reshard.writer import commit, job
 
-_JOB = re.compile(re.escape(UNFINISHED_PREFIX) + r"(.+)\.[0-9a-f]{16}")
 _RUNNING = " (still running)"
 
 
@@ -63,7 +62,7 @@ def unfinished(path: str) -> tuple[list[str], list[str]]:
     finish them."""
     problems, hints, place = [], [], parse_location(path)
     names = place.names() if place.is_local and place.is_dir() else ()
-    inside = dict.fromkeys(match[1] for match in map(_JOB.fullmatch, names) if match)
+    inside = dict.fromkeys(match[1] for match in map(commit.JOB_NAME.fullmatch, names) if match)
     paths = [path, *(f"{path.rstrip('/')}/{name}" for name in inside)]
     jobs = [(each, *item) for each in paths for item in commit.jobs(parse_location(each)).items()]
     for each, directory, found in jobs:

@@ -131,6 +131,16 @@ def _entries(document: dict[str, Any], file: Location) -> list[tuple[Path, str, 
     return [_parse_entry(entry, file) for entry in entries.values()]
 
 
+def array_names(directory: Location) -> frozenset[str]:
+    """The names of an item's arrays that are plain files, from its document; none if a database has
+    them."""
+    document = read_json(directory / detection.TREE_FILE)
+    if document is None or (directory / MANIFEST).exists():
+        return frozenset()
+    entries = _entries(document, directory / detection.TREE_FILE)
+    return frozenset(stored_name(path) for path, _, _ in entries)
+
+
 def _parse_tree(document: dict[str, Any], directory: Location) -> list[tuple[Path, str]]:
     """The path and value type of each leaf."""
     file = directory / detection.TREE_FILE

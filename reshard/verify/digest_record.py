@@ -8,6 +8,8 @@
 
 Arrays have their names in the store, which no transform changes. A digest that was not computed is
 null. `strings` has the SHA-256 of strings in the tree, and `files` that of the tree's documents.
+`copied`, if there, has that of the files that a job has copied to its destination, below which are
+their paths: a later job may delete such a file.
 Earlier versions also recorded other files: under `files` those in the item's directory, and under
 `beside` those of the step.
 """
@@ -38,7 +40,7 @@ from reshard.tree import Path, shell_quoted
 
 FILE = RECORD_FILE
 _VERSION = 1
-_KEYS = {"version", "arrays", "strings", "files", "beside"}
+_KEYS = {"version", "arrays", "strings", "files", "beside", "copied"}
 _DIGEST, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
 
 
@@ -62,17 +64,20 @@ class Record:
       arrays: name in the store -> record of the array.
       strings: name that the leaf would have in the store -> SHA-256 of the text.
       files, beside: path below the item's, and the step's, directory -> SHA-256.
+      copied: path below the destination of a job -> SHA-256 of a file that it has copied.
     """
 
     arrays: Mapping[str, ArrayRecord]
     strings: Mapping[str, str]
     files: Mapping[str, str]
     beside: Mapping[str, str]
+    copied: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """The record as JSON."""
         arrays = {name: vars(entry) for name, entry in self.arrays.items()}
         hashes = {name: dict(getattr(self, name)) for name in ("strings", "files", "beside")}
+        hashes |= {"copied": dict(self.copied)} if self.copied else {}
         return {"version": _VERSION, "arrays": arrays, **hashes}
 
     def write(self, file: Location) -> None:
@@ -171,13 +176,14 @@ def read_record(path: Location, hint: str = "") -> Record | None:
         arrays = {name: _array(entry) for name, entry in document["arrays"].items()}
         strings = {name: _hash(text) for name, text in document.get("strings", {}).items()}
         files, beside = (_hashes(document[key]) for key in ("files", "beside"))
+        copied = _hashes(document.get("copied", {}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"`{path}` is not a record of digests",
             [f"{type(error).__name__}: {error}"],
             [hint or forget_hint(path)],
         ) from error
-    return Record(arrays, strings, files, beside)
+    return Record(arrays, strings, files, beside, copied)
 
 
 def _array(entry: Any) -> ArrayRecord:

@@ -261,4 +261,6 @@ def record(ckpt: Checkpoint, digests: Mapping[Path, str]) -> Record:
     }
     if ckpt.retyped or any(isinstance(leaf, str) for leaf in ckpt.values()):
         ckpt = ckpt.replace(open_checkpoint(ckpt.source.path))
-    return record_of(ckpt, arrays, document_hashes(ckpt.source.store.directory))
+    found = record_of(ckpt, arrays, document_hashes(ckpt.source.store.directory))
+    copied = recorded.copied if recorded is not None else {}
+    return dataclasses.replace(found, copied=copied)

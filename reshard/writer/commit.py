@@ -5,7 +5,8 @@ anywhere, for any time, and go on. A request may arrive late, twice, or be done 
 is lost. One step decides:
 
 - on a disk, the rename of the job's directory to the destination. It fails if the name is taken;
-with `overwrite` it exchanges the two;
+with `overwrite` it exchanges the two. Before that, the directory gets a name that no other process
+uses: of two commits at once, the second would exchange the old checkpoint back;
 - in a bucket, the creation of the commit record, if it is absent. It names the parts that count,
 and the contents of all names without a token. Before it, no such name exists, and it is never
 replaced. Every process that finds it only goes forward: it creates each of these names if it is
@@ -22,9 +23,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reshard.errors import DestinationError, DestinationExistsError, ReshardError
-from reshard.loader import inventory
-from reshard.loader.detection import MARKER, RECORD
+from reshard.errors import (
+    DestinationError,
+    DestinationExistsError,
+    KeptFilesError,
+    ReshardError,
+)
+from reshard.loader import detection, inventory
 from reshard.storage import disk
 from reshard.storage.bucket import BucketLocation
 from reshard.storage.location import Location
@@ -32,6 +37,7 @@ from reshard.storage.machine import has_ended
 from reshard.storage.ocdbt import MANIFEST, PROCESS, value_files
 from reshard.tree import as_python, shell_quoted
 from reshard.units import format_runs
+from reshard.writer import replaced
 from reshard.writer.job import (
     ROOT,
     UNSHARED,
@@ -45,6 +51,10 @@ from reshard.writer.job import (
     writers,
 )
 
+# Ends the name of a job's directory while an attempt commits it; the attempt's token is before it.
+_COMMITTING = ".commit"
+_PREFIX, _ENDS = re.escape(inventory.UNFINISHED_PREFIX), re.escape(_COMMITTING)
+JOB_NAME = re.compile(rf"{_PREFIX}(.+)\.([0-9a-f]{{16}})({_ENDS})?", re.DOTALL)
 # Requests at once, and bytes of an object that is copied on the server.
 _REQUESTS = 32
 _LARGE = 16 << 20
@@ -98,13 +108,14 @@ def begin(
         different one, or the destination is complete.
     """
     if destination.is_local:
-        _restore_replaced(destination)
+        _recover(destination)
     start = _beside(destination, token if shared else secrets.token_hex(8)), None, frozenset[str]()
     for path, found in jobs(destination).items():
         if not path.is_local and _is_committed(path, found, token if resume else None):
             return None
         foreign = [d for d in found.documents if d["job"] != token]
-        begun = [d for d in found.begun if not shared or d["job"] != token]
+        alone = not shared or path.name.endswith(_COMMITTING)
+        begun = [d for d in found.begun if alone or d["job"] != token]
         ended = [(document, has_ended(document["owner"])) for document in begun]
         running = [document for document, has in ended if has is False]
         unknown = [document for document, has in ended if has is None]
@@ -125,7 +136,7 @@ def begin(
             text = f"a stopped job left {left} shares of `{destination}`"
             raise DestinationExistsError(text, writers(found.documents), [RESUME, OVERWRITE])
         if goes_on and found.documents and not foreign:
-            start = path, found, frozenset[str]()
+            start = taken(destination, path, found), found, frozenset[str]()
         elif not path.is_local:
             start = path, None, found.tokens
         elif path != start[0] and not (found.parts or unknown or overwrite):
@@ -140,19 +151,39 @@ def replaced_checkpoints(destination: Location) -> list[Location]:
     return [parent / each for each in names if re.fullmatch(rf"{name}(\.[0-9a-f]{{16}})?", each)]
 
 
-def _restore_replaced(destination: Location) -> None:
-    """Cleans up after jobs that were stopped between two renames, or after them. Without a
-    destination, the last checkpoint that was put aside gets its name back. All others are deleted.
+def standing(destination: Location) -> Location:
+    """Where the checkpoint of a destination is: a job that was stopped between two renames has put
+    it aside, and the next job gives it its name back."""
+    if not destination.exists():
+        for directory in _directories(destination):
+            aside = _aside(directory, destination)
+            if directory.name.endswith(_COMMITTING) and aside.exists():
+                return aside
+    return destination
+
+
+def _recover(destination: Location) -> None:
+    """Goes on with what a job has begun that was stopped at its commit: gives an old checkpoint
+    its name back, or deletes it. All that no plan has seen stays.
 
     Each name is used once, so no other job puts a checkpoint under one of these names meanwhile.
     """
-    aside = replaced_checkpoints(destination)
-    if aside and not destination.exists():
-        last = max(aside, key=lambda place: max((e.modified for e in place.walk()), default=0))
-        disk.rename(last, destination)
-        aside.remove(last)
-    for place in aside:
-        remove_aside(destination, place)
+    for place in _directories(destination):
+        if not _holds_job(place, look(place)):  # stopped after an exchange
+            with contextlib.suppress(FileNotFoundError):  # another process does the same
+                disk.rename(place, _aside(place, destination))
+    if (place := standing(destination)) != destination:
+        disk.rename(place, destination)
+    elif aside := replaced_checkpoints(destination):
+        unshared = look(destination).parts.get(UNSHARED, {}).values()
+        seen = [each for document in unshared for each in document.get("replaced") or ()]
+        for place in aside:
+            replaced.remove_seen(place, seen)
+
+
+def _aside(directory: Location, destination: Location) -> Location:
+    """Where the old checkpoint is put that an attempt has left in a directory."""
+    return destination.parent / f"{destination.name}{inventory.REPLACED_SUFFIX}.{_token(directory)}"
 
 
 def _beside(destination: Location, token: str) -> Location:
@@ -163,10 +194,43 @@ def jobs(destination: Location) -> dict[Location, Found]:
     """The directories of a destination's jobs, with their contents."""
     if not destination.is_local:
         return {destination: look(destination)}
-    parent = destination.parent
-    pattern = re.compile(re.escape(_beside(destination, "").name) + "[0-9a-f]{16}")
-    names = parent.names() if parent.is_dir() else ()
-    return {parent / name: look(parent / name) for name in names if pattern.fullmatch(name)}
+    every = {place: look(place) for place in _directories(destination)}
+    return {place: found for place, found in every.items() if _holds_job(place, found)}
+
+
+def _directories(destination: Location) -> list[Location]:
+    """The directories beside a destination that have names of jobs."""
+    names = destination.parent.names() if destination.parent.is_dir() else ()
+    matches = filter(None, map(JOB_NAME.fullmatch, names))
+    return [destination.parent / match[0] for match in matches if match[1] == destination.name]
+
+
+def _holds_job(directory: Location, found: Found) -> bool:
+    """Whether a directory that has the name of a job holds one. A directory that an attempt
+    commits holds files of this attempt, and after the exchange it holds the old checkpoint."""
+    return not directory.name.endswith(_COMMITTING) or any(
+        _token(directory) in path for path in found.sizes
+    )
+
+
+def _token(directory: Location) -> str:
+    return directory.name.removesuffix(_COMMITTING).rpartition(".")[2]
+
+
+def taken(destination: Location, directory: Location, found: Found) -> Location:
+    """The directory of a job. If an attempt to commit was stopped, its private name is given up:
+    nobody writes under such a name, so that what is there is the job or the old checkpoint."""
+    if not directory.name.endswith(_COMMITTING):
+        return directory
+    if running := [d for d in found.begun if has_ended(d["owner"]) is False]:
+        text = f"another process commits the job for `{destination}`"
+        raise DestinationError(text, writers(running), ["wait until it ends"])
+    place = _beside(destination, secrets.token_hex(8))
+    disk.rename(directory, place)
+    if not any(_token(directory) in entry.path for entry in place.walk()):  # it has just exchanged
+        disk.rename(place, directory)
+        raise DestinationError(f"another process has committed the job for `{destination}`")
+    return place
 
 
 def share_count(destination: Location) -> int | None:
@@ -184,9 +248,11 @@ def _is_committed(destination: Location, found: Found, token: str | None) -> boo
     """Whether a prefix holds the checkpoint of a job, which is then completed. Raises
     DestinationError if it holds anything else."""
     names = [path for path in found.sizes if not is_of_an_attempt(path)]
-    if RECORD in names and forward(destination)[0]["job"] == token:
+    if detection.RECORD in names and forward(destination)[0]["job"] == token:
         return True
-    if RECORD in names or any(path.rpartition("/")[2] == MARKER for path in names):
+    if detection.RECORD in names or any(
+        path.rpartition("/")[2] == detection.MARKER for path in names
+    ):
         raise DestinationExistsError(
             f"`{destination}` is complete, and a complete checkpoint in a bucket is never replaced",
             hints=["write to another prefix, check the result, then delete this prefix"],
@@ -333,13 +399,19 @@ def disk_errors(destination: Location) -> Iterator[None]:
 # The commit.
 
 
-def publish(attempt: Attempt, result: Result, overwrite: bool, check: Callable[[], object]) -> None:
-    """Makes a checkpoint of a job whose parts are all written, after `check`. Raises
-    DestinationExistsError if another job has completed meanwhile."""
+def publish(
+    attempt: Attempt,
+    result: Result,
+    seen: Sequence[replaced.Seen] | None,
+    check: Callable[[], object],
+) -> None:
+    """Makes a checkpoint of a job whose parts are all written, after `check`. On a disk it replaces
+    what the plan has `seen`; nothing if that is None. Raises DestinationExistsError if the
+    destination has changed meanwhile, and KeptFilesError if it changed at the last moment."""
     job = attempt.job
     attempt.published.add(ROOT)
     if job.destination.is_local:
-        _publish_on_disk(attempt, result, overwrite, check)
+        _publish_on_disk(attempt, result, seen, check)
         return
     check()
     record = {
@@ -348,7 +420,7 @@ def publish(attempt: Attempt, result: Result, overwrite: bool, check: Callable[[
         "markers": [[path, _text(content)] for path, content in result.markers],
         "kept": list(result.kept),
     }
-    created = (job.destination / RECORD).create(dumped(record))
+    created = (job.destination / detection.RECORD).create(dumped(record))
     # A refusal proves nothing: the record may be this one's nevertheless.
     if forward(job.destination, record if created else None)[0]["job"] != job.token:
         raise DestinationExistsError(f"`{job.destination}` was created by another job meanwhile")
@@ -359,9 +431,11 @@ def forward(
 ) -> tuple[Mapping[str, Any], bool]:
     """Completes the checkpoint of a commit record in a bucket. The record is read unless it is
     given. Returns it, and whether anything was left to do."""
-    record = record or parsed(destination / RECORD)
+    record = record or parsed(destination / detection.RECORD)
     if record is None:
-        raise DestinationError(f"the commit record `{destination / RECORD}` could not be written")
+        raise DestinationError(
+            f"the commit record `{destination / detection.RECORD}` could not be written"
+        )
     sizes = {entry.path: entry.nbytes for entry in destination.walk() if entry.is_file}
     left = not {*record["files"], *(path for path, _ in record["markers"])} <= sizes.keys()
     missing = [f"`{destination / path}`" for path in record["kept"] if path not in sizes]
@@ -427,7 +501,10 @@ def _fix(
 
 
 def _publish_on_disk(
-    attempt: Attempt, result: Result, overwrite: bool, check: Callable[[], object]
+    attempt: Attempt,
+    result: Result,
+    seen: Sequence[replaced.Seen] | None,
+    check: Callable[[], object],
 ) -> None:
     directory, destination = attempt.job.directory, attempt.job.destination
     for folder in result.folders:
@@ -453,22 +530,28 @@ def _publish_on_disk(
         raise DestinationError("files were removed during the job", sorted(missing))
     unneeded = [path for path in found if is_of_an_attempt(path) and path not in named]
     _prune(directory, result.dropped)
-    replaced = _rename(attempt, overwrite)
+    aside = _rename(attempt, seen)
+    kept = []
     try:
         disk.sync(destination.parent)
-        if replaced is not None:
-            disk.remove_tree(replaced)
+        kept = replaced.remove_seen(aside, seen or ())
         _prune(destination, unneeded)
-        if overwrite:
+        if seen is not None:
             for path, found in jobs(destination).items():
                 if all(has_ended(document["owner"]) for document in found.begun):
                     remove_aside(destination, path)
     except OSError as error:  # the destination is complete
         path, reason = error.filename or destination.parent, error.strerror or error
         text = f"`{destination}` is complete, but the cleanup failed: `{path}`: {reason}"
-        if replaced is not None and replaced.exists():
-            text += f"; rm -r {shell_quoted(str(replaced))} deletes the replaced checkpoint"
+        if aside.exists():
+            text += f"; rm -r {shell_quoted(str(aside))} deletes the replaced checkpoint"
         warnings.warn(text, stacklevel=2)
+    if kept:
+        raise KeptFilesError(
+            f"`{destination}` is complete, but the old one got other files during the job",
+            [f"`{aside / path}`" for path in kept],
+            [f"move them, then rm -r {shell_quoted(str(aside))}"],
+        )
 
 
 def _synced(directory: Location, attempt: Attempt) -> set[str]:
@@ -483,33 +566,51 @@ def _synced(directory: Location, attempt: Attempt) -> set[str]:
     return found
 
 
-def _rename(attempt: Attempt, overwrite: bool) -> Location | None:
+def _rename(attempt: Attempt, seen: Sequence[replaced.Seen] | None) -> Location:
     """Gives the job's directory the destination's name. Returns the place of the replaced
-    checkpoint."""
+    checkpoint. An error proves nothing, since a file server may repeat a request and refuse it
+    then: the attempt's token says where the job's directory is."""
     directory, destination = attempt.job.directory, attempt.job.destination
+    own = _beside(destination, f"{attempt.token}{_COMMITTING}")
+    aside = _aside(own, destination)
     try:
-        if not (overwrite and destination.exists()):
-            disk.rename(directory, destination)
-            return None
-        if disk.exchange(directory, destination):
-            return directory
-        name = f"{destination.name}{inventory.REPLACED_SUFFIX}.{attempt.token}"
-        replaced = destination.parent / name
-        try:
-            disk.rename(destination, replaced)
-            disk.rename(directory, destination)
-        except BaseException:
-            if replaced.exists() and not destination.exists():
-                disk.rename(replaced, destination)
+        with contextlib.suppress(FileNotFoundError):
+            disk.rename(directory, own)
+        if not (own / (attempt.begun.below(directory) or "")).exists():  # another process has it
+            raise attempt.job.ended()
+        if seen is None or not destination.exists():
+            disk.rename(own, destination)
+        else:
+            _check_seen(destination, destination, seen)
+            if not disk.exchange(own, destination):
+                disk.rename(destination, aside)
+                _check_seen(aside, destination, seen)
+                disk.rename(own, destination)
+    except BaseException as error:
+        if not attempt.is_in(destination):
+            for place, name in ((aside, destination), (own, directory)):
+                with contextlib.suppress(FileNotFoundError, FileExistsError):
+                    disk.rename(place, name)
+            if isinstance(error, FileExistsError) and not isinstance(error, ReshardError):
+                text = f"`{destination}` was created by another job meanwhile"
+                raise DestinationExistsError(text, hints=[OVERWRITE]) from error
             raise
-        return replaced
-    except OSError as error:
-        if attempt.is_in(destination):  # a file server may repeat a request, and refuse it then
-            return None
-        if isinstance(error, FileExistsError):
-            text = f"`{destination}` was created by another job meanwhile"
-            raise DestinationExistsError(text, hints=[OVERWRITE]) from error
-        raise
+        if not isinstance(error, OSError | ReshardError):
+            raise
+    with contextlib.suppress(FileNotFoundError):
+        disk.rename(own, aside)
+    return aside
+
+
+def _check_seen(directory: Location, destination: Location, seen: Sequence[replaced.Seen]) -> None:
+    """Raises DestinationExistsError if a destination, which is in this directory, is not as the
+    plan has seen it."""
+    if changed := replaced.unseen(directory, seen):
+        raise DestinationExistsError(
+            f"`{destination}` has changed during the job",
+            [f"`{destination / path}`" for path in changed],
+            ["move these files to another place, then start again"],
+        )
 
 
 def _prune(directory: Location, unneeded: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ single file has no index: then its configuration is the last.
 """
 
 import collections
+import dataclasses
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any
 from reshard import errors, tree, units
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint, check_checkpoints, name_clashes
-from reshard.loader import detection, inventory
+from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
 from reshard.loader.hf_files import check_no_pointer, snapshot
 from reshard.loader.json_documents import read_json
@@ -23,6 +24,7 @@ from reshard.loader.plain_arrays import weight_map
 from reshard.loader.safetensors import MAX_HEADER, find_index
 from reshard.storage import location
 from reshard.verify import values
+from reshard.writer import destination as destinations
 from reshard.writer import format as target_format
 from reshard.writer import planning, siblings
 from reshard.writer.plan import Plan
@@ -188,21 +190,22 @@ def plan_export(
     if model is not None and detection.is_index(model.name):
         model = model.parent
     notes = [*ckpt.notes]
+    replaced = ()
     copied = [] if model is None else _copied(model, handles, notes, problems)
     try:
         if model is not None:
-            planning.check_apart(place, model, "directory of `like`")
-        _check_no_step(place)
-        notes += planning.check_destination(place, [ckpt], overwrite, exported=True)
+            destinations.check_apart(place, model, "directory of `like`")
+        destinations.check_no_step(place)
+        notes += destinations.check_destination(place, [ckpt], overwrite, exported=True)
+        if overwrite:
+            names = {sibling.path for sibling in copied}
+            replaced = destinations.replaced(place, [ckpt], names, exported=True)
     except errors.ReshardError as error:
         problems.insert(0, error)
     identity = siblings.source_identity([ckpt], ())
-    return planning.with_cost_errors(
-        Export(
-            (item,), tuple(copied), place, limit, overwrite, identity=identity, notes=tuple(notes)
-        ),
-        problems,
-    )
+    found = Export((item,), tuple(copied), place, limit, overwrite, identity=identity)
+    found = dataclasses.replace(found, replaced=replaced, notes=tuple(notes))
+    return planning.with_cost_errors(found, problems)
 
 
 def _copied(
@@ -270,26 +273,6 @@ def _with_elements(ckpt: Checkpoint) -> Checkpoint:
     shown = ", ".join(map(tree.format_path, empty[:_NAMED])) + ", ..." * (len(empty) > _NAMED)
     kept = {path: leaf for path, leaf in ckpt.items() if path not in {*empty}}
     return ckpt.replace(kept, notes=[f"left out, because they have no elements: {shown}"])
-
-
-def _check_no_step(destination: location.Location) -> None:
-    """Raises DestinationError if Orbax would list the new directory as a step."""
-    name, parent = destination.name, destination.parent
-    if inventory.step_number(name) is None or not parent.is_dir():
-        return
-    if inventory.is_checkpoint(parent):
-        return
-    alike = (
-        other
-        for steps in inventory.step_forms({*parent.directories(), name}).values()
-        for other in reversed(steps.values())
-        if name in steps.values() and other != name
-    )
-    if any(not parent.is_local or inventory.is_step(parent / other) for other in alike):
-        raise errors.DestinationError(
-            f"Orbax would take `{destination}` for a step: `{parent}` holds steps",
-            hints=["write to another directory"],
-        )
 
 
 def _unwritable(ckpt: Checkpoint) -> Iterator[errors.ReshardError]:

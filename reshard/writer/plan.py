@@ -25,6 +25,7 @@ from reshard.units import count_of, format_bytes, format_load
 from reshard.verify.digest_record import Record
 from reshard.writer.arrays import ItemShare, Piece
 from reshard.writer.format import TargetFormat
+from reshard.writer.replaced import Seen
 from reshard.writer.siblings import Sibling
 
 # Bytes of a share, as they are stored, and the least that a worker is given one for.
@@ -202,6 +203,7 @@ class Plan:
       identity: the files of the source when they were opened.
       errors: why it cannot be executed.
       notes: what the user should know.
+      replaced: on a disk, what is replaced, as the plan has seen it.
     """
 
     items: tuple[ItemPlan, ...]
@@ -214,6 +216,7 @@ class Plan:
     identity: tuple[Identity, ...] = ()
     errors: tuple[ReshardError, ...] = ()
     notes: tuple[str, ...] = ()
+    replaced: tuple[Seen, ...] = ()
 
     @functools.cached_property
     def arrays(self) -> tuple[ArrayPlan, ...]:
@@ -229,6 +232,11 @@ class Plan:
     def hints(self) -> tuple[str, ...]:
         """How to solve the problems."""
         return tuple(dict.fromkeys(hint for error in self.errors for hint in error.hints))
+
+    @property
+    def seen(self) -> tuple[Seen, ...] | None:
+        """All that the job may replace at its destination; None if nothing may be there."""
+        return self.replaced if self.overwrite else None
 
     @property
     def checkpoints(self) -> list[Checkpoint]:

@@ -4,20 +4,19 @@ import concurrent.futures
 import dataclasses
 import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from reshard import errors
 from reshard.arrays.boxes import shape_of
 from reshard.arrays.derived import stored_share, stored_values
 from reshard.arrays.handle import ArrayHandle, Derived, collision_error
-from reshard.checkpoint import Checkpoint, Source, check_checkpoints, check_known
+from reshard.checkpoint import Checkpoint, check_checkpoints, check_known
 from reshard.engine.cost import co_read_groups, decoded_together, first_cell
 from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayPlan, co_read, plan_array, too_large
-from reshard.loader import detection, inventory
-from reshard.loader.detection import MARKER, TREE_FILE
+from reshard.loader import inventory
+from reshard.loader.detection import TREE_FILE
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
 from reshard.storage.identity import check_unchanged
@@ -25,7 +24,7 @@ from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, as_python, format_path
 from reshard.units import format_bytes, parse_bytes, whole_kib
 from reshard.verify.digest_record import FILE
-from reshard.writer import commit as committing
+from reshard.writer import destination as destinations
 from reshard.writer.documents import NO_RECORD, read_again, read_costs, source_record
 from reshard.writer.format import TargetFormat, name_errors, target_format
 from reshard.writer.links import files_to_link
@@ -38,12 +37,6 @@ P = TypeVar("P", bound=Plan)
 _ESTIMATE_ERROR = 1.1
 # No codec makes weights smaller than by this factor.
 _MOST_COMPRESSION = 100
-# The files of an export, and the most names that an error lists.
-_EXPORTED = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_MOST_LISTED = 10
-# Names that unfinished jobs of earlier versions have next to a destination.
-_EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
-_EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
 # Bytes that blosc takes at once: `BLOSC_MAX_BUFFERSIZE`.
 _MAX_BLOSC = (1 << 31) - 17
 # Bytes in flight of a box of an export, so that most boxes are whole rows, one piece of a file.
@@ -89,12 +82,14 @@ def plan(
     formats = [
         target_format(each, place, limit, format, ocdbt, codec, file_size) for each in checkpoints
     ]
-    problems, notes, found = list[errors.ReshardError](), list[str](), ()
+    problems, notes, found, replaced = list[errors.ReshardError](), list[str](), (), ()
     with (
         concurrent.futures.ThreadPoolExecutor(1) as pool,  # both places may be far away
         checkpoints[0].source.root.cached_listing(),
     ):
-        checked = place and pool.submit(check_destination, place, checkpoints, overwrite)
+        checked = place and pool.submit(
+            destinations.check_destination, place, checkpoints, overwrite
+        )
         for each in checkpoints:
             (each.source.root / each.source.step).prefetch(below=place is not None)
             each.source.directory.prefetch(unseen=[FILE])
@@ -110,22 +105,26 @@ def plan(
             text = f"`{error.filename}` cannot be read, and is copied with the checkpoint"
             problems.append(errors.StoreError(text, [str(error.strerror)]))
         paths = {each.path for each in found}
-        notes += [
-            f"item {name} is not part of the job and is copied unchanged"
-            for source in (c.source for c in checkpoints)
-            for name in source.items
-            if "/".join(filter(None, (source.step, name, TREE_FILE))) in paths
-        ]
+        notes += _copied_items(checkpoints, paths)
         identity = () if place is None else source_identity(checkpoints, found)
         try:
             notes += [] if checked is None else checked.result()
+            replaced = destinations.replaced(place, checkpoints, paths) if overwrite else ()
         except errors.ReshardError as error:
             problems.insert(0, error)
-    notes = list(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))
+    told = tuple(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))
     planned = Plan(
-        items, tuple(found), place, limit, overwrite, verify, digest, identity, notes=tuple(notes)
+        items, tuple(found), place, limit, overwrite, verify, digest, identity, (), told, replaced
     )
     return with_cost_errors(planned, problems)
+
+
+def _copied_items(checkpoints: Sequence[Checkpoint], paths: Collection[str]) -> Iterator[str]:
+    """Notes about items whose trees are copied, among these paths."""
+    for source in (c.source for c in checkpoints):
+        for name in source.items:
+            if "/".join(filter(None, (source.step, name, TREE_FILE))) in paths:
+                yield f"item {name} is not part of the job and is copied unchanged"
 
 
 def with_cost_errors(plan: P, problems: Sequence[errors.ReshardError]) -> P:
@@ -202,164 +201,6 @@ def _free_bytes(destination: Location) -> int:
         ):  # resumed, or removed
             free += disk.own_bytes(parent / name)
     return free
-
-
-def check_apart(destination: Location, source: Location, what: str = "source") -> None:
-    """Raises DestinationError if one of the two is inside the other."""
-    real, root = destination.resolved(), source.resolved()
-    if real.below(root) is not None or root.below(real) is not None:
-        elsewhere = "write to another path, check the result, then rename it"
-        raise errors.DestinationError(
-            f"the destination `{destination}` and the {what} `{source}` overlap",
-            hints=[elsewhere if destination.is_local else "write to another prefix"],
-        )
-
-
-def check_destination(
-    destination: Location,
-    checkpoints: Sequence[Checkpoint],
-    overwrite: bool,
-    exported: bool = False,
-) -> list[str]:
-    """Notes about a destination. Raises DestinationError if these checkpoints may not be written
-    there. Steps of a manager's root that are not `exported` become such a root."""
-    parent = destination.parent
-    steps = [c.source for c in checkpoints if c.source.step and not exported]
-    destination.check_opens()
-    check_apart(destination, checkpoints[0].source.root)
-    with parent.cached_listing():
-        names = parent.names() if not parent.is_local or parent.is_dir() else ()
-        for left in (pattern.format(destination.name) for pattern in _EARLIER):
-            if left in names:
-                raise errors.DestinationError(
-                    f"an earlier version of reshard left an unfinished job: `{parent / left}`",
-                    ["this version cannot resume it"],
-                    [committing.restart_hint(parent / left)],
-                )
-        if destination.is_local:
-            notes = _check_directory(destination, steps, overwrite)
-        else:
-            notes = _check_prefix(destination)
-    return notes + _written_steps(destination, steps)
-
-
-def _written_steps(destination: Location, steps: Sequence[Source]) -> list[str]:
-    """Notes about where each step of a manager's root is written. Raises DestinationError if the
-    new root would have the name of a step: the manager of the directory around it would list
-    that step, and could not restore it."""
-    written = [f"step {s.number} of `{s.root}` -> `{destination / s.step}`" for s in steps]
-    name, digits = destination.name, "0123456789"
-    prefixes = {"", *(source.step.rstrip(digits) for source in steps)}
-    if steps and name[-1:].isdecimal() and name.rstrip(digits) in prefixes:
-        raise errors.DestinationError(
-            f"`{destination}` is the name of a step, and `{steps[0].root}` is a manager's root",
-            written,
-            [
-                f"to write one step there, open it alone: {steps[0].root / steps[0].step}",
-                f"to write a root, give it another name: {destination.parent / f'root-{name}'}",
-            ],
-        )
-    return written
-
-
-def _check_directory(destination: Location, steps: Sequence[Source], overwrite: bool) -> list[str]:
-    """Notes about a destination on a disk. Raises DestinationError if it may not be written."""
-    exists = destination.exists()
-    if destination.is_symlink() or (exists and not destination.is_dir()):
-        raise errors.DestinationExistsError(
-            f"`{destination}` is a file or a symbolic link, not a directory"
-        )
-    if exists and disk.is_mount_point(destination):
-        raise errors.DestinationError(
-            f"`{destination}` is a mount point, which no new checkpoint can replace",
-            hints=[f"write to a directory in it: {destination / 'new'}"],
-        )
-    reserved = inventory.REPLACED_SUFFIX in destination.name
-    if reserved or destination.name.startswith(inventory.UNFINISHED_PREFIX):
-        text = f"`{destination}` has a name that is reserved for unfinished jobs"
-        raise errors.DestinationError(text, hints=["choose another name"])
-    # An earlier job may have been stopped between two renames.
-    if not overwrite and (exists or committing.replaced_checkpoints(destination)):
-        raise errors.DestinationExistsError(
-            f"`{destination}` exists",
-            hints=["overwrite=True replaces it once the new one is complete"],
-        )
-    if not exists:
-        return []
-    numbers = {source.number for source in steps if source.number is not None}
-    reason = _why_not_replaceable(destination, numbers)
-    if reason is not None:
-        raise errors.DestinationExistsError(
-            f"`{destination}` would be deleted: {reason}",
-            hints=["choose another destination, or move the existing one away"],
-        )
-    return [f"`{destination}` is replaced once the new checkpoint is complete"]
-
-
-def _why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
-    """The reason why a new checkpoint, or a manager's root of these `steps`, may not replace a
-    directory; None if it may."""
-    names = directory.names()
-    if not names:
-        return None
-    is_export = detection.RECORD_FILE in names and any(
-        name.endswith(detection.SAFETENSORS) for name in names
-    )
-    if is_export and (others := [name for name in names if not _is_exported(directory / name)]):
-        listed = ", ".join(sorted(others)[:_MOST_LISTED])
-        return f"it also holds files that no export writes: {listed}"
-    if is_export or TREE_FILE in names or detection.CHECKPOINT_FILE in names:
-        return "it is a single checkpoint, but the new one is a manager's root" if steps else None
-    try:
-        present = inventory.list_root(directory).steps
-    except errors.CheckpointFormatError as error:
-        return error.summary
-    if not inventory.has_step(directory, present):
-        present = {}
-    if not present:
-        return "it is not a checkpoint"
-    if not steps:
-        return "it is a manager's root, but the new one is a single checkpoint"
-    lost = sorted(set(present) - steps)
-    return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None
-
-
-def _is_exported(file: Location) -> bool:
-    """Whether a file in a directory may be of an export."""
-    name = file.name
-    ours = name in (*detection.RECORD_FILES, f"model{detection.SAFETENSORS}.index.json")
-    return file.is_file() and (
-        ours or detection.is_copied(name) or _EXPORTED.fullmatch(name) is not None
-    )
-
-
-def _check_prefix(destination: Location) -> list[str]:
-    """Notes about a prefix in a bucket. Raises DestinationError if nothing may be written there."""
-    parent = destination.parent
-    if destination == parent:
-        raise errors.DestinationError(
-            f"`{destination}` is a bucket, not a path in a bucket",
-            hints=[f"add a path: {destination}/1000"],
-        )
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        marker = pool.submit((parent.parent / MARKER).read_whole)
-        above = {parent: (parent / MARKER).is_file(), parent.parent: marker.result() is not None}
-    for place, is_complete in above.items():
-        if is_complete:
-            raise errors.DestinationError(
-                f"`{destination}` is inside `{place}`, which is a complete checkpoint",
-                hints=["write to another prefix"],
-            )
-    if destination.is_file():
-        text = f"`{destination}` is an object, not a prefix"
-        raise errors.DestinationExistsError(text)
-    beside = [name for name in parent.directories() if name != destination.name]
-    if not inventory.step_forms(beside) or inventory.is_checkpoint(parent):
-        return []
-    return [
-        f"`{parent}` has other steps: a CheckpointManager that removes incomplete steps there "
-        "would delete this job's files; another prefix is safe"
-    ]
 
 
 def _one_memory_error(found: list[errors.ReshardError]) -> list[errors.ReshardError]:

@@ -19,8 +19,8 @@ from reshard.arrays.dtypes import parse_dtype
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint
 from reshard.engine.run import check_tasks, check_workers, run_tasks
+from reshard.loader import detection
 from reshard.loader import open as open_checkpoint
-from reshard.loader.detection import MARKER, RECORD
 from reshard.loader.safetensors import INDEX
 from reshard.storage import identity, location
 from reshard.storage.array_store import ArrayStore
@@ -42,6 +42,7 @@ from reshard.writer.job import (
     ROOT,
     UNSHARED,
     Attempt,
+    Found,
     Job,
     is_of_an_attempt,
     job_token,
@@ -51,6 +52,7 @@ from reshard.writer.job import (
 from reshard.writer.links import write_linked
 from reshard.writer.plan import ItemPlan, Plan, Share
 from reshard.writer.planning import P, plan
+from reshard.writer.replaced import Seen
 
 # Documents that are written, or read, at once.
 _DOCUMENTS = 32
@@ -202,7 +204,7 @@ def execute(
                 # Digests of an earlier run are of what it read; what it wrote may have changed.
                 written = (each for part in parts.values() for each in written_of(part).values())
                 doubted = {name for each in written for name in each.digests}
-                complete(attempt, report, plan.overwrite, plan.verify, doubted, plan.identity)
+                complete(attempt, report, plan.seen, plan.verify, doubted, plan.identity)
     return plan
 
 
@@ -356,6 +358,9 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
         items[number] = _write_item(attempt, number, item, plan.max_memory, report)._asdict()
         hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
         entries.append(_entry(item, hashes, plan.max_memory, report))
+    if job.destination.is_local and copied:
+        hashed = {s.path: (folder / files[s.path][0]).sha256() for s in copied if s.is_file}
+        entries[0]["record"]["copied"] = hashed
     top = folder.below(job.directory)
     attempt.publish(
         UNSHARED,
@@ -368,7 +373,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
             "markers": markers,
             "source": siblings.source_document(plan.identity),
             "max_memory": plan.max_memory,
-            "overwrite": plan.overwrite,
+            "replaced": plan.seen,
             "verify": plan.verify,
         },
     )
@@ -377,7 +382,7 @@ def write_unshared(plan: Plan, attempt: Attempt, report: Report) -> None:
 def _last_files(files: Collection[str], exported: Sequence[str]) -> list[str]:
     """The files that are written last in a bucket: markers, or the index of an export."""
     if not exported:
-        return [path for path in files if path.endswith(MARKER)]
+        return [path for path in files if path.endswith(detection.MARKER)]
     return [next(name for name in (INDEX, "config.json", *exported) if name in {*files, *exported})]
 
 
@@ -452,14 +457,13 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
       True
     """
     place = location.parse_location(destination)
-    if not place.is_local and (place / RECORD).exists():
+    if not place.is_local and (place / detection.RECORD).exists():
         return committing.forward(place)[1]
     every = committing.jobs(place)
     jobs = {path: found for path, found in every.items() if found.parts}
     jobs = jobs or {path: found for path, found in every.items() if found.begun}
     if not jobs:
-        name = FILE if place.is_local else MARKER
-        if any(entry.path.rpartition("/")[2] == name for entry in place.walk()):
+        if _is_complete(place):
             return False
         raise errors.CheckpointNotFoundError(
             f"no shares exist for `{place}`", hints=["share=(..., ...) writes one of them"]
@@ -470,23 +474,47 @@ def commit(destination: str | os.PathLike, *, progress: Progress | None = None) 
         hints = [committing.restart_hint(path) for path in jobs]
         raise errors.DestinationError(f"several unfinished jobs exist for `{place}`", lines, hints)
     [(directory, found)] = jobs.items()
+    return _commit(place, directory, found, progress)
+
+
+def _commit(
+    place: location.Location, directory: location.Location, found: Found, progress: Progress | None
+) -> bool:
+    """Commits the job in a directory."""
     about = found.documents[0]
     job = Job(place, directory, tuple(about["directories"]), about["job"], about["count"])
-    unshared = committing.chosen(job, found)[UNSHARED]
-    overwrite, verify = unshared["overwrite"], unshared["verify"]
-    arrays = [a for entry in unshared["entries"] for a in entry["record"]["arrays"].values()]
-    nbytes = (math.prod(a["shape"]) * parse_dtype(a["dtype"]).itemsize for a in arrays)
-    attempt = Attempt(job)
-    with committing.attempted(attempt, whole=True):
-        report = counted(sum(nbytes) if verify else 0, progress)
-        complete(attempt, report, overwrite, verify)
+    try:
+        with committing.disk_errors(place):
+            job = dataclasses.replace(job, directory=committing.taken(place, directory, found))
+        unshared = committing.chosen(job, found)[UNSHARED]
+        arrays = [a for entry in unshared["entries"] for a in entry["record"]["arrays"].values()]
+        nbytes = (math.prod(a["shape"]) * parse_dtype(a["dtype"]).itemsize for a in arrays)
+        attempt = Attempt(job)
+        with committing.attempted(attempt, whole=True):
+            report = counted(sum(nbytes) if unshared["verify"] else 0, progress)
+            complete(attempt, report, unshared.get("replaced"), unshared["verify"])
+    except (errors.ReshardError, ValueError) as error:
+        if not (place.is_local and found.parts):
+            raise
+        left = [path for path, each in committing.jobs(place).items() if each.parts]
+        if not left and _is_complete(place):  # another process has completed the job meanwhile
+            return False
+        if job.directory not in left:
+            raise job.ended() from error
+        raise
     return True
+
+
+def _is_complete(place: location.Location) -> bool:
+    """Whether a job has been completed at a place."""
+    name = FILE if place.is_local else detection.MARKER
+    return any(entry.path.rpartition("/")[2] == name for entry in place.walk())
 
 
 def complete(
     attempt: Attempt,
     report: Report,
-    overwrite: bool,
+    seen: Sequence[Seen] | None,
     verify: bool,
     doubted: Collection[str] = (),
     source: Iterable[identity.Identity] = (),
@@ -540,7 +568,7 @@ def complete(
     dropped = [path for path in needed - {*kept} if not is_of_an_attempt(path)]
     result = committing.Result(files, markers, kept, dropped, unshared["folders"])
     check = functools.partial(_check, attempt, parts, result, checked, report)
-    committing.publish(attempt, result, overwrite, check)
+    committing.publish(attempt, result, seen, check)
 
 
 def _check(
