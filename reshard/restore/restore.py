@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard import tree
 from reshard.arrays.dtypes import is_floating
 from reshard.arrays.handle import ArrayHandle, check_names
 from reshard.checkpoint import Checkpoint, check_known
@@ -28,7 +29,7 @@ from reshard.restore.pytrees import MESH_HINT, StateLeaf, check_state, flatten_s
 from reshard.restore.replicas import agreement, read_together
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
-from reshard.tree import Path, as_python, format_glob, format_path, match_globs, nested, parse_globs
+from reshard.tree import Path, as_python, format_glob, format_path, nested
 from reshard.units import parse_bytes
 
 Progress = Callable[[int], None]
@@ -121,7 +122,7 @@ def restore(
         state = flatten_state(target)
         leaves = state.leaves
         names = {name: leaf.path for leaf in leaves for name in (leaf.path, *leaf.aliases)}
-        kept = {names[name] for name in match_globs(names, parse_globs("keep", keep), ())}
+        kept = {names[name] for name in tree.match_globs(names, tree.parse_globs("keep", keep), ())}
         targets = [leaf.target for leaf in leaves]
         saved_paths, problems = match(targets, ckpt, cast=cast, ignore=unexpected == "ignore")
         problems = [problem for problem in problems if problem.path not in kept]

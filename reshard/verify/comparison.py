@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError, CorruptCheckpointError, TreeMismatchEr
 from reshard.loader import open as open_checkpoint
 from reshard.sharding.mesh import NamedSharding, format_spec
 from reshard.storage.identity import unchanged
-from reshard.tree import Path, format_path, parse_globs
+from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
 from reshard.verify.differences import Diff, Difference
 from reshard.verify.digest_record import FILE, read_record
@@ -153,8 +153,8 @@ def _name(ckpt: Checkpoint) -> str:
 def _selected(
     a: Checkpoint, b: Checkpoint, select: str | Sequence[str], drop: str | Sequence[str]
 ) -> tuple[dict[Path, Leaf], dict[Path, Leaf]]:
-    select = parse_globs("select", select)
-    drop = parse_globs("drop", drop)
+    select = tree.parse_globs("select", select)
+    drop = tree.parse_globs("drop", drop)
     paths = dict.fromkeys((*a, *b))
     kept = tree.match_globs(paths, select) - tree.match_globs(paths, drop)
     if not kept:

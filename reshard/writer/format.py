@@ -209,7 +209,8 @@ class TargetFormat(ZarrVersion):
         document = encoding.document(handle.shape, handle.chunk_shape, handle.dtype)
         spec = {"driver": self.driver, "kvstore": "memory://", "assume_metadata": True}
         made = ts.open({**spec, "metadata": json.loads(document)}).result()
-        if np.asarray(made.fill_value).tobytes() != np.asarray(root.view().fill_value).tobytes():
+        filled = root.store.open_array(None, root.metadata, True)
+        if np.asarray(made.fill_value).tobytes() != np.asarray(filled.fill_value).tobytes():
             raise ValueError(
                 f"zarr{3 if self.zarr3 else 2} cannot express its fill value {encoding.fill}"
             )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard import units
 from reshard.arrays import derived
 from reshard.arrays.boxes import grid_size
 from reshard.arrays.handle import ArrayHandle, stored_name
@@ -21,7 +22,6 @@ from reshard.storage.array_store import key_of
 from reshard.storage.identity import Identity
 from reshard.storage.location import Location
 from reshard.tree import format_path
-from reshard.units import count_of, format_bytes, format_load
 from reshard.verify.digest_record import Record
 from reshard.writer.arrays import ItemShare, Piece
 from reshard.writer.format import TargetFormat
@@ -420,8 +420,10 @@ class Plan:
         steps: dict[tuple[str, str], list[str]] = {}
         for item in self.items:
             one = dataclasses.replace(self, items=(item,))
-            held = ["not known" if n is None else format_bytes(n) for n in one.bytes_per_device]
-            texts = f"{held[0]} before, {held[1]} after", format_load(*one.amplification)
+            held = [
+                "not known" if n is None else units.format_bytes(n) for n in one.bytes_per_device
+            ]
+            texts = f"{held[0]} before, {held[1]} after", units.format_load(*one.amplification)
             steps.setdefault(texts, []).append(str(item.ckpt.source.number))
         for (held, load), numbers in steps.items():
             which = f"step{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
@@ -437,20 +439,20 @@ class Plan:
             for count, noun in zip(counts, ("array", "chunk", "chunk"), strict=True)
         )
         lines = [
-            f"{arrays}, {format_bytes(self.decoded_bytes)}: "
+            f"{arrays}, {units.format_bytes(self.decoded_bytes)}: "
             f"{len(self.arrays) - verbatim} rewritten, {verbatim} copied verbatim",
-            f"read     {format_bytes(self.bytes_read)} in {read}"
+            f"read     {units.format_bytes(self.bytes_read)} in {read}"
             + (f", {self.passes:.2f} times on average" if self.passes > 1 else ""),
-            f"write    {format_bytes(self.bytes_written)} in {written}"
-            + (f", and share {format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
-            f"memory   {format_bytes(self.peak_memory)} in flight at most",
+            f"write    {units.format_bytes(self.bytes_written)} in {written}"
+            + (f", and share {units.format_bytes(self.shared_bytes)}" if self.shared_bytes else ""),
+            f"memory   {units.format_bytes(self.peak_memory)} in flight at most",
             *self._per_step(),
             *([f"rounded  {self.rounded}"] if self.rounded.arrays else []),
         ]
         split = [a for a in self.arrays if not a.verbatim and (a.split > 1 or a.passes > 1)]
         for a in split[:_SHOWN_SPLITS]:
             lines.append(
-                f"split    {format_path(a.path)}: {count_of(a.split, 'chunk')} a shard, "
+                f"split    {format_path(a.path)}: {units.count_of(a.split, 'chunk')} a shard, "
                 f"{list(a.chunk)} each" + (f", read {a.passes:.2f} times" if a.passes > 1 else "")
             )
         if len(split) > _SHOWN_SPLITS:
