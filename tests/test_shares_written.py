@@ -63,7 +63,7 @@ def part(out, name):
 
 
 def items(path):
-    return sorted(file.parent.relative_to(path) for file in path.rglob("_sharding"))
+    return sorted(file.parent.relative_to(path) for file in path.rglob("_METADATA"))
 
 
 def stored(item):
