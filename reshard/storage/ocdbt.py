@@ -235,11 +235,12 @@ def stored_values(
     own = f"{part}/".lstrip("/")
     index.add(own + MANIFEST)
 
-    is_link = functools.cache(Location.is_symlink)
+    is_link = functools.cache(lambda folder: (directory / folder).is_symlink())
 
     @functools.cache
     def look(file: str) -> int | None:
-        if (entry := _data_file(directory, file, is_link).file_entry()) is not None:
+        place = _data_file(directory, file, is_link)
+        if (entry := place.file_entry()) is not None:  # raises for a link, too
             files[own + file] = entry
         return None if entry is None else entry.nbytes
 
@@ -356,20 +357,19 @@ def _begin_node(
 
 
 def _data_file(
-    directory: Location, file: str, is_link: Callable[[Location], bool] = Location.is_symlink
+    directory: Location, file: str, is_link: Callable[[str], bool] | None = None
 ) -> Location:
-    """A data file. Raises an error if its name leads outside of the directory."""
+    """A data file. Raises an error if its name leads outside of the directory. With `is_link`, only
+    folders are examined."""
     names = file.split("/")
     if not {"", ".", ".."}.isdisjoint(names) or "\0" in file:
         raise CorruptCheckpointError(
             f"the OCDBT database in `{directory}` refers to `{file}`, which is outside of it"
         )
-    path = directory
-    for name in names:
-        path /= name
-        if is_link(path):
-            raise not_a_file(path)
-    return path
+    for path in itertools.accumulate(names if is_link is None else names[:-1], "{}/{}".format):
+        if (directory / path).is_symlink() if is_link is None else is_link(path):
+            raise not_a_file(directory / path)
+    return directory / file
 
 
 def _split_location(location: str) -> tuple[str, int, int]:
