@@ -21,11 +21,11 @@ from reshard.errors import (
     check_choice,
 )
 from reshard.loader import open as open_checkpoint
+from reshard.restore import pytrees
 from reshard.restore.device_reads import Request
 from reshard.restore.device_shards import named_sharding
 from reshard.restore.lazy_jax import jax
 from reshard.restore.matching import Mismatch, cast_hints, match, mismatch_error
-from reshard.restore.pytrees import MESH_HINT, StateLeaf, check_state, flatten_state, is_variable
 from reshard.restore.replicas import agreement, read_together
 from reshard.restore.target_mesh import to_mesh
 from reshard.sharding.mesh import Mesh, NamedSharding, normalize_spec, parse_mesh, spec_problems
@@ -118,8 +118,8 @@ def restore(
                 )
             return _restore_raw(ckpt, target, read)
 
-        check_state(target)
-        state = flatten_state(target)
+        pytrees.check_state(target)
+        state = pytrees.flatten_state(target)
         leaves = state.leaves
         names = {name: leaf.path for leaf in leaves for name in (leaf.path, *leaf.aliases)}
         kept = {names[name] for name in tree.match_globs(names, tree.parse_globs("keep", keep), ())}
@@ -135,7 +135,7 @@ def restore(
             others = {array.shape for array in ckpt.arrays if array.path not in saved_paths}
             chosen = [leaf.target for leaf in leaves if leaf.path not in kept]
             hints = [*cast_hints(chosen, ckpt, cast), *_hints(problems, leaves, others, given)]
-            of_nnx = any(is_variable(leaf.wrapper) for leaf in leaves)
+            of_nnx = any(pytrees.is_variable(leaf.wrapper) for leaf in leaves)
             raise mismatch_error(problems, targets, ckpt, of_nnx, hints, given=given)
 
         values: list[Any] = [
@@ -166,7 +166,7 @@ def _read(
 
 
 def _unusable(
-    leaf: StateLeaf, kept: bool, parsed: Callable[[Any], Mesh]
+    leaf: pytrees.StateLeaf, kept: bool, parsed: Callable[[Any], Mesh]
 ) -> Iterator[tuple[str, str]]:
     """Why a target leaf cannot be restored, by kind; `parsed` is a cached `parse_mesh`."""
     value, dtype = leaf.value, leaf.target.dtype
@@ -208,7 +208,7 @@ def _on_devices(sharding: Any) -> Any:
 
 
 def _hints(
-    problems: Sequence[Mismatch], leaves: Sequence[StateLeaf], others: set[Any], given: str
+    problems: Sequence[Mismatch], leaves: Sequence[pytrees.StateLeaf], others: set[Any], given: str
 ) -> list[str]:
     """What to type; `others` are the shapes of saved arrays that the target lacks, and `given` is
     what the caller typed for the checkpoint."""
@@ -232,7 +232,7 @@ def _hints(
     return hints + [text for kind, text in texts.items() if kind in kinds]
 
 
-def _request(leaf: StateLeaf, handle: ArrayHandle) -> Request:
+def _request(leaf: pytrees.StateLeaf, handle: ArrayHandle) -> Request:
     """The read of a leaf."""
     sharding = None
     if isinstance(leaf.value, jax.Array | jax.ShapeDtypeStruct) and not _uncommitted(leaf.value):
@@ -248,7 +248,7 @@ def _uncommitted(value: Any) -> bool:
     return not getattr(value, "committed", True)
 
 
-def _as_target(value: Any, leaf: StateLeaf) -> Any:
+def _as_target(value: Any, leaf: pytrees.StateLeaf) -> Any:
     """A restored value as the target's kind of leaf."""
     kind = leaf.target.kind
     if kind == "key":
@@ -280,7 +280,9 @@ def _restore_raw(
 ) -> Any:
     """Nested dicts and lists of all leaves, with device arrays on a mesh."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
-        raise ShardingError("an AbstractMesh has no devices to restore to", hints=[MESH_HINT])
+        raise ShardingError(
+            "an AbstractMesh has no devices to restore to", hints=[pytrees.MESH_HINT]
+        )
     check_known(ckpt)
     ckpt = to_mesh(ckpt, mesh)
     check_names(ckpt.arrays)

@@ -18,8 +18,8 @@ from reshard.sharding.mesh import NamedSharding, format_spec
 from reshard.storage.identity import unchanged
 from reshard.tree import Path, format_path
 from reshard.units import parse_bytes
+from reshard.verify import digest_record
 from reshard.verify.differences import Diff, Difference
-from reshard.verify.digest_record import FILE, read_record
 from reshard.verify.elementwise import ElementComparison
 from reshard.verify.values import Progress, counted, read_digests, read_values
 
@@ -199,12 +199,12 @@ def _recorded(
 ) -> tuple[dict[Path, Difference | None], dict[Path, str]]:
     """By recorded digests: how the contents of a pair differ, None if they are equal; and the
     digests of arrays on one side. Leaves without digests are left out."""
-    records = functools.cache(read_record)
+    records = functools.cache(digest_record.read_record)
 
     def recorded(handle: ArrayHandle) -> str | None:
         if handle.stored is None or handle.same_name is not None:
             return None
-        record = records(handle.stored.store.directory / FILE)
+        record = records(handle.stored.store.directory / digest_record.FILE)
         return None if record is None else record.digest(handle)
 
     contents: dict[Path, Difference | None] = {}

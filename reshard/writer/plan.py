@@ -13,7 +13,7 @@ from reshard.arrays import derived
 from reshard.arrays.boxes import grid_size
 from reshard.arrays.handle import ArrayHandle, stored_name
 from reshard.checkpoint import Checkpoint
-from reshard.engine.memory import copy_bytes, cores, limiter_bytes
+from reshard.engine import memory
 from reshard.engine.plan import ArrayPlan, co_read
 from reshard.engine.shares import Range, divide, grid_sums, sums
 from reshard.errors import ArgumentError, ReshardError, lines_of
@@ -317,9 +317,10 @@ class Plan:
                 costs.append((array.box_bytes, math.ceil(steps)))
             elif not array.linked:
                 steps = grid_size(array.shape, array.chunk)
-                costs.append((copy_bytes(array.largest_stored), steps))
+                costs.append((memory.copy_bytes(array.largest_stored), steps))
         largest = max((cost for cost, _ in costs), default=0)
-        limit = max(limiter_bytes(self.max_memory, cores(), largest, _is_remote(self)), largest)
+        cores, remote = memory.cores(), _is_remote(self)
+        limit = max(memory.limiter_bytes(self.max_memory, cores, largest, remote), largest)
         return min(sum(cost * count for cost, count in costs), limit)
 
     @property
