@@ -237,6 +237,7 @@ def test_every_command_reads_the_latest_step(tmp_path, whole):
     told = "`backup_20240115` is left out: its name is not of the form of the steps"
     assert told in reshard.open(at / "run").notes
     assert json.loads(shown(at, "inspect", "run", "--json"))["step"] == 200
+    assert f"\nnote: {told}\n" in shown(at, "inspect", "run")
     assert "shown: 200" in shown(at, "doctor", "run")
     shown(at, "ckpt", "run", "out", "--quiet")
     assert sorted(os.listdir(at / "out")) == ["200", "ckpt_٩٩٩"]
@@ -265,6 +266,14 @@ def test_steps_of_several_forms_are_refused_by_every_command(tmp_path, whole):
     status, out, err = reshard_in(at, "doctor", "run")
     assert (status, err) == (2, "") and f"next     open one of them: {at}/run/a_20" in out
     shown(at, "ckpt", "run/b_30", "out")
+
+
+def test_a_job_for_all_steps_names_those_that_it_leaves_out(tmp_path, whole):
+    root = make_root(tmp_path / "run", whole, ["5", "7"], unfinished=["6", "10"])
+    out = shown(tmp_path, "ckpt", root, "out", "--step", "all")
+    notes = [line for line in out.split("\n") if "left out" in line]
+    assert notes == [f"note     step {n} was never committed and is left out" for n in (6, 10)]
+    assert sorted(os.listdir(tmp_path / "out")) == ["5", "7"]
 
 
 @pytest.mark.parametrize("empty", [False, True])

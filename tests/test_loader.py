@@ -438,6 +438,12 @@ def test_a_leaf_of_an_unknown_type_is_shown_and_can_be_dropped(with_iterator, tm
         lambda: reshard.to_nnx(reshard.rename(ckpt, [("^model/", "params/")])),
     ):
         assert refused(reshard.CheckpointFormatError, call) == text
+    assert refused(reshard.TreeMismatchError, reshard.export, ckpt, tmp_path / "no") == (
+        "2 leaves cannot be written as safetensors\n"
+        "  input_iter: safetensors has no DatasetIterator\n"
+        "  step: safetensors has no Python scalars\n\n"
+        'hint: reshard.select(ckpt, drop=["input_iter", "step"]) leaves them out'
+    )
     (problem,) = reshard.plan(renamed, tmp_path / "no").errors
     assert str(problem) == text.replace("input_iter", "input")
     target = {"model": {"w": layouts.laid_out(tree["model"]["w"], tree["model"]["w"].sharding)}}
