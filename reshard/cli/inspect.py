@@ -102,6 +102,7 @@ def _header(ckpt: Checkpoint) -> str:
     if source.items:
         lines.append(f"items: {', '.join(source.items)}; shown: {source.item}")
     lines.append("saved meshes: " + ("; ".join(dict.fromkeys(map(str, ckpt.meshes))) or "none"))
+    lines += [f"note: {note}" for note in ckpt.notes]
     return printable("\n".join(lines))
 
 

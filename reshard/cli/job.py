@@ -158,6 +158,11 @@ def _changed(
         check_page(each["page_file"], src, dst)
     which = {name: flags[name] for name in ("item", "concurrency")}
     opened = [options.open_at(src, step=step, **which) for step in steps]
+    if options.may_be_several(flags):
+        left = [
+            f"step {n} was never committed and is left out" for n in opened[0].source.uncommitted
+        ]
+        opened[0] = opened[0].replace(opened[0], notes=left)
     if flags.get("check") and not flags["dry_run"]:  # both models take long
         check_destination(parse_location(dst), opened, flags["overwrite"])
     changed: list[Checkpoint] = []

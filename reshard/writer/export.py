@@ -267,7 +267,7 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> list[tuple[str, str]]:
 
 def _with_elements(ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint without None and empty containers, as states without values are saved."""
-    empty = [path for path, leaf in ckpt.items() if not isinstance(leaf, ArrayHandle | str)]
+    empty = [path for path, leaf in ckpt.items() if not leaf and not isinstance(leaf, str)]
     if not empty:
         return ckpt
     shown = ", ".join(map(tree.format_path, empty[:_NAMED])) + ", ..." * (len(empty) > _NAMED)
