@@ -102,7 +102,8 @@ def _in_root(
         for n, found in sorted(newer.items())
         if step is None
     ]
-    others = [each for each in listed.names if each.why and each.role is Role.OTHER]
+    others = (each for each in listed.names if each.why and each.role is Role.OTHER)
+    others = [each for each in others if inventory.is_step(root / each.name)]
     left_out += [f"`{each.name}` is left out: {each.why}" for each in others]
     find = functools.partial(inventory.find_steps, root, steps, tuple(begun), tuple(passed))
     found = Item(root, "manager", step=steps[number], left_out=tuple(left_out), find_steps=find)
