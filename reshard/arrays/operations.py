@@ -838,9 +838,6 @@ class Apply:
 class Cast(_Boxes):
     """An array in the dtype that it is cast to, which a second cast rounds again."""
 
-    def shapes(self, inputs: Shapes) -> list[Shape]:
-        return [one_shape(inputs)]
-
     def view(
         self, view: ts.TensorStore, dtype: np.dtype, rounded: Rounded, chunk: Shape
     ) -> ts.TensorStore:
