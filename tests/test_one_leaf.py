@@ -1,5 +1,8 @@
 """Trees of one leaf: an array or a number that Orbax saves without a name."""
 
+import functools
+import json
+
 import jax
 import jax.numpy as jnp
 import layouts
@@ -107,7 +110,12 @@ def test_what_needs_names_is_refused(tmp_path):
     ckpt = reshard.open(layouts.save_pytree(tmp_path / "saved", LEAVES["sharded"]()))
     (tmp_path / "map.toml").write_text("[[rule]]\nfrom = '^\\.$'\nto = 'params/w'\n")
     assert [*reshard.remap(ckpt, tmp_path / "map.toml")] == [("params", "w")]
+    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}
+    config |= {"num_hidden_layers": 1, "intermediate_size": 12, "vocab_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ready = functools.partial(reshard.remap, ckpt, "hf:auto-tunix", config=tmp_path)
     for call, text in (
+        (ready, "no rule applies to ."),
         (lambda: reshard.export(ckpt, tmp_path / "out"), "`''` is not a valid name of a tensor"),
         (lambda: reshard.stack(ckpt, "layer_{}", "layer"), "no layer matches `layer_{}`"),
         (lambda: reshard.unstack(ckpt, ".", "layer_{}"), "no leaf is below `.`"),
