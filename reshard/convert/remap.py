@@ -333,9 +333,9 @@ def maps_for(config: Mapping[str, Any]) -> list[str]:
 
 def _glob_without_effect(path: tree.Path) -> str | None:
     """A glob for a leaf and others that no output of a model depends on; None if one may."""
-    if path[0] in _OTHER_TREES:
+    if _OTHER_TREES.intersection(path[:1]):  # a tree may be one leaf, without a path
         return tree.format_glob(path[:1]) + "/**" * (len(path) > 1)
-    if path[-1] in _BUFFERS:
+    if _BUFFERS.intersection(path[-1:]):
         return f"**/{path[-1]}"
     return "**/rngs/**" if "rngs" in path else None
 
