@@ -409,3 +409,21 @@ def test_the_items_of_a_step_are_those_that_its_document_names(tmp_path, whole):
     (path / "7" / "_CHECKPOINT_METADATA").unlink()
     error = layouts.raised(reshard.CheckpointNotFoundError, reshard.open, path)
     assert error.problems == ("state", "state_before")
+
+
+@pytest.mark.parametrize("other", ["whole", "unfinished"])
+def test_a_folder_with_a_step_and_a_checkpoint_is_neither(tmp_path, other):
+    """Their names are of no form of steps, so none of the two is the later one."""
+    run = tmp_path.resolve() / "run"
+    with ocp.CheckpointManager(tmp_path / "managed") as manager:
+        manager.save(2, args=ocp.args.StandardSave({"w": np.arange(4.0)}))
+    layouts.save_pytree(run / "step-1", {"w": np.arange(6.0)})
+    shutil.copytree(tmp_path / "managed" / "2", run / "step-2")
+    if other == "unfinished":
+        layouts.edit_document(run / "step-2" / "_CHECKPOINT_METADATA", commit_timestamp_nsecs=None)
+    (run / "step-3.orbax-checkpoint-tmp").mkdir()
+    error = layouts.raised(reshard.CheckpointNotFoundError, reshard.open, run)
+    assert error.summary == f"`{run}` has several checkpoints"
+    assert error.problems == ("step-1", "step-2")
+    assert error.hints == (f"open one of them: {run}/step-1",)
+    assert reshard.open(run / "step-1")["w"].shape == (6,)

@@ -565,6 +565,28 @@ def test_steps_of_flax_that_are_not_whole_numbers(tmp_path):
     assert refused(reshard.CheckpointFormatError, reshard.open, run).startswith(text)
 
 
+def test_steps_of_flax_that_are_files_beside_directories(tmp_path):
+    """Flax writes directories with Orbax, and files without; of both, the highest is its latest."""
+    at = tmp_path.resolve()
+    run = at / "run"
+    for step, as_directory in ((1, False), (20, True), (300, False)):
+        with flax.config.temp_flip_flag("use_orbax_checkpointing", as_directory):
+            checkpoints.save_checkpoint(run, {"w": np.full(3, step)}, step, keep=9)
+    assert (run / "checkpoint_20").is_dir() and (run / "checkpoint_300").is_file()
+    assert checkpoints.latest_checkpoint(run) == f"{run}/checkpoint_300"
+    text = f"Error: some steps of `{run}` are directories, and others are files\n"
+    text += "  directories: checkpoint_20\n  files: checkpoint_1, checkpoint_300\n\n"
+    text += "".join(f"hint: open one of them: {run}/checkpoint_{n}\n" for n in (20, 300))
+    for words in (["ckpt", "run", "out"], ["inspect", "run"], ["verify", "run"]):
+        for more in ([], ["--step", "all"], ["--step", "20"]):
+            assert reshard_in(at, *words, *more) == (2, "", text)
+    for step in (1, 20, 300):
+        assert np.array_equal(reshard.open(run / f"checkpoint_{step}")["w"].read(), [step] * 3)
+    shown(at, "ckpt", "run/checkpoint_20", "out", "--quiet")
+    shutil.copytree(run / "checkpoint_20", run / "7")  # a manager's steps come first
+    assert reshard.open(run).source.step == "7"
+
+
 @pytest.fixture
 def aggregated(data, tmp_path):
     """A root as Orbax 0.4 wrote it: two steps, each with an aggregated item and another one."""

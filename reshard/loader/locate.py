@@ -50,6 +50,7 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         is_there = name and inventory.status(root / name).state is not State.EMPTY
         passed = {} if is_there else _newer_than_whole(listed)
         if [*passed] != [*listed.steps] or _holds_steps(listed, passed):
+            _check_no_files(listed)
             return _in_root(text, listed, passed, step, item)
         if files := detection.flax_steps(root):
             _refuse(text, None, item)
@@ -80,6 +81,19 @@ def _holds_steps(listed: Inventory, passed: Mapping[int, Status]) -> bool:
     if listed.place.is_local:
         return any(found.state is not State.EMPTY for found in passed.values())
     return inventory.has_step(listed.place, listed.steps)
+
+
+def _check_no_files(listed: Inventory) -> None:
+    """Raises CheckpointFormatError if Flax has written some steps of a root as files, and others
+    with Orbax. A file may be the latest step."""
+    root, folders = listed.place, [*listed.steps.values()]
+    if folders[0].rpartition("_")[0] == "checkpoint" and (found := detection.flax_steps(root)):
+        files = [*found.values()]
+        raise CheckpointFormatError(
+            f"some steps of `{root}` are directories, and others are files",
+            [f"directories: {', '.join(folders)}", f"files: {', '.join(files)}"],
+            [f"open one of them: {root / name}" for name in (folders[-1], files[-1])],
+        )
 
 
 def _in_root(
@@ -176,6 +190,7 @@ def steps_at(path: str | os.PathLike, committed: bool = False) -> dict[int, str]
     listed = inventory.list_root(root)
     looked = _newer_than_whole(listed)
     if [*looked] != [*listed.steps] or _holds_steps(listed, looked):
+        _check_no_files(listed)
         if committed and root.is_local:
             looked = {n: inventory.status(root / name) for n, name in listed.steps.items()}
         unused = {n for n, s in looked.items() if s.state in (State.UNFINISHED, State.EMPTY)}
@@ -238,8 +253,9 @@ def _in_step(found: Item, item: str | None) -> Item:
         if any(name.startswith(PROCESS) for name in directory.directories()):  # being written
             check_committed(directory, marked=True)
         raise _unrecognised(directory, items)
-    if item is None and len(trees) > 1:
-        raise _several(directory, trees)
+    steps = [] if found.step or handlers else _steps_in(directory, items)
+    if item is None and len(trees) + len(steps) > 1:
+        raise _several(directory, sorted([*trees, *steps]))
     if item is not None and item not in items:
         hint = f"its items: {', '.join(items)}"
         raise CheckpointNotFoundError(f"`{directory}` has no item '{item}'", hints=[hint])
@@ -259,6 +275,12 @@ def _in_step(found: Item, item: str | None) -> Item:
         deleted=deleted,
         left_out=left_out,
     )
+
+
+def _steps_in(directory: Location, items: Iterable[str]) -> list[str]:
+    """Steps that are not `items`, in a directory that may be a folder of checkpoints."""
+    names = [n for n in directory.directories() if n not in items and detection.TEMPORARY not in n]
+    return [name for name in names if inventory.item_handlers(directory / name)]
 
 
 def _several(directory: Location, trees: list[str]) -> CheckpointNotFoundError:
