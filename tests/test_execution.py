@@ -75,6 +75,8 @@ def test_a_plan_and_a_checkpoint_are_the_same_job_in_a_fresh_process(saved, tmp_
         for name in ("there", "again"):
             assert reshard.diff(folder / "here", folder / name, values=True).equal
             found = layouts.hashes(folder / name)
+            if folder.name == "zarr3-files":  # whose files have no random names
+                assert here.keys() == found.keys()
             assert documents and [here[key] for key in documents] == [found[k] for k in documents]
 
 
