@@ -143,6 +143,11 @@ class Source(Item):
     write_shapes: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
     step_document: Mapping[str, Any] | None = None
 
+    @functools.cached_property
+    def folders(self) -> frozenset[str]:
+        """Names of the directories in the item's directory that hold its files."""
+        return frozenset(file.partition("/")[0] for file in self.identity.files if "/" in file)
+
     @property
     def path(self) -> Location:
         """The path that opens this tree: the step, and the item of a step with several."""

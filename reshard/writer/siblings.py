@@ -110,11 +110,8 @@ def _is_written(ckpt: Checkpoint) -> Callable[[str], bool]:
     """A function: whether the writer itself makes a name in an item's directory."""
     # An older Orbax's copy of the tree may be no longer true.
     own = {*WRITTEN, "checkpoint" if ckpt.retyped else ckpt.source.file}
-    roots = {name.partition("/")[0] for name in ckpt.source.store.values}
-    ocdbt_source = ckpt.source.store.ocdbt
-    return lambda name: (
-        name in own or name.startswith(PROCESS) or (not ocdbt_source and name in roots)
-    )
+    folders = ckpt.source.folders
+    return lambda name: name in own or name.startswith(PROCESS) or name in folders
 
 
 def copy_siblings(
