@@ -568,6 +568,25 @@ def test_nothing_of_others_is_ever_deleted(saved, tmp_path_factory, data):
         assert reshard.verify(out).ok
 
 
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [("standalone", "mine.safetensors"), ("manager", "metadata/_ROOT_METADATA")],
+)
+def test_names_that_other_checkpoints_have(saved, tmp_path, layout, name):
+    """They are refused alone: the file of an export in an item, metadata of a run that are not
+    copied again."""
+    source, out = saved(layout), tmp_path / "out"
+    reshard.save(reshard.open(source.path), out)
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("{}")
+    before = hashes(out)
+    text = f"`{out}` holds files that are not part of the checkpoint\n  `{out / name}`\n\n"
+    text = text.replace("/_ROOT_METADATA", "")
+    with pytest.raises(reshard.DestinationExistsError, match=re.escape(text)):
+        reshard.save(reshard.open(source.path), out, overwrite=True)
+    assert hashes(out) == before
+
+
 def test_what_a_job_has_copied_is_replaced(saved, tmp_path):
     """It is copied again, or it is what an earlier job has copied."""
     root, out = tmp_path / "run", tmp_path / "out"
