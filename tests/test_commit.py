@@ -492,6 +492,10 @@ def test_killed_between_two_renames(one, tmp_path, monkeypatch):
     with pytest.raises(reshard.DestinationExistsError, match=f"^`{out}` exists"):
         reshard.save(open_on(one), out)
     assert hashes(replaced) == before
+    (mine := replaced / "mine.txt").write_text("mine")
+    with pytest.raises(reshard.DestinationExistsError, match=f"`{mine}`\n\nhint: rm -r '{mine}'"):
+        reshard.save(open_on(one), out, overwrite=True)
+    mine.unlink()
     reshard.save(open_on(one), out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
     assert_copied(out, one.path)
@@ -575,15 +579,17 @@ def test_nothing_of_others_is_ever_deleted(saved, tmp_path_factory, data):
 def test_names_that_other_checkpoints_have(saved, tmp_path, layout, name):
     """They are refused alone: the file of an export in an item, metadata of a run that are not
     copied again."""
-    source, out = saved(layout), tmp_path / "out"
-    reshard.save(reshard.open(source.path), out)
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(saved(layout).path, source)
+    shutil.rmtree(source / "metadata", ignore_errors=True)
+    reshard.save(reshard.open(source), out)
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_text("{}")
     before = hashes(out)
     text = f"`{out}` holds files that are not part of the checkpoint\n  `{out / name}`\n\n"
     text = text.replace("/_ROOT_METADATA", "")
     with pytest.raises(reshard.DestinationExistsError, match=re.escape(text)):
-        reshard.save(reshard.open(source.path), out, overwrite=True)
+        reshard.save(reshard.open(source), out, overwrite=True)
     assert hashes(out) == before
 
 

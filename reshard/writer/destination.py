@@ -194,7 +194,7 @@ def _why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
     names = directory.names()
     if not names:
         return None
-    if _is_export(names) or detection.TREE_FILE in names or detection.CHECKPOINT_FILE in names:
+    if _is_export(names) or _is_single(names):
         return "it is a single checkpoint, but the new one is a manager's root" if steps else None
     try:
         present = inventory.list_root(directory).steps
@@ -208,9 +208,15 @@ def _why_not_replaceable(directory: Location, steps: set[int]) -> str | None:
     return f"its steps {', '.join(map(str, lost))} would be lost" if lost else None
 
 
+def _is_single(names: Collection[str]) -> bool:
+    return not {detection.TREE_FILE, detection.CHECKPOINT_FILE}.isdisjoint(names)
+
+
 def _is_export(names: Collection[str]) -> bool:
-    return detection.RECORD_FILE in names and any(
-        name.endswith(detection.SAFETENSORS) for name in names
+    return (
+        not _is_single(names)
+        and detection.RECORD_FILE in names
+        and any(name.endswith(detection.SAFETENSORS) for name in names)
     )
 
 
@@ -227,9 +233,8 @@ def replaced(
     place = committing.standing(destination)
     if not (entries := [*place.walk()]):
         return ()
-    steps: dict[int | None, set[str]] = {None: set()}
-    if not exported:
-        steps = {c.source.number: {*c.source.items, c.source.item} for c in checkpoints}
+    sources = () if exported else [c.source for c in checkpoints]
+    steps = {each.number if each.step else None: {*each.items, each.item} for each in sources}
     others = [path for path in _others(place, entries, steps) if path not in copied]
     recorded: dict[str, str] = {}
     for entry in entries if others else ():
@@ -243,13 +248,12 @@ def replaced(
         if path not in own or path not in recorded or (place / path).sha256() != recorded[path]
     ]
     if others:
-        names = [f"`{destination / path}`" for path in _topmost(entries, {*others})]
-        removes = " ".join(shell_quoted(name[1:-1].rstrip("/")) for name in names)
+        names = [str(place / path) for path in _topmost(entries, {*others})]
         raise errors.DestinationExistsError(
             f"`{destination}` holds files that are not part of the checkpoint",
-            names,
+            [f"`{name}`" for name in names],
             [
-                f"rm -r {removes}",
+                f"rm -r {' '.join(map(shell_quoted, names))}",
                 "choose another destination, or move these files away",
             ],
         )
@@ -282,13 +286,13 @@ def _others(
         for entry in entries:
             if not (entry.is_dir or entry.path in own or _EXPORTED.fullmatch(entry.path)):
                 yield entry.path
-        return
-    single = not {detection.TREE_FILE, detection.CHECKPOINT_FILE}.isdisjoint(names)
-    level = Level.ROOT if not single and steps.keys() - {None} else _level(names)
-    present = inventory.list_root(place).steps if level is Level.ROOT else {}
-    written = {name for number, name in present.items() if number in steps}
-    items = written if level is Level.ROOT else {i for each in steps.values() for i in each}
-    yield from _others_at(place, entries, level, items, steps)
+    elif _is_single(names) or not steps.keys() - {None}:
+        items = {item for each in steps.values() for item in each}
+        yield from _others_at(place, entries, _level(names), items)
+    else:
+        present = inventory.list_root(place).steps
+        written = {name for number, name in present.items() if number in steps}
+        yield from _others_at(place, entries, Level.ROOT, written, steps)
 
 
 def _level(names: Collection[str]) -> Level:
@@ -316,31 +320,22 @@ def _others_at(
             others = _others_at(place / name, inside, at, steps[inventory.step_number(name)])
         elif role is Role.ITEM:
             others = _others_at(place / name, inside, Level.ITEM, ())
-        elif entry.is_file and (role in (Role.DOCUMENT, Role.MARKER) or name == detection.RECORD):
-            continue
-        elif not entry.is_dir:
-            yield name
-            continue
-        else:
+        elif entry.is_dir:
+            own = level is Level.ITEM and role in (Role.DOCUMENT, Role.CHUNKS)
             others = (
                 each.path
                 for each in inside
-                if not each.is_dir
-                and not (each.is_file and _belongs(f"{name}/{each.path}", level, role, arrays))
+                if not (each.is_dir or (own and each.is_file and _in_item(name, each, arrays)))
             )
-        yield from (f"{name}/{path}" for path in others)
+        else:
+            own = role in (Role.DOCUMENT, Role.MARKER) or name == detection.RECORD
+            others = [] if own and entry.is_file else [""]
+        yield from (f"{name}/{path}".rstrip("/") for path in others)
 
 
-def _belongs(path: str, level: Level, role: Role, arrays: Collection[str]) -> bool:
-    """Whether a file in a directory of a root or an item belongs to it."""
-    if level is Level.ROOT:
-        return (
-            role is Role.DOCUMENT
-            and path.endswith(f"/{inventory.ROOT_FILE}")
-            and path.count("/") == 1
-        )
-    if level is Level.STEP or role not in (Role.DOCUMENT, Role.CHUNKS):
-        return False
+def _in_item(name: str, below: Entry, arrays: Collection[str]) -> bool:
+    """Whether a file in a directory of an item belongs to the item."""
+    path = f"{name}/{below.path}"
     cuts = (n for n, character in enumerate(path) if character == "/")
     in_array = any(path[:n] in arrays and _IN_ARRAY.fullmatch(path[n + 1 :]) for n in cuts)
     return in_array or _IN_ITEM.fullmatch(path) is not None
