@@ -466,8 +466,10 @@ def test_a_checkpoint_that_another_job_puts_aside_meanwhile_stays(one, tmp_path,
     assert before in [hashes(path) for path in tmp_path.iterdir()]
 
 
-def test_killed_between_two_renames(one, tmp_path, monkeypatch):
-    """Where the system cannot exchange names: the old one gets its name back."""
+@pytest.mark.parametrize("commits", [False, True])
+def test_killed_between_two_renames(one, tmp_path, monkeypatch, commits):
+    """Where the system cannot exchange names: the old one gets its name back, or the job is
+    committed and the old one is deleted."""
     out, done = tmp_path / "out", []
     reshard.save(open_on(one, "1x4"), out)
     before = hashes(out)
@@ -496,7 +498,10 @@ def test_killed_between_two_renames(one, tmp_path, monkeypatch):
     with pytest.raises(reshard.DestinationExistsError, match=f"`{mine}`\n\nhint: rm -r '{mine}'"):
         reshard.save(open_on(one), out, overwrite=True)
     mine.unlink()
-    reshard.save(open_on(one), out, overwrite=True)
+    if commits:
+        assert reshard.commit(out)
+    else:
+        reshard.save(open_on(one), out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
     assert_copied(out, one.path)
 

@@ -63,8 +63,8 @@ MUTANTS = {
     ),
     "all that was replaced is deleted": (
         "disk",
-        "kept = replaced.remove_seen(aside, seen or ())",
-        "aside.remove_tree()",
+        'kept += [f"`{place / path}`" for path in replaced.remove_seen(place, seen or ())]',
+        "place.remove_tree()",
     ),
     "all that is aside is deleted by the next job": (
         "disk",

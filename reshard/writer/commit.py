@@ -155,7 +155,7 @@ def standing(destination: Location) -> Location:
     """Where the checkpoint of a destination is: a job that was stopped between two renames has put
     it aside, and the next job gives it its name back."""
     if not destination.exists():
-        for directory in _directories(destination):
+        for directory in directories(destination):
             aside = _aside(directory, destination)
             if directory.name.endswith(_COMMITTING) and aside.exists():
                 return aside
@@ -168,7 +168,7 @@ def _recover(destination: Location) -> None:
 
     Each name is used once, so no other job puts a checkpoint under one of these names meanwhile.
     """
-    for place in _directories(destination):
+    for place in directories(destination):
         if not _holds_job(place, look(place)):  # stopped after an exchange
             with contextlib.suppress(FileNotFoundError):  # another process does the same
                 disk.rename(place, _aside(place, destination))
@@ -194,11 +194,11 @@ def jobs(destination: Location) -> dict[Location, Found]:
     """The directories of a destination's jobs, with their contents."""
     if not destination.is_local:
         return {destination: look(destination)}
-    every = {place: look(place) for place in _directories(destination)}
+    every = {place: look(place) for place in directories(destination)}
     return {place: found for place, found in every.items() if _holds_job(place, found)}
 
 
-def _directories(destination: Location) -> list[Location]:
+def directories(destination: Location) -> list[Location]:
     """The directories beside a destination that have names of jobs."""
     names = destination.parent.names() if destination.parent.is_dir() else ()
     matches = filter(None, map(JOB_NAME.fullmatch, names))
@@ -534,7 +534,10 @@ def _publish_on_disk(
     kept = []
     try:
         disk.sync(destination.parent)
-        kept = replaced.remove_seen(aside, seen or ())
+        every = replaced_checkpoints(destination)  # an attempt that was stopped may have left one
+        own = [place for place in every if any(_token(place) in path for path in found)]
+        for place in own:
+            kept += [f"`{place / path}`" for path in replaced.remove_seen(place, seen or ())]
         _prune(destination, unneeded)
         if seen is not None:
             for path, found in jobs(destination).items():
@@ -549,8 +552,8 @@ def _publish_on_disk(
     if kept:
         raise KeptFilesError(
             f"`{destination}` is complete, but the old one got other files during the job",
-            [f"`{aside / path}`" for path in kept],
-            [f"move them, then rm -r {shell_quoted(str(aside))}"],
+            kept,
+            [f"move them, then rm -r {' '.join(shell_quoted(str(place)) for place in own)}"],
         )
 
 

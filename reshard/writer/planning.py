@@ -15,7 +15,6 @@ from reshard.checkpoint import Checkpoint, check_checkpoints, check_known
 from reshard.engine.cost import co_read_groups, decoded_together, first_cell
 from reshard.engine.memory import check_fits, copy_bytes
 from reshard.engine.plan import ArrayPlan, co_read, plan_array, too_large
-from reshard.loader import inventory
 from reshard.loader.detection import TREE_FILE
 from reshard.sharding.mesh import NamedSharding, shard_shape, spec_problems
 from reshard.storage import disk
@@ -24,6 +23,7 @@ from reshard.storage.location import Location, parse_location
 from reshard.tree import Path, as_python, format_path
 from reshard.units import format_bytes, parse_bytes, whole_kib
 from reshard.verify.digest_record import FILE
+from reshard.writer import commit as committing
 from reshard.writer import destination as destinations
 from reshard.writer.documents import NO_RECORD, read_again, read_costs, source_record
 from reshard.writer.format import TargetFormat, name_errors, target_format
@@ -193,14 +193,8 @@ def _cost_errors(plan: Plan) -> Iterator[errors.ReshardError]:
 
 def _free_bytes(destination: Location) -> int:
     """Free bytes of the destination's disk, without leftovers of its jobs."""
-    free = disk.free_bytes(destination)
-    parent = destination.parent
-    for name in parent.names() if parent.is_dir() else ():
-        if name.startswith(
-            f"{inventory.UNFINISHED_PREFIX}{destination.name}."
-        ):  # resumed, or removed
-            free += disk.own_bytes(parent / name)
-    return free
+    left = committing.directories(destination)  # resumed, or removed
+    return disk.free_bytes(destination) + sum(map(disk.own_bytes, left))
 
 
 def _one_memory_error(found: list[errors.ReshardError]) -> list[errors.ReshardError]:

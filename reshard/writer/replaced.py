@@ -39,8 +39,8 @@ def _is_record(path: str, known: set[Seen]) -> bool:
 
 def remove_seen(directory: Location, seen: Sequence[Seen]) -> list[str]:
     """Deletes everything below a directory that is as it was seen. Returns the paths that stay."""
-    kept = unseen(directory, seen)
-    gone = [entry for entry in directory.walk() if entry.path not in {*kept}]
+    stay = {*(kept := unseen(directory, seen))}
+    gone = [entry for entry in directory.walk() if entry.path not in stay]
     directory.remove_files([entry.path for entry in gone if not entry.is_dir])
     for folder in [*(entry.path for entry in reversed(gone) if entry.is_dir), ""]:
         if (directory / folder).is_dir() and not (directory / folder).names():
