@@ -301,7 +301,8 @@ def test_what_an_export_does_not_write_is_not_replaced(source, tmp_path, name):
         text = refused(DestinationExistsError, write, ckpt, out, overwrite=True)
         path = out / name.partition("/")[0]
         told = f"`{out}` holds files that are not part of the checkpoint\n  `{path}`\n"
-        assert text.startswith(f"{told}\nhint: rm -r '{path}'\n")
+        hint = "choose another destination, or move these files away"
+        assert text.startswith(f"{told}\nhint: {hint}\nhint: rm -r '{path}'")
     assert (out / name).read_bytes() == b"mine"
 
 
