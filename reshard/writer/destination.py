@@ -7,7 +7,7 @@ copies again, and what an earlier job has copied, as its record says. Anything e
 import concurrent.futures
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from reshard import errors
 from reshard.checkpoint import Checkpoint, Source
@@ -23,10 +23,13 @@ from reshard.tree import shell_quoted
 from reshard.verify.digest_record import read_record
 from reshard.writer import commit as committing
 from reshard.writer.replaced import Seen, seen_entry
+from reshard.writer.siblings import Sibling
 
 # Names that unfinished jobs of earlier versions have next to a destination.
 _EARLIER = ("{0}.reshard.orbax-checkpoint-tmp", ".reshard-{0}.unfinished", ".reshard-{0}.shares")
 _EARLIER += (".reshard-{0}.lock", ".reshard-{0}.journal")
+# The metadata of a run, in a root.
+_ROOT_METADATA = f"{inventory.ROOT_FOLDER}/{inventory.ROOT_FILE}"
 # The files of an export.
 _EXPORTED = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 # Paths below an item, of files that it has in directories: of a database, of a job that was
@@ -223,11 +226,13 @@ def _is_export(names: Collection[str]) -> bool:
 def replaced(
     destination: Location | None,
     checkpoints: Sequence[Checkpoint],
-    copied: Collection[str],
+    copied: Iterable[Sibling],
     exported: bool = False,
 ) -> tuple[Seen, ...]:
     """Everything in a directory on a disk that a job for these checkpoints replaces, with files
-    that are `copied` again. Raises DestinationExistsError with all that it may not replace."""
+    that are `copied` again: in an item whatever they hold, elsewhere if an earlier job has copied
+    the same bytes, or this one does. Raises DestinationExistsError with all that it may not
+    replace."""
     if destination is None or not destination.is_local:
         return ()
     place = committing.standing(destination)
@@ -235,26 +240,35 @@ def replaced(
         return ()
     sources = () if exported else [c.source for c in checkpoints]
     steps = {each.number if each.step else None: {*each.items, each.item} for each in sources}
-    others = [path for path in _others(place, entries, steps) if path not in copied]
+    items = {item for each in steps.values() for item in each}
+    again = {each.path: each for each in copied if each.is_file}
+
+    def is_written_again(path: str) -> bool:
+        of_item = not items.isdisjoint(path.split("/")[:-1][:2])
+        return path in again and (of_item or path == _ROOT_METADATA)
+
+    others = [path for path in _others(place, entries, steps) if not is_written_again(path)]
     recorded: dict[str, str] = {}
     for entry in entries if others else ():
         if entry.path.rpartition("/")[2] == detection.RECORD_FILE:
             record = read_record(place / entry.path)
             recorded |= record.copied if record is not None else {}
     own = {entry.path for entry in entries if entry.is_file}
-    others = [
-        path
-        for path in others
-        if path not in own or path not in recorded or (place / path).sha256() != recorded[path]
-    ]
-    if others:
+
+    def is_ours(path: str) -> bool:
+        if path not in own or (path not in recorded and path not in again):
+            return False
+        found = (place / path).sha256()
+        return found == recorded.get(path) or (path in again and found == again[path].sha256())
+
+    if others := [path for path in others if not is_ours(path)]:
         names = [str(place / path) for path in _topmost(entries, {*others})]
         raise errors.DestinationExistsError(
             f"`{destination}` holds files that are not part of the checkpoint",
             [f"`{name}`" for name in names],
             [
-                f"rm -r {' '.join(map(shell_quoted, names))}",
                 "choose another destination, or move these files away",
+                f"rm -r {' '.join(map(shell_quoted, names))}",
             ],
         )
     return tuple(map(seen_entry, entries))

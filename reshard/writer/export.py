@@ -198,8 +198,7 @@ def plan_export(
         destinations.check_no_step(place)
         notes += destinations.check_destination(place, [ckpt], overwrite, exported=True)
         if overwrite:
-            names = {sibling.path for sibling in copied}
-            replaced = destinations.replaced(place, [ckpt], names, exported=True)
+            replaced = destinations.replaced(place, [ckpt], copied, exported=True)
     except errors.ReshardError as error:
         problems.insert(0, error)
     identity = siblings.source_identity([ckpt], ())

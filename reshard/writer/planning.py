@@ -109,7 +109,7 @@ def plan(
         identity = () if place is None else source_identity(checkpoints, found)
         try:
             notes += [] if checked is None else checked.result()
-            replaced = destinations.replaced(place, checkpoints, paths) if overwrite else ()
+            replaced = destinations.replaced(place, checkpoints, found) if overwrite else ()
         except errors.ReshardError as error:
             problems.insert(0, error)
     told = tuple(dict.fromkeys([*(note for item in items for note in _notes(item)), *notes]))

@@ -2,6 +2,7 @@
 of all that a job reads."""
 
 import concurrent.futures
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,10 @@ class Sibling(NamedTuple):
     @property
     def nbytes(self) -> int:
         return max(self.entry.nbytes, 0) if self.is_file else 0
+
+    def sha256(self) -> str:
+        """The SHA-256 of what is copied."""
+        return self.source.sha256() if self.data is None else hashlib.sha256(self.data).hexdigest()
 
 
 def siblings(checkpoints: Sequence[Checkpoint]) -> list[Sibling]:
