@@ -30,16 +30,6 @@ UNFINISHED_PREFIX = ".reshard-"
 # Part of the name of a checkpoint that a job has put aside. It is not a name of a step, and not
 # temporary: an old checkpoint must not be swept away by a manager.
 REPLACED_SUFFIX = ".replaced-by-reshard"
-# Documents of a step, and of an item: an item may have all those of a step.
-_STEP_DOCUMENTS = {CHECKPOINT_FILE, detection.DELETION_FILE, detection.V1_MARKER}
-_ITEM_DOCUMENTS = {
-    *_STEP_DOCUMENTS,
-    TREE_FILE,
-    detection.SHARDING_FILE,
-    detection.STRINGS_FILE,
-    detection.ARRAYS_FOLDER,
-}
-_ITEM_DOCUMENTS |= {MANIFEST, "checkpoint", *detection.RECORD_FILES}
 # `prefix_100` or `100`. Orbax's steps have ASCII digits only.
 _STEP_NAME = re.compile(r"(?:(.*)_)?([0-9]+)", re.DOTALL)
 
@@ -66,6 +56,17 @@ class Role(enum.Enum):
     OTHER = "other"  # somebody else's
 
 
+# What the names are that a level knows.
+_KNOWN = {Level.ROOT: Role.STEP, Level.STEP: Role.ITEM, Level.ITEM: Role.CHUNKS}
+# Documents of each level. An item may have all those of a step.
+_DOCUMENTS = {
+    Level.ROOT: {ROOT_FOLDER},
+    Level.STEP: {CHECKPOINT_FILE, detection.DELETION_FILE, detection.V1_MARKER},
+    Level.ITEM: {*detection.DOCUMENTS, *detection.RECORD_FILES, detection.V1_MARKER}
+    | {detection.ARRAYS_FOLDER, "checkpoint"},
+}
+
+
 class Named(NamedTuple):
     """A name in a directory: its role, and why it has that role if its name suggests another."""
 
@@ -83,7 +84,12 @@ class Form(NamedTuple):
     width: int
 
     def __str__(self) -> str:
-        number = "0" * (self.width - 1) + "N"
+        return self._name("0" * (self.width - 1) + "N")
+
+    def step_name(self, number: int) -> str:
+        return self._name(f"{number:0{self.width}d}")
+
+    def _name(self, number: str) -> str:
         return number if self.prefix is None else f"{self.prefix}_{number}"
 
 
@@ -96,15 +102,11 @@ def step_number(name: str) -> int | None:
 def step_forms(names: Iterable[str]) -> dict[Form, dict[int, str]]:
     """The forms that names of steps have, each with its steps: number -> name, ascending. Plain
     numbers without zeros come first. A form is left out if another one has all of its names."""
-    parsed = [(m[1], m[2], name) for name in names if (m := _STEP_NAME.fullmatch(name))]
-    forms = {Form(prefix, len(digits) if digits[0] == "0" else 1) for prefix, digits, _ in parsed}
+    parsed = [match for match in map(_STEP_NAME.fullmatch, names) if match]
+    forms = {Form(m[1], len(m[2]) if m[2][0] == "0" else 1) for m in parsed}
+    numbers = sorted((int(m[2]), m[0]) for m in parsed)
     found = {
-        form: {
-            int(digits): name
-            for prefix, digits, name in sorted(parsed, key=lambda each: int(each[1]))
-            if prefix == form.prefix
-            and (len(digits) == form.width if digits[0] == "0" else len(digits) >= form.width)
-        }
+        form: {number: name for number, name in numbers if name == form.step_name(number)}
         for form in sorted(forms, key=lambda form: (form.prefix is not None, form))
     }
     return {
@@ -129,27 +131,22 @@ def roles(
 
 
 def _named(entry: Entry, level: Level, known: Collection[str]) -> Named:
-    name = entry.path
+    name, role, why = entry.path, Role.OTHER, ""
     if TEMPORARY in name:
-        return Named(name, Role.TEMPORARY, entry, "its name is that of a checkpoint in progress")
-    if name.startswith(UNFINISHED_PREFIX) or REPLACED_SUFFIX in name or name == RECORD:
-        return Named(name, Role.JOB, entry)
-    if level is Level.ROOT:
-        if name in known and entry.is_dir:
-            return Named(name, Role.STEP, entry)
-        if name == ROOT_FOLDER and entry.is_dir:
-            return Named(name, Role.DOCUMENT, entry)
-        why = "its name is not of the form of the steps" if step_number(name) is not None else ""
-        return Named(name, Role.OTHER, entry, why if entry.is_dir else "")
-    if name == MARKER:
-        return Named(name, Role.MARKER, entry)
-    if level is Level.STEP:
-        if name in known and entry.is_dir:
-            return Named(name, Role.ITEM, entry)
-        return Named(name, Role.DOCUMENT if name in _STEP_DOCUMENTS else Role.OTHER, entry)
-    if name in FOLDERS or name.startswith(PROCESS) or name in known:
-        return Named(name, Role.CHUNKS, entry)
-    return Named(name, Role.DOCUMENT if name in _ITEM_DOCUMENTS else Role.OTHER, entry)
+        role = Role.TEMPORARY
+    elif name.startswith(UNFINISHED_PREFIX) or REPLACED_SUFFIX in name or name == RECORD:
+        role = Role.JOB
+    elif name == MARKER and level is not Level.ROOT:
+        role = Role.MARKER
+    elif name in known and (entry.is_dir or level is Level.ITEM):
+        role = _KNOWN[level]
+    elif level is Level.ITEM and (name in FOLDERS or name.startswith(PROCESS)):
+        role = Role.CHUNKS
+    elif name in _DOCUMENTS[level] and (entry.is_dir or level is not Level.ROOT):
+        role = Role.DOCUMENT
+    elif level is Level.ROOT and entry.is_dir and step_number(name) is not None:
+        why = "its name is not of the form of the steps"
+    return Named(name, role, entry, why)
 
 
 # Directories.
@@ -199,56 +196,46 @@ class Inventory:
 
 
 def list_root(place: Location) -> Inventory:
-    """The inventory of a manager's root. Raises CheckpointFormatError if it is open which of its
-    directories are its steps."""
+    """The inventory of a manager's root. If the names of steps have several forms, those count that
+    a directory with a checkpoint has, and plain numbers without zeros come first. Raises
+    CheckpointFormatError if several are left."""
     entries = place.entries()
     forms = step_forms(entry.path for entry in entries if entry.is_dir)
-    steps = _steps_of_one_form(place, forms).values()
-    return Inventory(place, tuple(roles(entries, Level.ROOT, steps)))
+    held = {}
+    for form, steps in forms.items():
+        if len(forms) == 1 or has_step(place, steps):
+            held[form] = steps.values()
+            if form == Form(None, 1):
+                break
+    if len(held) > 1:
+        raise CheckpointFormatError(
+            f"the names of the steps of `{place}` have several forms",
+            [f"{form}: {', '.join(names)}" for form, names in held.items()],
+            [f"open one of them: {place / [*names][-1]}" for names in held.values()],
+        )
+    return Inventory(place, tuple(roles(entries, Level.ROOT, next(iter(held.values()), ()))))
 
 
-def list_step(place: Location, deleted: str = "") -> Inventory:
-    """The inventory of a step. Its items are the directories that its document names. Without such
-    a document, or if an item was renamed, the directories that are items count, too. An item that
-    is being `deleted` is none."""
-    entries = place.entries()
-    folders = [entry.path for entry in entries if entry.is_dir and TEMPORARY not in entry.path]
-    folders = [n for n in folders if n != deleted and not n.startswith((".", PROCESS))]
+def step_items(place: Location, deleted: str = "") -> tuple[str, ...]:
+    """The items of a step: the directories that its document names. Without such a document, or if
+    an item was renamed, the directories that are items count, too. An item that is being `deleted`
+    is none."""
+    names = sorted(entry.path for entry in place.entries() if entry.is_dir)
+    names = [name for name in names if TEMPORARY not in name and REPLACED_SUFFIX not in name]
+    folders = [name for name in names if not name.startswith((".", PROCESS)) and name != deleted]
     named = item_handlers(place)
     items = [name for name in folders if name in named]
     is_complete = named and named.keys() <= {*items, deleted}
     place.prefetch(lists=items if is_complete else folders)
     if not is_complete:
         items = [name for name in folders if name in named or is_item(place / name)]
-    return Inventory(place, tuple(roles(entries, Level.STEP, items)))
+    return tuple(items)
 
 
 def item_handlers(step: Location) -> Mapping[str, object]:
     """The items of a step, each with its handler, as its document names them."""
     handlers = (read_json(step / CHECKPOINT_FILE) or {}).get("item_handlers")
     return handlers if isinstance(handlers, dict) else {}
-
-
-def _steps_of_one_form(
-    place: Location, forms: Mapping[Form, Mapping[int, str]]
-) -> Mapping[int, str]:
-    """The steps of a root: number -> name. If there are several forms, those count that a directory
-    with a checkpoint has, and plain numbers without zeros come first."""
-    if len(forms) < 2:
-        return next(iter(forms.values()), {})
-    held = {}
-    for form, steps in forms.items():
-        if has_step(place, steps):
-            held[form] = steps
-            if form == Form(None, 1):
-                break
-    if len(held) > 1:
-        raise CheckpointFormatError(
-            f"the names of the steps of `{place}` have several forms",
-            [f"{form}: {', '.join(steps.values())}" for form, steps in held.items()],
-            [f"open one of them: {place / steps[max(steps)]}" for steps in held.values()],
-        )
-    return next(iter(held.values()), {})
 
 
 def has_step(root: Location, steps: Mapping[int, str]) -> bool:

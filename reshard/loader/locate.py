@@ -102,8 +102,7 @@ def _in_root(
         for n, found in sorted(newer.items())
         if step is None
     ]
-    others = (each for each in listed.names if each.why and each.role is Role.OTHER)
-    others = [each for each in others if inventory.is_step(root / each.name)]
+    others = [each for each in listed.names if each.why and inventory.is_step(root / each.name)]
     left_out += [f"`{each.name}` is left out: {each.why}" for each in others]
     find = functools.partial(inventory.find_steps, root, steps, tuple(begun), tuple(passed))
     found = Item(root, "manager", step=steps[number], left_out=tuple(left_out), find_steps=find)
@@ -223,7 +222,7 @@ def _in_step(found: Item, item: str | None) -> Item:
         check_committed(directory, marked=True)
         return dataclasses.replace(found, kind=kind)
     deleted = _deleted_item(directory)
-    items = tuple(inventory.list_step(directory, deleted).of(Role.ITEM))
+    items = inventory.step_items(directory, deleted)
     for name in items:
         check_committed(directory / name)
     handlers = inventory.item_handlers(directory)
@@ -237,7 +236,7 @@ def _in_step(found: Item, item: str | None) -> Item:
     if item is None and not trees:
         if any(name.startswith(PROCESS) for name in directory.directories()):  # being written
             check_committed(directory, marked=True)
-        raise _unrecognised(directory, items)
+        raise _unrecognised(directory)
     if item is None and len(trees) > 1:
         raise _several(directory, trees)
     if item is not None and item not in items:
@@ -308,15 +307,10 @@ def check_committed(directory: Location, marked: bool = False) -> None:
         raise UncommittedCheckpointError(text, hints=why[1:])
 
 
-def _unrecognised(directory: Location, names: Iterable[str]) -> Exception:
-    """The error for a directory that is no checkpoint. `names` are those of its steps or items."""
-    names_here = directory.names()
-    unfinished = [name for name in names_here if detection.TEMPORARY in name]
-    unfinished = unfinished or [
-        name
-        for name in names
-        if directory.is_local and inventory.why_uncommitted(directory / name, marked=True)
-    ]
+def _unrecognised(directory: Location) -> Exception:
+    """The error for a directory that is no checkpoint."""
+    names = directory.names()
+    unfinished = [name for name in names if detection.TEMPORARY in name]
     if unfinished:
         return UncommittedCheckpointError(
             f"`{directory}` holds only checkpoints that were never committed", unfinished
@@ -328,7 +322,7 @@ def _unrecognised(directory: Location, names: Iterable[str]) -> Exception:
             "no zarr arrays",
             *detection.foreign_files(directory),
         ],
-        [] if directory.is_local else [_some_names(directory, names_here)],
+        [] if directory.is_local else [_some_names(directory, names)],
     )
 
 
