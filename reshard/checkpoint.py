@@ -47,6 +47,12 @@ _EMPTY_NAMES = {type(leaf): name for name, leaf in EMPTY_LEAVES.items()}
 # Kinds of items that other programs than Orbax write.
 FOREIGN_KINDS = ("safetensors", "msgpack", "zarr")
 
+Steps = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _no_steps() -> Steps:
+    return (), ()
+
 
 @dataclasses.dataclass(frozen=True)
 class Item:
@@ -77,9 +83,7 @@ class Item:
     deleted: str = ""
     file: str = ""
     left_out: tuple[str, ...] = ()
-    find_steps: Callable[[], tuple[tuple[int, ...], tuple[int, ...]]] | None = dataclasses.field(
-        default=None, compare=False
-    )
+    find_steps: Callable[[], Steps] = dataclasses.field(default=_no_steps, compare=False)
 
     @property
     def directory(self) -> Location:
@@ -96,19 +100,15 @@ class Item:
         """The step, or the file or directory of another program."""
         return self.directory if self.is_foreign else self.root / self.step
 
-    @functools.cached_property
-    def _found_steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.find_steps() if self.find_steps else ((), ())
-
     @property
     def steps(self) -> tuple[int, ...]:
         """Committed steps of a root, oldest first."""
-        return self._found_steps[0]
+        return self.find_steps()[0]
 
     @property
     def uncommitted(self) -> tuple[int, ...]:
         """Steps of a manager's root that were never committed."""
-        return self._found_steps[1]
+        return self.find_steps()[1]
 
     @property
     def is_foreign(self) -> bool:
