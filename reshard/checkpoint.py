@@ -47,12 +47,6 @@ _EMPTY_NAMES = {type(leaf): name for name, leaf in EMPTY_LEAVES.items()}
 # Kinds of items that other programs than Orbax write.
 FOREIGN_KINDS = ("safetensors", "msgpack", "zarr")
 
-Steps = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _no_steps() -> Steps:
-    return (), ()
-
 
 @dataclasses.dataclass(frozen=True)
 class Item:
@@ -83,7 +77,9 @@ class Item:
     deleted: str = ""
     file: str = ""
     left_out: tuple[str, ...] = ()
-    find_steps: Callable[[], Steps] = dataclasses.field(default=_no_steps, compare=False)
+    find_steps: Callable[[], tuple[tuple[int, ...], tuple[int, ...]]] | None = dataclasses.field(
+        default=None, compare=False
+    )
 
     @property
     def directory(self) -> Location:
@@ -103,12 +99,12 @@ class Item:
     @property
     def steps(self) -> tuple[int, ...]:
         """Committed steps of a root, oldest first."""
-        return self.find_steps()[0]
+        return self.find_steps()[0] if self.find_steps else ()
 
     @property
     def uncommitted(self) -> tuple[int, ...]:
         """Steps of a manager's root that were never committed."""
-        return self.find_steps()[1]
+        return self.find_steps()[1] if self.find_steps else ()
 
     @property
     def is_foreign(self) -> bool:

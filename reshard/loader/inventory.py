@@ -247,26 +247,20 @@ def list_root(place: Location) -> Inventory:
     return Inventory(place, roles(entries, Level.ROOT, {*steps.values()}), steps)
 
 
-def step_items(place: Location, deleted: str = "") -> tuple[str, ...]:
-    """The items of a step: the directories that its document names. Without such a document, or if
-    an item was renamed, the directories that are items count, too. An item that is being `deleted`
-    is none."""
-    names = sorted(entry.path for entry in place.entries() if entry.is_dir)
-    names = [name for name in names if TEMPORARY not in name and REPLACED_SUFFIX not in name]
-    folders = [name for name in names if not name.startswith((".", PROCESS)) and name != deleted]
-    named = item_handlers(place)
-    items = [name for name in folders if name in named]
-    is_complete = named and named.keys() <= {*items, deleted}
-    place.prefetch(lists=items if is_complete else folders)
-    if not is_complete:
-        items = [name for name in folders if name in named or is_item(place / name)]
-    return tuple(items)
-
-
-def item_handlers(step: Location) -> Mapping[str, object]:
-    """The items of a step, each with its handler, as its document names them."""
+def step_items(step: Location, deleted: str = "") -> dict[str, object]:
+    """The items of a step, each with its handler: the directories that its document names. Without
+    such a document, or if an item was renamed, the directories that are items count, too. An item
+    that is being `deleted` is none."""
     handlers = (read_json(step / CHECKPOINT_FILE) or {}).get("item_handlers")
-    return handlers if isinstance(handlers, dict) else {}
+    handlers = handlers if isinstance(handlers, dict) else {}
+    names = sorted(entry.path for entry in step.entries() if entry.is_dir)
+    names = [name for name in names if TEMPORARY not in name and REPLACED_SUFFIX not in name]
+    names = [name for name in names if not name.startswith((".", PROCESS)) and name != deleted]
+    named = [name for name in names if name in handlers]
+    is_complete = handlers and handlers.keys() <= {*named, deleted}
+    step.prefetch(lists=named if is_complete else names)
+    items = named if is_complete else [n for n in names if n in named or is_item(step / n)]
+    return {name: handlers.get(name) for name in items}
 
 
 def has_step(root: Location, steps: Mapping[int, str]) -> bool:

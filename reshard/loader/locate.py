@@ -165,11 +165,11 @@ def steps_at(path: str | os.PathLike, committed: bool = False) -> dict[int, str]
     return {int(number): name for number, name in files.items()}
 
 
-def lacks_item(directory: Location, item: str) -> bool:
-    """Whether a step has items, but not this one. An item without a name counts as any item."""
-    names = [item, *_UNNAMED]
-    step = directory.is_dir() and not inventory.is_item(directory)
-    return step and not any((directory / name).is_dir() for name in names)
+def takes_item(directory: Location, item: str) -> bool:
+    """Whether to ask a directory for an item: a step that has it, or that has other items alone,
+    which is refused. An item without a name counts as any item."""
+    there = [name for name in (item, *_UNNAMED) if (directory / name).is_dir()]
+    return item in there or (not there and directory.is_dir() and not inventory.is_item(directory))
 
 
 def check_inside(item: Item) -> None:
@@ -201,11 +201,10 @@ def _in_step(found: Item, item: str | None) -> Item:
     items = inventory.step_items(directory, deleted)
     for name in items:
         check_committed(directory / name)
-    handlers = inventory.item_handlers(directory)
     trees = [
         name
-        for name in items
-        if inventory.is_item(directory / name) and not str(handlers.get(name)).endswith(_NOT_TREES)
+        for name, handler in items.items()
+        if inventory.is_item(directory / name) and not str(handler).endswith(_NOT_TREES)
     ]
     if deleted and (item == deleted or (item is None and not trees)):
         raise _being_deleted(directory / deleted, [f"other items: {', '.join(items)}"])
@@ -230,7 +229,7 @@ def _in_step(found: Item, item: str | None) -> Item:
         found,
         v1=(directory / detection.V1_MARKER).exists(),
         item=item or trees[0],
-        items=items,
+        items=tuple(items),
         deleted=deleted,
         left_out=left_out,
     )
