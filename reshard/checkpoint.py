@@ -96,19 +96,15 @@ class Item:
         """The step, or the file or directory of another program."""
         return self.directory if self.is_foreign else self.root / self.step
 
-    @functools.cached_property
-    def _found_steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.find_steps() if self.find_steps else ((), ())
-
     @property
     def steps(self) -> tuple[int, ...]:
         """Committed steps of a root, oldest first."""
-        return self._found_steps[0]
+        return self.find_steps()[0] if self.find_steps else ()
 
     @property
     def uncommitted(self) -> tuple[int, ...]:
         """Steps of a manager's root that were never committed."""
-        return self._found_steps[1]
+        return self.find_steps()[1] if self.find_steps else ()
 
     @property
     def is_foreign(self) -> bool:

@@ -13,7 +13,7 @@ from reshard.checkpoint import Checkpoint, Source
 from reshard.cli import output
 from reshard.errors import ReshardError
 from reshard.loader import open as open_checkpoint
-from reshard.loader.locate import lacks_item, steps_at
+from reshard.loader.locate import steps_at, takes_item
 from reshard.storage.bucket import REQUESTS
 from reshard.storage.location import parse_location
 from reshard.storage.machine import tune_memory
@@ -256,6 +256,5 @@ def _own(path: str, step: int | None, item: str | None) -> dict[str, Any]:
     root = parse_location(path)
     steps = steps_at(path)
     inner = root / steps[step if step in steps else max(steps)] if steps else root
-    # Where there are other items alone, it is asked for as well: that is refused.
-    asks = item is not None and ((inner / item).is_dir() or lacks_item(inner, item))
-    return {"step": step if steps else None, "item": item if asks else None}
+    takes = item is not None and takes_item(inner, item)
+    return {"step": step if steps else None, "item": item if takes else None}

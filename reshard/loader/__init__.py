@@ -63,11 +63,10 @@ def open(
             located = locate(path, step, item)
             check_inside(located)
             located.directory.check_opens()
-            file = None if located.is_foreign else orbax.values_file(located)
-            if file is not None:
+            if not located.is_foreign and (file := orbax.values_file(located)):
                 held = dataclasses.replace(located, file=file.name)
                 located = Item(file, "msgpack", located.v1) if located.kind == "item" else held
-            reader = _READERS.get(located.kind, orbax) if file is None else msgpack
+            reader = msgpack if located.file else _READERS.get(located.kind, orbax)
             seen: dict[str, Entry] = {}
             top = located.data
             top = top.parent if is_index(top.name) and top.is_file() else top

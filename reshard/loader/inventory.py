@@ -9,10 +9,14 @@ import dataclasses
 import enum
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from reshard.errors import CheckpointFormatError, CorruptCheckpointError
+from reshard.errors import (
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    UncommittedCheckpointError,
+)
 from reshard.loader import detection
 from reshard.loader.detection import CHECKPOINT_FILE, MARKER, RECORD, TEMPORARY, TREE_FILE
 from reshard.loader.json_documents import read_json
@@ -30,16 +34,6 @@ UNFINISHED_PREFIX = ".reshard-"
 # Part of the name of a checkpoint that a job has put aside. It is not a name of a step, and not
 # temporary: an old checkpoint must not be swept away by a manager.
 REPLACED_SUFFIX = ".replaced-by-reshard"
-# Documents of a step, and of an item: an item may have all those of a step.
-_STEP_DOCUMENTS = {CHECKPOINT_FILE, detection.DELETION_FILE, detection.V1_MARKER}
-_ITEM_DOCUMENTS = {
-    *_STEP_DOCUMENTS,
-    TREE_FILE,
-    detection.SHARDING_FILE,
-    detection.STRINGS_FILE,
-    detection.ARRAYS_FOLDER,
-}
-_ITEM_DOCUMENTS |= {MANIFEST, "checkpoint", *detection.RECORD_FILES}
 # `prefix_100` or `100`. Orbax's steps have ASCII digits only.
 _STEP_NAME = re.compile(r"(?:(.*)_)?([0-9]+)", re.DOTALL)
 
@@ -66,6 +60,17 @@ class Role(enum.Enum):
     OTHER = "other"  # somebody else's
 
 
+# What the names are that a level knows.
+_KNOWN = {Level.ROOT: Role.STEP, Level.STEP: Role.ITEM, Level.ITEM: Role.CHUNKS}
+# Documents of each level. An item may have all those of a step.
+_DOCUMENTS = {
+    Level.ROOT: {ROOT_FOLDER},
+    Level.STEP: {CHECKPOINT_FILE, detection.DELETION_FILE, detection.V1_MARKER},
+    Level.ITEM: {*detection.DOCUMENTS, *detection.RECORD_FILES, detection.V1_MARKER}
+    | {detection.ARRAYS_FOLDER, "checkpoint"},
+}
+
+
 class Named(NamedTuple):
     """A name in a directory: its role, and why it has that role if its name suggests another."""
 
@@ -82,9 +87,12 @@ class Form(NamedTuple):
     prefix: str | None
     width: int
 
+    def step_name(self, number: int | str) -> str:
+        prefix = "" if self.prefix is None else f"{self.prefix}_"
+        return prefix + str(number).rjust(self.width, "0")
+
     def __str__(self) -> str:
-        number = "0" * (self.width - 1) + "N"
-        return number if self.prefix is None else f"{self.prefix}_{number}"
+        return self.step_name("N")
 
 
 def step_number(name: str) -> int | None:
@@ -96,15 +104,11 @@ def step_number(name: str) -> int | None:
 def step_forms(names: Iterable[str]) -> dict[Form, dict[int, str]]:
     """The forms that names of steps have, each with its steps: number -> name, ascending. Plain
     numbers without zeros come first. A form is left out if another one has all of its names."""
-    parsed = [(m[1], m[2], name) for name in names if (m := _STEP_NAME.fullmatch(name))]
-    forms = {Form(prefix, len(digits) if digits[0] == "0" else 1) for prefix, digits, _ in parsed}
+    parsed = [match for match in map(_STEP_NAME.fullmatch, names) if match]
+    forms = {Form(m[1], len(m[2]) if m[2][0] == "0" else 1) for m in parsed}
+    numbers = sorted((int(m[2]), m[0]) for m in parsed)
     found = {
-        form: {
-            int(digits): name
-            for prefix, digits, name in sorted(parsed, key=lambda each: int(each[1]))
-            if prefix == form.prefix
-            and (len(digits) == form.width if digits[0] == "0" else len(digits) >= form.width)
-        }
+        form: {number: name for number, name in numbers if name == form.step_name(number)}
         for form in sorted(forms, key=lambda form: (form.prefix is not None, form))
     }
     return {
@@ -129,39 +133,33 @@ def roles(
 
 
 def _named(entry: Entry, level: Level, known: Collection[str]) -> Named:
-    name = entry.path
+    name, role, why = entry.path, Role.OTHER, ""
     if TEMPORARY in name:
-        return Named(name, Role.TEMPORARY, entry, "its name is that of a checkpoint in progress")
-    if name.startswith(UNFINISHED_PREFIX) or REPLACED_SUFFIX in name or name == RECORD:
-        return Named(name, Role.JOB, entry)
-    if level is Level.ROOT:
-        if name in known and entry.is_dir:
-            return Named(name, Role.STEP, entry)
-        if name == ROOT_FOLDER and entry.is_dir:
-            return Named(name, Role.DOCUMENT, entry)
-        why = "its name is not of the form of the steps" if step_number(name) is not None else ""
-        return Named(name, Role.OTHER, entry, why if entry.is_dir else "")
-    if name == MARKER:
-        return Named(name, Role.MARKER, entry)
-    if level is Level.STEP:
-        if name in known and entry.is_dir:
-            return Named(name, Role.ITEM, entry)
-        return Named(name, Role.DOCUMENT if name in _STEP_DOCUMENTS else Role.OTHER, entry)
-    if name in FOLDERS or name.startswith(PROCESS) or name in known:
-        return Named(name, Role.CHUNKS, entry)
-    return Named(name, Role.DOCUMENT if name in _ITEM_DOCUMENTS else Role.OTHER, entry)
+        role = Role.TEMPORARY
+    elif name.startswith(UNFINISHED_PREFIX) or REPLACED_SUFFIX in name or name == RECORD:
+        role = Role.JOB
+    elif name == MARKER and level is not Level.ROOT:
+        role = Role.MARKER
+    elif name in known and (entry.is_dir or level is Level.ITEM):
+        role = _KNOWN[level]
+    elif level is Level.ITEM and (name in FOLDERS or name.startswith(PROCESS)):
+        role = Role.CHUNKS
+    elif name in _DOCUMENTS[level] and (entry.is_dir or level is not Level.ROOT):
+        role = Role.DOCUMENT
+    elif level is Level.ROOT and entry.is_dir and step_number(name) is not None:
+        why = "its name is not of the form of the steps"
+    return Named(name, role, entry, why)
 
 
 # Directories.
 
 
 class State(enum.Enum):
-    """Whether a step can be used."""
+    """Whether a step can be used. A damaged one counts as whole: its error says what is damaged."""
 
     WHOLE = "whole"
     UNFINISHED = "unfinished"  # its writer stopped
     UNREADABLE = "unreadable"  # for this user
-    DAMAGED = "damaged"
     EMPTY = "empty"  # it holds no checkpoint
 
 
@@ -175,70 +173,67 @@ class Status(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Inventory:
-    """What a directory holds, from one listing. Nothing below it is looked into until it is asked
-    for: there may be thousands of steps, and in a bucket each look is a request."""
+    """What a root holds, from one listing. A step is looked into when it is asked for: there may be
+    thousands, and in a bucket each look is a request."""
 
     place: Location
-    names: tuple[Named, ...]
-
-    def of(self, role: Role) -> list[str]:
-        """The names that have a role."""
-        return [each.name for each in self.names if each.role is role]
-
-    @functools.cached_property
-    def steps(self) -> dict[int, str]:
-        """Number -> name of each step, ascending, whatever its state."""
-        numbered = {step_number(name): name for name in self.of(Role.STEP)}
-        return dict(sorted((n, name) for n, name in numbered.items() if n is not None))
+    names: Sequence[Named]
+    steps: Mapping[int, str]  # number -> name, ascending, of steps in any state
+    looked: dict[int, Status] = dataclasses.field(default_factory=dict)  # so far
 
     @property
-    def begun(self) -> list[int]:
-        """Steps that Orbax has only under temporary names, ascending."""
-        names = (name.partition(TEMPORARY)[0] for name in self.of(Role.TEMPORARY))
-        return sorted({n for n in map(step_number, names) if n is not None} - self.steps.keys())
+    def temporary(self) -> list[str]:
+        """The names of what Orbax has begun."""
+        return [each.name for each in self.names if each.role is Role.TEMPORARY]
+
+    @property
+    def begun(self) -> set[int]:
+        """Steps that Orbax has only under temporary names."""
+        numbers = {step_number(name.partition(TEMPORARY)[0]) for name in self.temporary}
+        return {n for n in numbers if n is not None} - self.steps.keys()
+
+    def status(self, step: int) -> Status:
+        """The status of a step at the first look."""
+        if step not in self.looked:
+            self.looked[step] = status(self.place / self.steps[step])
+        return self.looked[step]
+
+    @functools.cached_property
+    def latest(self) -> int | None:
+        """The latest step that can be used. Those after it were looked into."""
+        newest = reversed([*self.steps])
+        return next((step for step in newest if self.status(step).state is State.WHOLE), None)
+
+    def is_root(self, step: int | None = None) -> bool:
+        """Whether it is a manager's root: one of its steps, this `step` first, holds something. In
+        a bucket, markers of steps say so, and without them their contents."""
+        if not self.place.is_local:
+            return step in self.steps or self.latest is not None or has_step(self.place, self.steps)
+        looked = [*self.steps.keys() & {step}, *reversed([*self.steps])]
+        return any(self.status(each).state is not State.EMPTY for each in looked)
+
+    def states(self) -> dict[int, State]:
+        """The state of each step. In a bucket, a step that was not looked into counts as whole."""
+        known = self.steps if self.place.is_local else self.looked
+        return {n: self.status(n).state if n in known else State.WHOLE for n in self.steps}
+
+    def find_steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The committed steps, and those that were never committed, each ascending."""
+        states = self.states()
+        unfinished = {step for step in states if states[step] is State.UNFINISHED}
+        whole = tuple(step for step in states if states[step] is State.WHOLE)
+        return whole, tuple(sorted(unfinished | self.begun))
 
 
 def list_root(place: Location) -> Inventory:
-    """The inventory of a manager's root. Raises CheckpointFormatError if it is open which of its
-    directories are its steps."""
+    """The inventory of a manager's root. If the names of steps have several forms, those count that
+    a directory with a checkpoint has, and plain numbers without zeros come first. Raises
+    CheckpointFormatError if several are left."""
     entries = place.entries()
-    forms = step_forms(entry.path for entry in entries if entry.is_dir)
-    steps = _steps_of_one_form(place, forms).values()
-    return Inventory(place, tuple(roles(entries, Level.ROOT, steps)))
-
-
-def list_step(place: Location, deleted: str = "") -> Inventory:
-    """The inventory of a step. Its items are the directories that its document names. Without such
-    a document, or if an item was renamed, the directories that are items count, too. An item that
-    is being `deleted` is none."""
-    entries = place.entries()
-    folders = [entry.path for entry in entries if entry.is_dir and TEMPORARY not in entry.path]
-    folders = [n for n in folders if n != deleted and not n.startswith((".", PROCESS))]
-    named = item_handlers(place)
-    items = [name for name in folders if name in named]
-    is_complete = named and named.keys() <= {*items, deleted}
-    place.prefetch(lists=items if is_complete else folders)
-    if not is_complete:
-        items = [name for name in folders if name in named or is_item(place / name)]
-    return Inventory(place, tuple(roles(entries, Level.STEP, items)))
-
-
-def item_handlers(step: Location) -> Mapping[str, object]:
-    """The items of a step, each with its handler, as its document names them."""
-    handlers = (read_json(step / CHECKPOINT_FILE) or {}).get("item_handlers")
-    return handlers if isinstance(handlers, dict) else {}
-
-
-def _steps_of_one_form(
-    place: Location, forms: Mapping[Form, Mapping[int, str]]
-) -> Mapping[int, str]:
-    """The steps of a root: number -> name. If there are several forms, those count that a directory
-    with a checkpoint has, and plain numbers without zeros come first."""
-    if len(forms) < 2:
-        return next(iter(forms.values()), {})
+    forms = step_forms(each.name for each in roles(entries, Level.ROOT) if each.why)
     held = {}
     for form, steps in forms.items():
-        if has_step(place, steps):
+        if len(forms) == 1 or has_step(place, steps):
             held[form] = steps
             if form == Form(None, 1):
                 break
@@ -248,7 +243,29 @@ def _steps_of_one_form(
             [f"{form}: {', '.join(steps.values())}" for form, steps in held.items()],
             [f"open one of them: {place / steps[max(steps)]}" for steps in held.values()],
         )
-    return next(iter(held.values()), {})
+    steps = next(iter(held.values()), {})
+    return Inventory(place, roles(entries, Level.ROOT, {*steps.values()}), steps)
+
+
+def step_items(step: Location, deleted: str = "") -> dict[str, object]:
+    """The items of a step, each with its handler: the directories that its document names. Without
+    such a document, or if an item was renamed, the directories that are items count, too. An item
+    that is being `deleted` is none."""
+    handlers = item_handlers(step)
+    names = sorted(entry.path for entry in step.entries() if entry.is_dir)
+    names = [name for name in names if TEMPORARY not in name and REPLACED_SUFFIX not in name]
+    names = [name for name in names if not name.startswith((".", PROCESS)) and name != deleted]
+    named = [name for name in names if name in handlers]
+    is_complete = handlers and handlers.keys() <= {*named, deleted}
+    step.prefetch(lists=named if is_complete else names)
+    items = named if is_complete else [n for n in names if n in named or is_item(step / n)]
+    return {name: handlers.get(name) for name in items}
+
+
+def item_handlers(step: Location) -> dict[str, object]:
+    """The items of a step, each with its handler, as its document names them."""
+    handlers = (read_json(step / CHECKPOINT_FILE) or {}).get("item_handlers")
+    return handlers if isinstance(handlers, dict) else {}
 
 
 def has_step(root: Location, steps: Mapping[int, str]) -> bool:
@@ -260,13 +277,16 @@ def has_step(root: Location, steps: Mapping[int, str]) -> bool:
 def is_step(directory: Location) -> bool:
     """Whether a directory has the contents of a step. One that cannot be read may have them."""
     try:
-        return (
-            (directory / CHECKPOINT_FILE).exists()
-            or is_item(directory)
-            or any(is_item(directory / n) for n in directory.directories() if TEMPORARY not in n)
+        return is_checkpoint(directory) or any(
+            is_item(directory / n) for n in directory.directories() if TEMPORARY not in n
         )
     except PermissionError:
         return True
+
+
+def is_checkpoint(directory: Location) -> bool:
+    """Whether a directory is one checkpoint, and not a root of several."""
+    return (directory / CHECKPOINT_FILE).exists() or is_item(directory)
 
 
 def is_item(directory: Location) -> bool:
@@ -292,11 +312,6 @@ def _is_array(directory: Location) -> bool:
         return False
 
 
-def is_checkpoint(directory: Location) -> bool:
-    """Whether a directory is one checkpoint, and not a root of several."""
-    return is_item(directory) or (directory / CHECKPOINT_FILE).exists()
-
-
 def prefetch_documents(directory: Location) -> None:
     """In a bucket, starts all reads of an item's or a step's documents."""
     directory.prefetch(detection.DOCUMENTS)
@@ -310,59 +325,47 @@ def status(step: Location) -> Status:
     """The status of a step. In a bucket, reads its marker and its document."""
     try:
         if step.is_local and not is_step(step):
-            left = [name for name in step.names() if TEMPORARY in name]
-            why = f"its `{left[0]}` was never finished" if left else "it holds no checkpoint"
-            return Status(State.UNFINISHED if left else State.EMPTY, why)
-        unfinished = why_uncommitted(step, marked=True)
-        return Status(State.UNFINISHED, *unfinished) if unfinished else Status(State.WHOLE)
-    except CorruptCheckpointError as error:
-        return Status(State.DAMAGED, error.summary)
+            if any(TEMPORARY in name for name in step.names()):
+                return Status(State.UNFINISHED)
+            return Status(State.EMPTY, "it holds no checkpoint")
+        check_committed(step, marked=True)
+    except UncommittedCheckpointError as error:
+        return Status(State.UNFINISHED, hint=error.hints[0])
+    except CorruptCheckpointError:
+        return Status(State.WHOLE)
     except OSError as error:
         if not step.is_local:
             raise
         return Status(State.UNREADABLE, f"it cannot be read: {error.strerror or error}")
+    return Status(State.WHOLE)
 
 
-def find_steps(
-    root: Location, steps: Mapping[int, str], begun: Collection[int], passed: Collection[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The committed steps of a root, and those that were never committed, each ascending.
-
-    Args:
-      steps: number -> name, of all of them.
-      begun: steps that Orbax has only under temporary names.
-      passed: unfinished steps that are known. In a bucket, all others count as committed: there may
-        be thousands, and each look is a request.
-    """
-    states = {n: State.UNFINISHED if n in passed else State.WHOLE for n in steps}
-    if root.is_local:
-        states = {number: status(root / name).state for number, name in steps.items()}
-    whole = (n for n, state in states.items() if state in (State.WHOLE, State.DAMAGED))
-    unfinished = (n for n, state in states.items() if state is State.UNFINISHED)
-    return tuple(sorted(whole)), tuple(sorted({*unfinished, *begun}))
-
-
-def why_uncommitted(directory: Location, marked: bool) -> tuple[str, str] | None:
-    """The reason why a checkpoint counts as uncommitted, and a hint; None if it is committed.
+def check_committed(directory: Location, marked: bool = False) -> None:
+    """Raises UncommittedCheckpointError for a checkpoint whose writer never finished.
 
     Orbax writes into a directory with a temporary name, and writes the time of the commit last. On
     a disk, `commit_success.txt` may be missing: Orbax before 0.12.3 did not write it. In a bucket,
     it is written last, so an item or a step must be `marked` with one. The marker of a step also
     counts for its items.
     """
+
+    def uncommitted(why: str, hint: str) -> UncommittedCheckpointError:
+        text = f"`{directory}` was never committed: {why}"
+        return UncommittedCheckpointError(text, hints=[hint])
+
     hint = "use an earlier step: the writer stopped before this one was complete"
     if TEMPORARY in directory.name:
-        return "its name is that of a checkpoint in progress", hint
+        raise uncommitted("its name is that of a checkpoint in progress", hint)
     times = read_json(directory / CHECKPOINT_FILE)
     unfinished = [name for name in directory.names() if TEMPORARY in name]
     if unfinished and times is not None:
-        return f"its `{unfinished[0]}` was never finished", hint
+        raise uncommitted(f"its `{unfinished[0]}` was never finished", hint)
     if times and times.get("init_timestamp_nsecs") and not times.get("commit_timestamp_nsecs"):
-        return f"its {CHECKPOINT_FILE} has no commit time", hint
+        raise uncommitted(f"its {CHECKPOINT_FILE} has no commit time", hint)
     markers = (directory / MARKER, directory.parent / MARKER)
     if directory.is_local or not marked or any(marker.is_file() for marker in markers):
-        return None
+        return
     hint = f"if it is a copy of a complete checkpoint, put a file `{MARKER}` into it"
     if (directory / RECORD).exists():
         hint = f"reshard.commit({as_python(str(directory))}) completes it"
-    return f"its `{MARKER}`, which is written last in a bucket, is missing", hint
+    raise uncommitted(f"its `{MARKER}`, which is written last in a bucket, is missing", hint)

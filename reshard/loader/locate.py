@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 
 from reshard.checkpoint import Item
@@ -15,8 +15,9 @@ from reshard.errors import (
     UncommittedCheckpointError,
 )
 from reshard.loader import detection, inventory
+from reshard.loader.detection import MARKER
 from reshard.loader.hf_files import check_no_pointer, snapshot
-from reshard.loader.inventory import Inventory, Role, State, Status
+from reshard.loader.inventory import Inventory, State, Status, check_committed, step_number
 from reshard.loader.json_documents import read_json
 from reshard.storage.location import Location, parse_location
 from reshard.storage.ocdbt import PROCESS
@@ -46,12 +47,9 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     check_committed(root)
     if not (is_one := inventory.is_checkpoint(root)):
         listed = inventory.list_root(root)
-        name = None if step is None else listed.steps.get(step)
-        is_there = name and inventory.status(root / name).state is not State.EMPTY
-        passed = {} if is_there else _newer_than_whole(listed)
-        if [*passed] != [*listed.steps] or _holds_steps(listed, passed):
+        if listed.is_root(step):
             _check_no_files(listed)
-            return _in_root(text, listed, passed, step, item)
+            return _in_root(text, listed, step, item)
         if files := detection.flax_steps(root):
             _refuse(text, None, item)
             return _flax_item(text, files, step)
@@ -62,25 +60,6 @@ def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
         _refuse(text, None, item)
         return foreign
     return _in_step(Item(root, "step"), item)
-
-
-def _newer_than_whole(listed: Inventory) -> dict[int, Status]:
-    """The steps that are newer than the latest whole one, ascending, with their status."""
-    passed = {}
-    for number, name in reversed(listed.steps.items()):
-        found = inventory.status(listed.place / name)
-        if found.state in (State.WHOLE, State.DAMAGED):  # the error says what is damaged
-            break
-        passed[number] = found
-    return dict(sorted(passed.items()))
-
-
-def _holds_steps(listed: Inventory, passed: Mapping[int, Status]) -> bool:
-    """Whether a directory without a whole step is a root nevertheless, and not that of another
-    program. In a bucket, where a marker may be missing, the contents of its steps decide."""
-    if listed.place.is_local:
-        return any(found.state is not State.EMPTY for found in passed.values())
-    return inventory.has_step(listed.place, listed.steps)
 
 
 def _check_no_files(listed: Inventory) -> None:
@@ -96,67 +75,68 @@ def _check_no_files(listed: Inventory) -> None:
         )
 
 
-def _in_root(
-    text: str, listed: Inventory, passed: Mapping[int, Status], step: int | None, item: str | None
-) -> Item:
-    """The item of a step: of the latest whole one, or of another one that is asked for."""
-    root, steps, begun = listed.place, listed.steps, listed.begun
-    if step is not None and step not in steps:
-        raise _no_step(text, listed, step)
-    if step is None and [*passed] == [*steps]:
-        raise _no_whole_step(listed, passed)
-    number = max(steps.keys() - passed.keys()) if step is None else step
+def _in_root(text: str, listed: Inventory, step: int | None, item: str | None) -> Item:
+    """The item of a step: of the latest that can be used, or of another one that is asked for."""
+    number = listed.latest if step is None else step
+    if number is None:
+        raise _no_usable_step(listed)
+    if number not in listed.steps:
+        others = (n.name for n in listed.names if n.why and step_number(n.name) == number)
+        hints = [f"open it alone: {listed.place / name}" for name in others]
+        raise _no_step(text, number, *listed.find_steps(), hints)
+    name, left_out = listed.steps[number], list[str]()
     if step is not None:
-        check_committed(root / steps[step], marked=True)
-    newer = {n: Status(State.UNFINISHED) for n in begun if n > number} | {**passed}
-    left_out = [
-        f"step {n} was never committed and is left out"
-        if found.state is State.UNFINISHED
-        else f"step {n} is left out: {found.why}"
-        for n, found in sorted(newer.items())
-        if step is None
-    ]
-    others = (each for each in listed.names if each.why and each.role is Role.OTHER)
-    others = [each for each in others if inventory.is_step(root / each.name)]
+        check_committed(listed.place / name, marked=True)
+    else:
+        newer = dict.fromkeys(listed.begun, Status(State.UNFINISHED)) | listed.looked
+        left_out = [
+            f"step {n} was never committed and is left out"
+            if found.state is State.UNFINISHED
+            else f"step {n} is left out: {found.why}"
+            for n, found in sorted(newer.items())
+            if n > number
+        ]
+    others = [n for n in listed.names if n.why and inventory.is_step(listed.place / n.name)]
     left_out += [f"`{each.name}` is left out: {each.why}" for each in others]
-    find = functools.partial(inventory.find_steps, root, steps, tuple(begun), tuple(passed))
-    found = Item(root, "manager", step=steps[number], left_out=tuple(left_out), find_steps=find)
+    notes = tuple(left_out)
+    found = Item(listed.place, "manager", step=name, left_out=notes, find_steps=listed.find_steps)
     return _in_step(found, item)
 
 
-def _no_step(text: str, listed: Inventory, number: int) -> CheckpointNotFoundError:
+def _no_step(
+    text: str,
+    number: float,
+    steps: Collection[float],
+    unfinished: Collection[int] = (),
+    hints: Iterable[str] = (),
+) -> CheckpointNotFoundError:
     """The error for a step that a root does not have."""
-    passed = {} if listed.place.is_local else _newer_than_whole(listed)
-    whole, unfinished = inventory.find_steps(listed.place, listed.steps, listed.begun, passed)
-    lines = [f"its steps: {', '.join(map(str, whole))}"]
+    lines = [f"its steps: {', '.join(map(str, steps))}"]
     lines += [f"never committed: {', '.join(map(str, unfinished))}"] * bool(unfinished)
-    hints = [f"step={n}" for n in sorted(whole, key=lambda one: abs(one - number))[:1]]
-    others = (n.name for n in listed.names if inventory.step_number(n.name) == number and n.why)
-    hints += [f"open it alone: {listed.place / name}" for name in others]
+    whole = [step for step in steps if isinstance(step, int)]
+    near = sorted(whole, key=lambda step: abs(step - number))[:1]
+    hints = [*(f"step={step}" for step in near), *hints]
     return CheckpointNotFoundError(f"`{text}` has no step {number}", lines, hints)
 
 
-def _no_whole_step(listed: Inventory, passed: Mapping[int, Status]) -> Exception:
-    """The error for a root without a whole step."""
-    root, steps = listed.place, listed.steps
-    unreadable = {n: found.why for n, found in passed.items() if found.state is State.UNREADABLE}
-    if unreadable:
-        lines = [f"`{steps[n]}`: {why}" for n, why in unreadable.items()]
+def _no_usable_step(listed: Inventory) -> Exception:
+    """The error for a root without a step that can be used."""
+    root, found = listed.place, {listed.steps[n]: listed.looked[n] for n in sorted(listed.looked)}
+    if lines := [f"`{n}`: {s.why}" for n, s in found.items() if s.state is State.UNREADABLE]:
         return StoreError(f"no step of `{root}` can be read", lines)
-    names = listed.of(Role.TEMPORARY)
-    names = names or [steps[n] for n, found in passed.items() if found.state is State.UNFINISHED]
+    names = [name for name in found if found[name].state is State.UNFINISHED]
     return UncommittedCheckpointError(
         f"`{root}` holds only checkpoints that were never committed",
-        sorted(names),
+        sorted(listed.temporary or names),
         uncommitted_hints(listed),
     )
 
 
 def uncommitted_hints(listed: Inventory) -> list[str]:
     """What to do about the latest step of a root in a bucket if it is not committed."""
-    step = listed.place / next(reversed(listed.steps.values()))
-    hint = "" if step.is_local else inventory.status(step).hint
-    named = hint.replace("it is", f"`{step}` is") if detection.MARKER in hint else hint
+    number, name = [*listed.steps.items()][-1]
+    hint = "" if listed.place.is_local else listed.status(number).hint
+    named = hint.replace("it is", f"`{listed.place / name}` is") if MARKER in hint else hint
     return [named] if named else []
 
 
@@ -166,10 +146,7 @@ def _flax_item(text: str, files: Mapping[float, str], step: int | None) -> Item:
     number = max(files) if step is None else step
     numbers = tuple(number for number in files if isinstance(number, int))
     if number not in files:
-        lines = [f"its steps: {', '.join(map(str, files))}"]
-        near = min(numbers, key=lambda one: abs(one - number), default=None)
-        hints = [] if near is None else [f"step={near}"]
-        raise CheckpointNotFoundError(f"`{text}` has no step {number}", lines, hints)
+        raise _no_step(text, number, files)
     if (what := detection.describe_file(root / files[number])) != detection.MSGPACK:
         check_no_pointer(root / files[number])
         raise CheckpointFormatError(f"`{root / files[number]}` is {what}")
@@ -188,13 +165,11 @@ def steps_at(path: str | os.PathLike, committed: bool = False) -> dict[int, str]
     if not root.is_dir() or inventory.is_checkpoint(root):
         return {}
     listed = inventory.list_root(root)
-    looked = _newer_than_whole(listed)
-    if [*looked] != [*listed.steps] or _holds_steps(listed, looked):
+    if listed.is_root():
         _check_no_files(listed)
-        if committed and root.is_local:
-            looked = {n: inventory.status(root / name) for n, name in listed.steps.items()}
-        unused = {n for n, s in looked.items() if s.state in (State.UNFINISHED, State.EMPTY)}
-        return {n: name for n, name in listed.steps.items() if not (committed and n in unused)}
+        states = listed.states() if committed else {}
+        unused = {n for n in states if states[n] in (State.UNFINISHED, State.EMPTY)}
+        return {n: name for n, name in listed.steps.items() if n not in unused}
     files = detection.flax_steps(root)
     if odd := [name for number, name in files.items() if not isinstance(number, int)]:
         raise CheckpointFormatError(
@@ -205,11 +180,11 @@ def steps_at(path: str | os.PathLike, committed: bool = False) -> dict[int, str]
     return {int(number): name for number, name in files.items()}
 
 
-def lacks_item(directory: Location, item: str) -> bool:
-    """Whether a step has items, but not this one. An item without a name counts as any item."""
-    names = [item, *_UNNAMED]
-    step = directory.is_dir() and not inventory.is_item(directory)
-    return step and not any((directory / name).is_dir() for name in names)
+def takes_item(directory: Location, item: str) -> bool:
+    """Whether to ask a directory for an item: a step that has it, or that has other items alone,
+    which is refused. An item without a name counts as any item."""
+    there = [name for name in (item, *_UNNAMED) if (directory / name).is_dir()]
+    return item in there or (not there and directory.is_dir() and not inventory.is_item(directory))
 
 
 def check_inside(item: Item) -> None:
@@ -238,22 +213,21 @@ def _in_step(found: Item, item: str | None) -> Item:
         check_committed(directory, marked=True)
         return dataclasses.replace(found, kind=kind)
     deleted = _deleted_item(directory)
-    items = tuple(inventory.list_step(directory, deleted).of(Role.ITEM))
+    items = inventory.step_items(directory, deleted)
     for name in items:
         check_committed(directory / name)
-    handlers = inventory.item_handlers(directory)
     trees = [
         name
-        for name in items
-        if inventory.is_item(directory / name) and not str(handlers.get(name)).endswith(_NOT_TREES)
+        for name, handler in items.items()
+        if inventory.is_item(directory / name) and not str(handler).endswith(_NOT_TREES)
     ]
     if deleted and (item == deleted or (item is None and not trees)):
         raise _being_deleted(directory / deleted, [f"other items: {', '.join(items)}"])
     if item is None and not trees:
         if any(name.startswith(PROCESS) for name in directory.directories()):  # being written
             check_committed(directory, marked=True)
-        raise _unrecognised(directory, items)
-    steps = [] if found.step or handlers else _steps_in(directory, items)
+        raise _unrecognised(directory)
+    steps = [] if found.step or inventory.item_handlers(directory) else _steps_in(directory, items)
     if item is None and len(trees) + len(steps) > 1:
         raise _several(directory, sorted([*trees, *steps]))
     if item is not None and item not in items:
@@ -271,7 +245,7 @@ def _in_step(found: Item, item: str | None) -> Item:
         found,
         v1=(directory / detection.V1_MARKER).exists(),
         item=item or trees[0],
-        items=items,
+        items=tuple(items),
         deleted=deleted,
         left_out=left_out,
     )
@@ -323,22 +297,10 @@ def _refuse(text: str, step: int | None, item: str | None) -> None:
             raise CheckpointNotFoundError(f"`{text}` is one {what} and has no {name}s", hints=hints)
 
 
-def check_committed(directory: Location, marked: bool = False) -> None:
-    """Raises UncommittedCheckpointError for a checkpoint whose writer never finished."""
-    if why := inventory.why_uncommitted(directory, marked):
-        text = f"`{directory}` was never committed: {why[0]}"
-        raise UncommittedCheckpointError(text, hints=why[1:])
-
-
-def _unrecognised(directory: Location, names: Iterable[str]) -> Exception:
-    """The error for a directory that is no checkpoint. `names` are those of its steps or items."""
-    names_here = directory.names()
-    unfinished = [name for name in names_here if detection.TEMPORARY in name]
-    unfinished = unfinished or [
-        name
-        for name in names
-        if directory.is_local and inventory.why_uncommitted(directory / name, marked=True)
-    ]
+def _unrecognised(directory: Location) -> Exception:
+    """The error for a directory that is no checkpoint."""
+    names = directory.names()
+    unfinished = [name for name in names if detection.TEMPORARY in name]
     if unfinished:
         return UncommittedCheckpointError(
             f"`{directory}` holds only checkpoints that were never committed", unfinished
@@ -350,7 +312,7 @@ def _unrecognised(directory: Location, names: Iterable[str]) -> Exception:
             "no zarr arrays",
             *detection.foreign_files(directory),
         ],
-        [] if directory.is_local else [_some_names(directory, names_here)],
+        [] if directory.is_local else [_some_names(directory, names)],
     )
 
 
