@@ -30,6 +30,7 @@ from reshard.storage import disk
 from reshard.storage.array_store import ArrayStore
 from reshard.storage.disk import Location
 from reshard.writer import save as writing
+from reshard.writer.export import plan_export
 from reshard.writer.save import execute
 
 # Of arrays that are too large for the nodes of OCDBT, and of one that is not.
@@ -457,6 +458,56 @@ def test_doctor_does_not_call_it_damage(tmp_path, monkeypatch, form):
     status, out, err = reshard_in(tmp_path, "doctor", source)
     assert (status, out) == (2, "")
     assert f"`{source / name}` has changed since it was opened" in err
+
+
+@pytest.mark.parametrize("change", TOLD, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", ["config.json", "README.md", "model-1-of-1.safetensors"])
+def test_what_an_export_copies(tmp_path, name, change):
+    """From a directory that is the source, too: a configuration that is changed, and a text."""
+    like, out = tmp_path / "like", tmp_path / "out"
+    like.mkdir()
+    file = like / name
+
+    def made():
+        save_file(like / "model-1-of-1.safetensors", tree())
+        (like / "config.json").write_text('{"torch_dtype": "float16"}')
+        (like / "README.md").write_text("A model.")
+        return reshard.open(like)
+
+    plan = plan_export(made(), out, like=like)
+    change(file)
+    told = f"`{file}` {TOLD[change]}".partition("\n\nhint")[0]
+    assert refused(ChangedCheckpointError, execute, plan).startswith(told)
+    assert sorted(os.listdir(tmp_path)) == ["like"]
+    ckpt = made()
+    for number in (0, 1):
+        reshard.export(ckpt, out, like=like, share=(number, 2))
+    # Each host sees other inodes, and the commit may be made on any of them.
+    (os.utime if change is replace else change)(file)
+    told = f"`{file}` {'was removed' if change is os.unlink else 'has changed'}"
+    assert refused(ChangedCheckpointError, reshard.commit, out).startswith(told)
+    assert not out.exists()
+
+
+def test_a_link_to_a_blob_that_points_to_another_one(tmp_path):
+    """In a cache of Hugging Face: both blobs stay what they are."""
+    cache, blobs = (tmp_path / "models--a--b" / name for name in ("snapshots/1", "blobs"))
+    for folder in (cache, blobs):
+        folder.mkdir(parents=True)
+    for seed in (0, 1):
+        save_file(blobs / f"{seed}", tree(seed=seed))
+        os.utime(blobs / f"{seed}", ns=(0, 0))
+    file = cache / "model.safetensors"
+    file.symlink_to("../../blobs/0")
+    ckpt, same = reshard.open(cache), make(tmp_path / "same.safetensors", "file")
+    assert np.array_equal(ckpt["m/a"].read(), arrays()["m/a"])
+    plan = reshard.plan(ckpt, tmp_path / "out")
+    (cache / "new").symlink_to("../../blobs/1")
+    os.replace(cache / "new", file)
+    read = (ckpt["m/a"].read,), (execute, plan), (reshard.verify, same, ckpt)
+    for call in (*calls(ckpt, tmp_path), *read):
+        assert refused(ChangedCheckpointError, *call).startswith(f"`{file}` {TOLD[replace]}")
+    assert not (tmp_path / "out").exists()
 
 
 # In a bucket.
