@@ -16,13 +16,12 @@ from typing import Any
 from reshard import errors, tree, units
 from reshard.arrays.handle import ArrayHandle, array_text, stored_name
 from reshard.checkpoint import Checkpoint, check_checkpoints, name_clashes
-from reshard.loader import detection
+from reshard.loader import detection, hf_files
 from reshard.loader import open as open_checkpoint
-from reshard.loader.hf_files import check_no_pointer, snapshot
 from reshard.loader.json_documents import read_json
 from reshard.loader.plain_arrays import weight_map
 from reshard.loader.safetensors import MAX_HEADER, find_index
-from reshard.storage import location
+from reshard.storage import identity, location
 from reshard.verify import values
 from reshard.writer import destination as destinations
 from reshard.writer import format as target_format
@@ -166,7 +165,7 @@ def plan_export(
     check_checkpoints(ckpt)
     ckpt = _with_elements(ckpt)
     place = location.parse_location(destination)
-    model = None if like is None else snapshot(like)
+    model = None if like is None else hf_files.snapshot(like)
     limit = units.parse_bytes(max_memory)
     problems = [*_unwritable(ckpt), *_clashes(ckpt), *_unlike(ckpt, model)]
     handles = [h for h in ckpt.arrays if target_format.why_not_written(h) is None]
@@ -191,7 +190,8 @@ def plan_export(
         model = model.parent
     notes = [*ckpt.notes]
     replaced = ()
-    copied = [] if model is None else _copied(model, handles, notes, problems)
+    seen: identity.Files = {}
+    copied = [] if model is None else _copied(model, seen, handles, notes, problems)
     try:
         if model is not None:
             destinations.check_apart(place, model, "directory of `like`")
@@ -201,19 +201,23 @@ def plan_export(
             replaced = destinations.replaced(place, [ckpt], copied, exported=True)
     except errors.ReshardError as error:
         problems.insert(0, error)
-    identity = siblings.source_identity([ckpt], ())
-    found = Export((item,), tuple(copied), place, limit, overwrite, identity=identity)
+    opened = siblings.source_identity([ckpt], ())
+    if model is not None and seen:
+        opened = (identity.listed(model, seen), *opened)
+    found = Export((item,), tuple(copied), place, limit, overwrite, identity=opened)
     found = dataclasses.replace(found, replaced=replaced, notes=tuple(notes))
     return planning.with_cost_errors(found, problems)
 
 
 def _copied(
     like: location.Location,
+    seen: identity.Files,
     handles: Sequence[ArrayHandle],
     notes: list[str],
     problems: list[errors.ReshardError],
 ) -> list[siblings.Sibling]:
-    """The files of a Hugging Face directory that are copied. They may be links into a cache."""
+    """The files of a Hugging Face directory that are copied. They may be links into a cache. Adds
+    their entries to those that were `seen`."""
     found = []
     for name in filter(detection.is_copied, like.names() if like.is_dir() else ()):
         file = like / name
@@ -222,7 +226,8 @@ def _copied(
             if entry is None or (not entry.is_file and not entry.is_dir):
                 file.file_bytes(follow=True)  # raises for a link to nothing, and for a pipe
             elif entry.is_file:
-                check_no_pointer(file)
+                seen[name] = entry
+                hf_files.check_no_pointer(file)
                 data = _with_dtype(file, handles, notes) if name == "config.json" else None
                 entry = entry if data is None else entry._replace(nbytes=len(data))
                 found.append(siblings.Sibling(name, file.resolved(), entry, data))

@@ -165,7 +165,10 @@ def source_identity(
 
 def source_document(source: Iterable[Identity]) -> dict[str, dict[str, Any]]:
     """The sizes and times of files, which are the same for all hosts."""
-    return {str(top): {f: e[3:5] for f, e in files.items()} for top, files in source}
+    found: dict[str, dict[str, Any]] = {}
+    for top, files in source:
+        found.setdefault(str(top), {}).update((f, e[3:5]) for f, e in files.items())
+    return found
 
 
 def source_of(document: Mapping[str, Mapping[str, Sequence[Any]]]) -> Iterator[Identity]:
