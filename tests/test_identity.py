@@ -510,6 +510,47 @@ def test_a_link_to_a_blob_that_points_to_another_one(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def looks(monkeypatch):
+    """The paths whose status is asked for."""
+    paths = []
+
+    def watch(name):
+        original = getattr(os, name)
+
+        def watched(path, *arguments, **keywords):
+            paths.append("" if isinstance(path, int) else path)
+            return original(path, *arguments, **keywords)
+
+        monkeypatch.setattr(os, name, watched)
+
+    watch("stat")
+    watch("lstat")
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("form", "most"), [("zarr2", 26), ("zarr2-files", 625), ("zarr3-files", 821), ("root", 44)]
+)
+def test_looks_of_opening(tmp_path, looks, form, most):
+    """A root and files of zarr v3 take no more than before there was an identity. An item of OCDBT
+    took 19, and 200 arrays in files of zarr v2 took 621. Six files of an item, and the metadata of
+    each array, are looked at again when all is read, and documents before they are read."""
+    source = tmp_path / "source"
+    values = {name: layouts.put(np.ones(4, "f4"), None) for name in map(str, range(200))}
+    if form == "root":
+        with ocp.CheckpointManager(source) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, args=ocp.args.StandardSave(values))
+    else:
+        FORMS[form](source, values)
+    looks.clear()
+    ckpt = reshard.open(source)
+    found = [path for path in map(os.fspath, looks) if path.startswith(str(source))]
+    assert len(ckpt.arrays) == 200
+    assert most // 2 < len(found) <= most
+
+
 # In a bucket.
 
 
