@@ -34,9 +34,9 @@ _NOT_TREES = ("ArrayCheckpointHandler", "RandomKeyCheckpointHandler", "JsonCheck
 def locate(path: str | os.PathLike, step: int | None, item: str | None) -> Item:
     """Finds the item to read. See `reshard.open` for the arguments and the errors."""
     text, root = os.fspath(path), parse_location(path)
-    if not root.exists():
+    if (entry := root.entry(follow=True)) is None:
         raise CheckpointNotFoundError(f"nothing exists at `{text}`", hints=_siblings(root))
-    if not root.is_dir():
+    if not entry.is_dir:
         is_safetensors = root.name.endswith(detection.SAFETENSORS) or detection.is_index(root.name)
         if not is_safetensors and (what := detection.describe_file(root)) != detection.MSGPACK:
             check_no_pointer(root)
@@ -206,11 +206,12 @@ def _in_step(found: Item, item: str | None) -> Item:
         _refuse(str(directory), None, item)
         kind = found.kind
         if not found.step:
-            is_whole = (directory / detection.CHECKPOINT_FILE).exists()
+            is_whole = detection.CHECKPOINT_FILE in directory.names()
             kind = "standalone" if is_whole else "item"
         if kind == "item" and _deleted_item(directory.parent) == directory.name:
             raise _being_deleted(directory)
-        check_committed(directory, marked=True)
+        if found.step or not directory.is_local:  # otherwise `locate` has checked it
+            check_committed(directory, marked=True)
         return dataclasses.replace(found, kind=kind)
     deleted = _deleted_item(directory)
     items = inventory.step_items(directory, deleted)

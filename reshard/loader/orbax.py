@@ -212,9 +212,10 @@ def _array_store(directory: Location, document: dict[str, Any], requests: int) -
 def _array_documents(directory: Location) -> list[str]:
     """The documents of array metadata."""
     folder = directory / detection.ARRAYS_FOLDER
-    if folder.is_symlink():
+    entry = folder.entry()
+    if entry is not None and not entry.is_file and not entry.is_dir:
         raise not_a_file(folder)
-    return [f"{folder.name}/{name}" for name in (folder.names() if folder.is_dir() else ())]
+    return [f"{folder.name}/{name}" for name in (folder.names() if entry and entry.is_dir else ())]
 
 
 def _array_metadatas(

@@ -59,8 +59,8 @@ class Entry(NamedTuple):
       is_file: whether it is a file. In a bucket, an object may have the name of a directory.
       is_dir: whether it is a directory.
       nbytes: bytes of a file.
-      modified: the time of the last change, in nanoseconds. Of an object in a bucket, the identity
-        of its version. There, both may be `UNKNOWN`.
+      modified: of a file, the time of the last change, in nanoseconds. Of an object in a bucket,
+        the identity of its version. There, both may be `UNKNOWN`.
       inode: of a file on a disk. It is not pickled: another host may see another number.
     """
 
@@ -204,12 +204,14 @@ class Location:
             if entry.path:
                 yield entry
             if entry.is_dir:
-                inside = []
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    for name in os.listdir(os.path.join(self, entry.path)):
-                        below = os.path.join(entry.path, name)
+                inside, gone = [], contextlib.suppress(FileNotFoundError, NotADirectoryError)
+                with gone, os.scandir(os.path.join(self, entry.path)) as listed:
+                    for each in listed:
+                        below = os.path.join(entry.path, each.name)
                         with contextlib.suppress(FileNotFoundError):
-                            inside.append(_entry(below, os.lstat(os.path.join(self, below))))
+                            is_dir = each.is_dir(follow_symlinks=False)
+                            found = Entry(below, False, True) if is_dir else None
+                            inside.append(found or _entry(below, os.lstat(each.path)))
                 pending += sorted(inside, reverse=True)
 
     def checked_walk(self) -> Iterator[Entry]:
@@ -238,7 +240,7 @@ class Location:
         target of a symbolic link may be outside the checkpoint, and a pipe may never end. With
         `follow`, a link to a file is that file."""
         entry = self.entry(follow)
-        if entry is None and self.is_symlink():
+        if entry is None and follow and self.is_symlink():
             raise CheckpointFormatError(
                 f"`{self}` is a symbolic link to `{os.readlink(self)}`, which does not exist"
             )
