@@ -264,7 +264,7 @@ def array_spec(driver: str, metadata: bytes, **options: bool) -> ts.Spec:
 def _list_files(directory: Location, files: dict[str, Entry]) -> Iterator[tuple[str, StoredValue]]:
     """Every file below the folders of a directory, which are added to `files`. The item's documents
     are not in folders."""
-    for entry in directory.walk():
+    for entry in directory.walk(inner=True):
         if "/" in entry.path and (entry.is_file or not entry.is_dir):
             if not entry.is_file:
                 raise not_a_file(directory / entry.path)

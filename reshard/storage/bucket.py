@@ -321,7 +321,7 @@ class BucketLocation(Location):
     def entries(self) -> list[Entry]:
         return [*self._children().values()]
 
-    def walk(self) -> Iterator[Entry]:
+    def walk(self, inner: bool = False) -> Iterator[Entry]:
         cache = self._cache or ListingCache(self.path)
         cache.list_below(self)
         return cache.walk(self.path)

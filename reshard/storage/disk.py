@@ -195,9 +195,10 @@ class Location:
                 found.append(Entry(each.name, is_file, is_dir))
         return found
 
-    def walk(self) -> Iterator[Entry]:
+    def walk(self, inner: bool = False) -> Iterator[Entry]:
         """Everything below a directory, sorted, each directory before its contents. Ignores files
-        that vanish meanwhile. Not recursive: the nesting may be deeper than Python's stack."""
+        that vanish meanwhile. Not recursive: the nesting may be deeper than Python's stack. If
+        `inner`, files that are in no folder of it may be left out."""
         pending = [Entry("", False, True)]
         while pending:
             entry = pending.pop()
@@ -208,10 +209,11 @@ class Location:
                 with gone, os.scandir(os.path.join(self, entry.path)) as listed:
                     for each in listed:
                         below = os.path.join(entry.path, each.name)
-                        with contextlib.suppress(FileNotFoundError):
-                            is_dir = each.is_dir(follow_symlinks=False)
-                            found = Entry(below, False, True) if is_dir else None
-                            inside.append(found or _entry(below, os.lstat(each.path)))
+                        if each.is_dir(follow_symlinks=False):
+                            inside.append(Entry(below, False, True))
+                        elif entry.path or not inner:
+                            with contextlib.suppress(FileNotFoundError):
+                                inside.append(_entry(below, os.lstat(each.path)))
                 pending += sorted(inside, reverse=True)
 
     def checked_walk(self) -> Iterator[Entry]:
