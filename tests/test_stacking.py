@@ -488,6 +488,7 @@ def assert_one_follows(tmp_path, tree, one, others, where=LAYERS):
     return made.notes
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize("tx", [optax.adam(1e-3), ADAFACTOR], ids=["adam", "adafactor"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_model_beside_stays_with_its_optimizer(name, tx, tmp_path):

@@ -378,7 +378,9 @@ def _other_models(
             beside[root] = layers
             if layers != own or not below or "{}" in format_path(pattern[:start]):
                 found[root] = layers
-    theirs = [_shapes(layers) for layers in found.values()]
+    # A tree below a position in a tuple is state of some optimizer: its shapes tell no model.
+    models = (root for root in found if not any(isinstance(key, int) for key in root))
+    theirs = [_shapes(found[root]) for root in models]
     for root, depth, layers, own, size in states:
         near = {other for other in beside if other[:depth] == root[:depth] != home}
         more = {path[:size] for path in layers} - {path[:size] for path in own}
