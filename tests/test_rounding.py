@@ -17,6 +17,7 @@ import pytest
 from in_process import refused, shown
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from releases import older
 
 import reshard
 from reshard.arrays.dtypes import cast_once
@@ -176,7 +177,10 @@ def test_what_each_dtype_cannot_hold(tmp_path):
             handle = reshard.cast(ckpt, new, path)[path]
             told[path] = layouts.refused(reshard.TreeMismatchError, handle.read)
     assert told == expected
-    assert {old for leaves in lost.values() for old in leaves} == {each.name for each in FLOATS}
+    names = {each.name for each in FLOATS}
+    if older("tensorstore", "0.1.86"):  # without float8_e8m0fnu, all others hold these
+        names.discard("float4_e2m1fn")
+    assert {old for leaves in lost.values() for old in leaves} == names
 
 
 MASK = np.finfo("float32").min

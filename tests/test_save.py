@@ -250,6 +250,9 @@ def metadata_of(path):
     return {name: (leaf.dtype, leaf.shape, leaf.sharding) for name, leaf in leaves}
 
 
+@pytest.mark.skipif(
+    older("orbax-checkpoint", "0.12"), reason="an older Orbax restores no array without a sharding"
+)
 @pytest.mark.every_combination
 @pytest.mark.parametrize("known", ["none", "some", "all"])
 @pytest.mark.parametrize("to", [None, "data=2,model=4"])

@@ -68,6 +68,8 @@ def is_finite(values: np.ndarray) -> bool:
     first, sign = int(largest.view(f"u{size}")) + 1, 1 << (8 * size - 1)
     if first >= sign:  # there is no sign, or NaN is the negative zero
         return bool(np.isfinite(values).all())
+    if values.flags.c_contiguous:  # numpy 2.0 copies parts of an array of several axes
+        values = values.reshape(-1)
     positive, negative = values.view(f"i{size}"), values.view(f"u{size}")
     return bool(positive.max(initial=0) < first and negative.max(initial=0) < first + sign)
 
